@@ -169,7 +169,7 @@ BAD_INPUTS = [
     BadInput("no `input_ids`", _collated({"text": "hello"})),
     BadInput("an example that is not a mapping", _collated([5, 6, 7])),
     BadInput("one example without its list", lambda: PaddedCollator(0)(GOOD)),
-    BadInput("a string", lambda: PaddedCollator(0)("hello")),
+    BadInput("a generator", lambda: PaddedCollator(0)(GOOD for _ in range(2))),
     BadInput("`input_ids` that is None", _collated(GOOD, {"input_ids": None})),
     BadInput("a string as ids", _collated({"input_ids": "hello"})),
     BadInput("a float in a list of ids", _collated(GOOD, {"input_ids": [5, 6.5]})),

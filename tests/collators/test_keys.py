@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from typing import Any
 
 import datasets
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -17,7 +15,6 @@ from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators import PackedCollator, PaddedCollator
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.loading import TokenizedDataset
-from torch_collate_kit.ragged import Ragged
 
 IDS = [5, 6, 7]
 UNDERSTOOD = (
@@ -187,26 +184,6 @@ def test_model_inputs_want_a_target_for_trainer_may_have_removed_it():
 # --- which columns a TokenizedDataset keeps ------------------------------------------------------
 
 
-def test_naming_the_columns_says_that_every_token_is_trained():
-    rows = [{"input_ids": IDS, "loss_mask": [0, 0, 1], "weights": [0.0, 0.0, 1.0]}]
-    dataset = TokenizedDataset(rows, columns=["input_ids"])
-    assert dataset.num_loss_tokens.tolist() == [2]
-    assert READERS["padded"](dataset[:]).metadata["num_loss_tokens"] == 2
-
-
-def test_loss_tokens_are_counted_as_collators_count_them():
-    rows = [{"input_ids": IDS, "id": 1}, {"input_ids": [8, 9], "id": 2}]
-    kept = {"columns": ["input_ids", "id"]}
-    with pytest.raises(DataError, match="rows 0 to 1, counted from 0: example 0 has 'id' and no"):
-        _ = TokenizedDataset(rows, **kept).num_loss_tokens
-    dataset = TokenizedDataset(rows, train_all=True, **kept)
-    assert dataset.num_loss_tokens.tolist() == [2, 1]
-    again = pickle.loads(pickle.dumps(dataset))
-    assert again.num_loss_tokens.tolist() == [2, 1]
-    with pytest.raises(TypeError, match="train_all must be True or False, got 'no'"):
-        TokenizedDataset(rows, train_all="no")
-
-
 @pytest.mark.parametrize("kind", ["arrow", "parquet"])
 @pytest.mark.parametrize("with_target", [0, 1])
 def test_files_of_which_one_has_a_target(tmp_path, kind, with_target):
@@ -224,10 +201,3 @@ def test_files_of_which_one_has_a_target(tmp_path, kind, with_target):
         TokenizedDataset(paths)
     dataset = TokenizedDataset(paths, columns=["input_ids"])
     assert dataset.num_loss_tokens.tolist() == [2, 2]
-
-
-def test_columns_of_a_ragged_mapping_are_looked_at():
-    columns = {"input_ids": Ragged.from_rows([IDS]), "weights": Ragged.from_rows([[0.0] * 3])}
-    with pytest.raises(DataError, match="example 0 has 'weights' and no loss target"):
-        PaddedCollator(0)(columns)
-    assert len(PaddedCollator(0, train_all=True)({**columns, "n": np.array([3])})) == 1

@@ -167,7 +167,7 @@ def test_no_record_at_all(tokenizer: Any) -> None:
     import datasets
 
     for data in ({"messages": []}, datasets.Dataset.from_dict({"messages": []})):
-        with pytest.raises(DataError, match=r"the dataset is empty \(0 records\)"):
+        with pytest.raises(DataError, match=r"the dataset is empty \(0 rows\)"):
             audit(data, tokenizer)
 
 

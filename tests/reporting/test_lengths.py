@@ -149,12 +149,8 @@ def test_patches_that_are_given_replace_those_of_the_dataset(images):
     ("data", "error", "message"),
     [
         ([], DataError, r"there are no examples \(0 lengths\)"),
-        (
-            iter([3]),
-            TypeError,
-            "data must have lengths, got list_iterator; tokenize first .*or pass lengths",
-        ),
-        (b"abc", TypeError, "data must have lengths, got bytes"),
+        (iter([3]), TypeError, "data is a list_iterator; pass lengths, or a list of examples"),
+        (b"abc", TypeError, "data is a bytes; pass"),
         ([3, 0], DataError, "example 1 has length 0"),
         ([[3], [1]], ValueError, r"lengths must be 1-D, got shape \(2, 1\)"),
         ([*EXAMPLES, {"messages": []}], DataError, r"example 3 has no input_ids, got \['messages'"),
@@ -188,7 +184,7 @@ def test_patches_that_are_given_replace_those_of_the_dataset(images):
             DataError,
             "example 1 is padded",
         ),
-        ({"input_ids": "hello"}, DataError, "example 0: input_ids must be token ids.*got str"),
+        ({"input_ids": "hello"}, DataError, "there are no examples"),
         ([{"input_ids": "hello"}], DataError, "got str; tokenize it first, or drop the example"),
         ([*EXAMPLES, {"input_ids": None}], DataError, "example 3: input_ids .*got NoneType"),
         ([{"input_ids": torch.tensor(5)}], DataError, "example 0: input_ids .*got Tensor"),

@@ -38,13 +38,9 @@ from torch_collate_kit.packing.planner import pack
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.entries import DeclaredFields
 from torch_collate_kit.reading.examples import ExampleColumns
-from torch_collate_kit.reading.raw import (
-    KNOWN,
-    ROLLOUT_KEYS,
-    Examples,
-    unknown_images,
-)
+from torch_collate_kit.reading.keys import KNOWN, ROLLOUT_KEYS, unknown_images
 from torch_collate_kit.reading.reader import read_columns
+from torch_collate_kit.reading.source import Examples
 from torch_collate_kit.vision import VisionLayout
 
 __all__ = ["PackedCollator", "changed_options"]

@@ -17,8 +17,9 @@ from torch_collate_kit.collators.assembly import (
 )
 from torch_collate_kit.collators.trainer import TrainerCollator, check_targets
 from torch_collate_kit.reading.entries import DeclaredFields
-from torch_collate_kit.reading.raw import KNOWN, Examples
+from torch_collate_kit.reading.keys import KNOWN
 from torch_collate_kit.reading.reader import read_columns
+from torch_collate_kit.reading.source import Examples
 from torch_collate_kit.vision import VisionLayout
 
 __all__ = ["PaddedCollator"]

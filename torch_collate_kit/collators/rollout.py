@@ -16,8 +16,9 @@ from torch_collate_kit.collators.assembly import (
     vision_of,
 )
 from torch_collate_kit.reading.entries import DeclaredFields
-from torch_collate_kit.reading.raw import ROLLOUT_KEYS, Examples
+from torch_collate_kit.reading.keys import ROLLOUT_KEYS
 from torch_collate_kit.reading.reader import read_columns
+from torch_collate_kit.reading.source import Examples
 from torch_collate_kit.vision import VisionLayout
 
 __all__ = ["RolloutCollator"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -15,10 +15,12 @@ from torch_collate_kit.chat.options import DEFAULT_OPTIONS, ChatOptions, ChatSet
 from torch_collate_kit.chat.tokenize import tokenize_records
 from torch_collate_kit.collators.packed import PackedCollator, changed_options
 from torch_collate_kit.collators.padded import PaddedCollator
+from torch_collate_kit.collators.trainer import TrainerCollator
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing import PackingOptions, PlannedExamples
 from torch_collate_kit.ragged import Ragged
-from torch_collate_kit.reading.raw import is_sequence
+from torch_collate_kit.reading.entries import DeclaredFields
+from torch_collate_kit.reading.source import Examples, Source
 from torch_collate_kit.vision import VisionLayout
 
 __all__ = ["ExampleSizes", "VisionLanguageCollator"]
@@ -27,22 +29,15 @@ _RECORDS_AT_A_TIME = 1000
 _DROPPED = ("too_long", "nothing_left_after_truncation")  # by max_length
 
 
-class Records(Protocol):
-    """A list of records, or a map-style dataset of them."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
-
-
 class ExampleSizes(NamedTuple):
-    """What a plan needs to know of conversations: pass its fields to ``PackedBatchSampler``."""
+    """Sizes of conversations, from which ``PackedBatchSampler`` plans rows."""
 
     lengths: np.ndarray
-    """int64 [N], tokens of each."""
+    """Number of tokens of each, int64 [N]."""
     patches: list[list[int]]
-    """[N] lists, the patches of each image (tiles where the model cuts images up)."""
+    """Number of patches of each image (tiles where the model cuts images up), N lists."""
     num_loss_tokens: np.ndarray
-    """int64 [N], trained tokens of each."""
+    """Number of trained tokens of each, int64 [N]."""
 
 
 class VisionLanguageCollator:
@@ -50,25 +45,29 @@ class VisionLanguageCollator:
 
     Args:
         processor: the transformers processor of the model.
-        max_tokens, max_patches: pack into rows of at most so many tokens and patches, as
-            ``PackedCollator``; without ``max_tokens`` (or ``packing``) pad, as ``PaddedCollator``.
-            ``options`` are those of that collator.
-        overflow: treatment of a conversation that no row holds, as in ``PackedCollator``.
-        chat: how conversations become examples, see ``ChatOptions``; ``train_on`` is "all" or
-            "last". A conversation over its ``max_length`` is treated by its own ``overflow``:
-            truncated, never through an image, dropped, or by default refused. The batch's
-            ``metadata`` counts what was cut and dropped. A plan knows only what was cut, so with
-            one a conversation that ``max_length`` drops raises.
-        require_images: "all" refuses batches in which a conversation has no image.
+        max_tokens: pack into rows of at most so many cells, as ``PackedCollator``; without it (and
+            without ``packing``) pad, as ``PaddedCollator``.
+        max_patches: the most image patches of a packed row; no limit by default.
+        overflow: what to do with a conversation longer than a row: "raise" (default), "truncate",
+            "drop" or "split". One over ``chat.max_length`` goes by ``chat.overflow``; a plan knows
+            only what was cut, so with one, a conversation that ``max_length`` drops raises.
+        packing: a :class:`~torch_collate_kit.PackingOptions` in place of the three options above.
+        padding_side: "left" or "right", where rows are padded.
+        chat: the :class:`~torch_collate_kit.ChatOptions` that conversations are tokenized with.
         config: the model's config; needed to pack where several models have the processor.
         pixel_dtype: "float32", or "bfloat16" for half the bytes.
+        require_images: "all" refuses batches in which a conversation has no image.
+        fixed_width: make every batch ``max_tokens`` wide, not as wide as its fullest row.
+        normalize_loss: divide ``loss_mask`` by the batch's number of loss tokens.
+        fields: columns to read beside the known ones: a dict of names to PerToken,
+            PerResponseToken or PerExample.
 
-    Calling it takes a list of records (see docs/chat.md), or ``PlannedExamples`` of them, and
-    returns a :class:`~torch_collate_kit.batch.Batch`.
+    Calling it with records in any form (docs/chat.md), or with ``PlannedExamples`` of them, returns
+    a new :class:`~torch_collate_kit.Batch`. ``metadata`` counts what was cut and dropped.
 
     Raises:
         DataError: a record is wrong, or nothing of it is trained; names the example.
-        ValueError, TypeError: a setting is wrong.
+        ValueError, TypeError: an option is wrong.
 
     >>> VisionLanguageCollator(processor=None)
     Traceback (most recent call last):
@@ -83,11 +82,15 @@ class VisionLanguageCollator:
         max_tokens: int | None = None,
         max_patches: int | None = None,
         overflow: Literal["raise", "truncate", "drop", "split"] | None = None,
+        packing: PackingOptions | None = None,
+        padding_side: Literal["left", "right"] | None = None,
         chat: ChatOptions = DEFAULT_OPTIONS,
-        require_images: Literal["all"] | None = None,
         config: Any = None,
         pixel_dtype: Any = "float32",
-        **options: Any,
+        require_images: Literal["all"] | None = None,
+        fixed_width: bool = False,
+        normalize_loss: bool = True,
+        fields: DeclaredFields | None = None,
     ) -> None:
         self.vision = VisionLayout.of(processor, config, pixel_dtype=pixel_dtype)
         checked_choice("require_images", require_images, ("all", None))
@@ -95,8 +98,10 @@ class VisionLanguageCollator:
         self.chat, self._processor = chat, processor
         self._setup = ChatSetup(processor, chat)
         _check_chat(chat)
+        options: dict[str, Any] = {"normalize_loss": normalize_loss, "fields": fields}
+        options["vision"] = self.vision
         self.collator: PackedCollator | PaddedCollator
-        if max_tokens is None and options.get("packing") is None:
+        if max_tokens is None and packing is None:
             if max_patches is not None:
                 raise ValueError(
                     f"max_patches={max_patches} limits packed rows, and there are none without "
@@ -107,11 +112,25 @@ class VisionLanguageCollator:
                     f"overflow={overflow!r} is for conversations over max_tokens; pass max_tokens, "
                     "or chat=ChatOptions(max_length=..., overflow=...)"
                 )
-            self.collator = PaddedCollator(processor, vision=self.vision, **options)
+            if fixed_width:
+                raise ValueError("fixed_width=True is for packed rows; pass max_tokens, too")
+            side = "left" if padding_side is None else padding_side
+            self.collator = PaddedCollator(processor, padding_side=side, **options)
+        elif padding_side is not None:
+            raise ValueError(
+                f"padding_side={padding_side!r} is for padded rows, and max_tokens= or packing= "
+                "pack; leave one of them out"
+            )
         else:
-            limits = {"max_tokens": max_tokens, "max_patches": max_patches, "overflow": overflow}
-            options |= {name: limit for name, limit in limits.items() if limit is not None}
-            self.collator = PackedCollator(processor, vision=self.vision, **options)
+            self.collator = PackedCollator(
+                processor,
+                max_tokens=max_tokens,
+                max_patches=max_patches,
+                overflow=overflow,
+                packing=packing,
+                fixed_width=fixed_width,
+                **options,
+            )
 
     def __repr__(self) -> str:
         of = f"<{type(self._processor).__name__}>"
@@ -127,18 +146,27 @@ class VisionLanguageCollator:
         shown = {k: v for k, v in layout.items() if k not in ("vision", "dummy_image_tokens")}
         return call_repr(self, of, **shown, **images)
 
-    @property
-    def packing(self) -> PackingOptions:
-        """What ``PackedBatchSampler(packing=...)`` takes.
+    def for_trainer(self) -> TrainerCollator:
+        """Return the collator for ``transformers.Trainer``: calls return ``batch.model_inputs()``.
 
         Raises:
-            AttributeError: the collator pads.
+            ValueError: the collator declares fields, which model inputs do not have.
         """
-        if not isinstance(self.collator, PackedCollator):
-            raise AttributeError("the collator pads; pass max_tokens= or packing= to pack")
-        return self.collator.packing
+        return TrainerCollator(self)
 
-    def __call__(self, examples: Sequence[Mapping[str, Any]] | PlannedExamples) -> Any:
+    @property
+    def fields(self) -> DeclaredFields:
+        """The declared fields, by name."""
+        return self.collator.fields
+
+    def __call__(self, examples: Examples | PlannedExamples) -> Batch:
+        """Collate the records into a new Batch."""
+        return self.make_batch(examples)
+
+    def make_batch(
+        self, examples: Examples | PlannedExamples, *, for_trainer: bool = False
+    ) -> Batch:
+        """Return the Batch of the records; for ``transformers.Trainer`` with its checks."""
         if isinstance(examples, PlannedExamples):
             if not isinstance(self.collator, PackedCollator):
                 raise TypeError(
@@ -146,7 +174,8 @@ class VisionLanguageCollator:
                 )
             processed = self._processed(examples.examples)
             self._check_images(processed)
-            return self.collator(replace(examples, examples=processed))
+            planned = replace(examples, examples=processed)
+            return self.collator.make_batch(planned, for_trainer=for_trainer)
         processed = self._processed(examples, or_dropped=True)
         kept = [i for i, example in enumerate(processed) if not example["skip_reason"]]
         if not kept:
@@ -156,31 +185,24 @@ class VisionLanguageCollator:
             )
         chosen = [processed[i] for i in kept]
         self._check_images(chosen)
-        batch = self.collator(chosen)
-        if isinstance(batch, Batch):
-            _count_lost(batch, processed, np.array(kept))
+        batch = self.collator.make_batch(chosen, for_trainer=for_trainer)
+        _count_lost(batch, processed, np.array(kept))
         return batch
 
-    def sizes(self, examples: Records) -> ExampleSizes:
-        """What a plan needs, from the text and the headers of the image files; decodes no image.
+    def sizes(self, examples: Examples) -> ExampleSizes:
+        """Return what a plan needs, from the text and the headers of image files; decodes no image.
 
-        ``examples`` are a list of records, or a map-style dataset of them, which is read in parts.
+        ``examples`` are records in any form that collators accept; a dataset is read in parts.
         A ``datasets.Image`` column decodes what is read; cast it to ``Image(decode=False)`` before.
 
         Raises:
             DataError: as when they are collated, but for what only decoding an image shows.
-            TypeError: neither a list nor a dataset.
+            TypeError: no form of dataset.
         """
-        is_dataset = hasattr(examples, "__len__") and hasattr(examples, "__getitem__")
-        if not is_dataset or isinstance(examples, Mapping | str | bytes):
-            raise TypeError(
-                "examples must be a list of records or a map-style dataset of them, got "
-                f"{type(examples).__name__}"
-            )
+        source = Source(examples)
         lengths, patches, num_loss_tokens = [], [], []
-        for start in range(0, len(examples), _RECORDS_AT_A_TIME):
-            stop = min(start + _RECORDS_AT_A_TIME, len(examples))
-            records = [examples[i] for i in range(start, stop)]
+        for start in range(0, len(source), _RECORDS_AT_A_TIME):
+            records = source.records(start, min(start + _RECORDS_AT_A_TIME, len(source)))
             for example in self._processed(records, pixels=False, start=start):
                 lengths.append(len(example["input_ids"]))
                 patches.append(self.vision.patches(example))
@@ -191,26 +213,25 @@ class VisionLanguageCollator:
 
     def _processed(
         self,
-        examples: Sequence[Mapping[str, Any]],
+        examples: Examples,
         *,
         pixels: bool = True,
         start: int = 0,
         or_dropped: bool = False,
     ) -> list[dict[str, Any]]:
-        """``start``: the number of the first one, for messages.
+        """Tokenize records, the first of which has the number ``start``.
 
-        ``or_dropped``: one that ``max_length`` drops stays, with its reason.
+        With ``or_dropped`` one that ``max_length`` drops stays, with its reason.
         """
-        if not is_sequence(examples):
-            raise TypeError(
-                f"examples must be a list of records, got {type(examples).__name__}; of a dataset "
-                "pass dataset.select(range(i, j)).to_list()"
-            )
+        source = Source(examples)
+        records = source.records(0, len(source))
         setup = self._setup
         if not pixels:
             setup = ChatSetup(self._processor, replace(self.chat, pixels=False))
         processed = []
-        for i, found in enumerate(tokenize_records(examples, setup, from_arrow=False), start):
+        for i, found in enumerate(
+            tokenize_records(records, setup, from_arrow=source.is_arrow), start
+        ):
             if isinstance(found, DataError):
                 raise DataError(f"example {i}: {found}") from found
             (example,) = found
@@ -247,7 +268,7 @@ def _check_chat(chat: ChatOptions) -> None:
 
 
 def _count_lost(batch: Batch, processed: Sequence[Mapping[str, Any]], kept: np.ndarray) -> None:
-    """What ``max_length`` cut and dropped into the metadata, and examples by their own numbers."""
+    """Count what ``max_length`` cut and dropped, and number examples as they were given."""
     metadata = batch.metadata
     cut = {i for i in kept.tolist() if processed[i]["num_cut_tokens"]}
     cut |= set(kept[list(metadata["cut"])].tolist())

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch_collate_kit.chat import ChatOptions, tokenize_chat_dataset
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.loading import TokenizedDataset, read_records
-from torch_collate_kit.reporting.audit.reading import CHAT_KEYS
+from torch_collate_kit.reading.source import kind_of
 from torch_collate_kit.vision import load_processor
 
 __all__ = [
@@ -143,20 +143,19 @@ def read_data(options: argparse.Namespace) -> Records:
     if options.limit is not None:
         rows = rows.select(range(min(options.limit, len(rows))))
     names = rows.column_names
-    if "input_ids" in names:
-        note_unused(options, _OF_CHATS, "tokenized rows")
-        return Records(rows, "tokens")
-    if {"prompt_ids", "response_ids"} <= {*names}:
-        note_unused(options, _OF_CHATS, "rollouts")
-        return Records(rows, "rollouts")
-    if any(name in names for name in CHAT_KEYS):
-        if options.tokenizer is None:
-            raise DataError(
-                f"{options.data} holds chats, which only a tokenizer makes tokens of; pass "
-                "--tokenizer with a folder or hub name"
-            )
-        return Records(rows, "chats")
-    raise DataError(f"{options.data}: has the columns {', '.join(names)}; it must hold {_FORMS}")
+    kind = kind_of(names)
+    if kind is None:
+        raise DataError(
+            f"{options.data}: has the columns {', '.join(names)}; it must hold {_FORMS}"
+        )
+    if kind == "chats" and options.tokenizer is None:
+        raise DataError(
+            f"{options.data} holds chats, which only a tokenizer makes tokens of; pass --tokenizer "
+            "with a folder or hub name"
+        )
+    if kind != "chats":
+        note_unused(options, _OF_CHATS, {"tokens": "tokenized rows"}.get(kind, kind))
+    return Records(rows, kind)
 
 
 def note_unused(options: argparse.Namespace, names: Iterable[str], kind: str) -> None:

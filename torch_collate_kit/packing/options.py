@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch_collate_kit._checks import (
     checked_bool,
@@ -17,30 +16,12 @@ from torch_collate_kit._checks import (
 from torch_collate_kit._reprs import dataclass_repr
 from torch_collate_kit.packing.cost import ModelCost
 
-if TYPE_CHECKING:
-    from typing_extensions import TypedDict
-
-    class PackingKeywords(TypedDict, total=False):
-        """The fields of PackingOptions but ``max_tokens``, as keywords."""
-
-        strategy: str
-        parallel: ParallelLayout | None
-        overflow: str
-        max_sequences_per_row: int | None
-        balance: str | None
-        max_patches: int | None
-        cost: ModelCost
-        dummy_image_tokens: int
-        rows_multiple_of: int | None
-
-
 __all__ = [
     "STRATEGIES",
     "PackingOptions",
     "ParallelLayout",
     "capacity_of",
     "common_options",
-    "packing_options",
 ]
 
 STRATEGIES = ("best_fit_decreasing", "first_fit_decreasing", "balanced", "sequential")
@@ -254,43 +235,6 @@ def common_options(
     if given:
         raise TypeError(
             f"packing= and {', '.join(given)} both say how to pack; pass one of them, such as "
-            "packing=dataclasses.replace(packing, ...)"
-        )
-    return packing
-
-
-def packing_options(
-    packing: PackingOptions | None, max_tokens: int | None, keywords: PackingKeywords
-) -> PackingOptions:
-    """``packing``, or options of ``max_tokens`` and the keywords.
-
-    Raises:
-        TypeError: both, neither, or a ``packing`` of another type.
-
-    >>> packing_options(None, 8, {"parallel": None}).capacity
-    8
-    """
-    given: dict[str, Any] = {**keywords}
-    names = [option.name for option in fields(PackingOptions)]
-    for key in (key for key in given if key not in names):
-        close = get_close_matches(key, names, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}"
-        raise TypeError(f"there is no option {key!r}; {hint}")
-    if packing is None:
-        if max_tokens is None:
-            raise TypeError(
-                "max_tokens must be an int, got None of type NoneType; pass max_tokens=4096, or "
-                "packing=PackingOptions(4096)"
-            )
-        if "parallel" in given and given["parallel"] is None:
-            del given["parallel"]
-        return PackingOptions(max_tokens, **given)
-    if not isinstance(packing, PackingOptions):
-        raise TypeError(f"packing must be a PackingOptions, got {packing!r}")
-    if given or max_tokens is not None:
-        both = [*([] if max_tokens is None else ["max_tokens"]), *given]
-        raise TypeError(
-            f"packing= and {', '.join(both)} both say how to pack; pass one of them, such as "
             "packing=dataclasses.replace(packing, ...)"
         )
     return packing

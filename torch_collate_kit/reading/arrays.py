@@ -14,7 +14,8 @@ from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.columns import Numbers, tensor_to_numpy
 from torch_collate_kit.reading.entries import joined
 from torch_collate_kit.reading.images import Images
-from torch_collate_kit.reading.raw import MEDIA, VIDEOS, is_sequence
+from torch_collate_kit.reading.keys import MEDIA, VIDEOS
+from torch_collate_kit.reading.source import is_sequence
 from torch_collate_kit.vision.families import PIXEL_FIELDS, ImageField
 from torch_collate_kit.vision.layout import ImageUnits, VisionLayout, is_no_image
 
@@ -33,7 +34,7 @@ _SHAPES = {
 
 
 def route_column(column: Any, lengths: np.ndarray) -> Ragged:
-    """The expert routes of rollouts, uint8 or int16: of their first tokens; ``lengths`` int64 [N].
+    """Return the expert routes of the first tokens of rollouts: uint8 or int16.
 
     Raises:
         DataError: other shapes, more routes than tokens, or experts that int16 does not hold.
@@ -67,7 +68,7 @@ def route_column(column: Any, lengths: np.ndarray) -> Ragged:
 
 
 def read_images(raw: Mapping[str, Any], layout: VisionLayout, input_ids: Numbers) -> Images:
-    """The images of the examples; None, or nothing at all, stands for an example without images.
+    """Return the images of examples, of which None, or no entry, stands for no image.
 
     Raises:
         DataError: fields of a wrong shape, or that disagree with each other or with the number of
@@ -109,7 +110,7 @@ def read_images(raw: Mapping[str, Any], layout: VisionLayout, input_ids: Numbers
 
 
 def _refuse_other_media(raw: Mapping[str, Any], layout: VisionLayout) -> None:
-    """They would be lost."""
+    """Refuse image and video fields that the model does not have: they would be lost."""
     fields = layout.fields
     for name in (name for name in MEDIA if name in raw and name not in fields):
         i = next((i for i, entry in enumerate(raw[name]) if entry is not None), None)
@@ -128,7 +129,7 @@ def _refuse_other_media(raw: Mapping[str, Any], layout: VisionLayout) -> None:
 def _image_arrays(
     name: str, entries: Mapping[int, Any], field: ImageField
 ) -> dict[int, np.ndarray]:
-    """A field of images as ndarrays by example; those of an unknown family have any dimensions."""
+    """Return an image field as arrays by example, of any dimensions if the family is unknown."""
     if field.per != "unknown":
         shape = _SHAPES[field.per, field.num_dims]
         is_tiled = field.per == "tile"
@@ -150,7 +151,7 @@ def _image_arrays(
 def _checked_images(
     index: int, fields: dict[str, np.ndarray], layout: VisionLayout
 ) -> tuple[dict[str, np.ndarray], ImageUnits]:
-    """The fields of one example with tiles laid flat, and its images.
+    """Return the fields of one example with tiles laid flat, and its images.
 
     Raises:
         DataError: fields that disagree with each other, or are not of this model.
@@ -216,7 +217,7 @@ def _check_grid(index: int, grid: np.ndarray, pixels: np.ndarray, layout: Vision
 def _laid_flat(
     index: int, fields: dict[str, np.ndarray], units: ImageUnits | None
 ) -> dict[str, np.ndarray]:
-    """Without the padding of images to the same number of tiles."""
+    """Remove the padding of images to the same number of tiles."""
     pixels, mask = fields["pixel_values"], fields.get("pixel_attention_mask")
     if mask is not None and mask.shape != (*pixels.shape[:-3], *pixels.shape[-2:]):
         raise DataError(
@@ -280,7 +281,7 @@ def _arrays(
     *,
     or_padded: bool = False,
 ) -> dict[int, np.ndarray]:
-    """Entries by their example, as ndarrays of that many dimensions and one of these kinds.
+    """Return entries by example as arrays of that many dimensions and one of these kinds.
 
     ``or_padded``: one dimension more is taken, too.
     """

@@ -1,4 +1,4 @@
-"""What was read of the examples of a batch, a column at a time, and what its rows hold of it."""
+"""Columns of examples, and of the rows of a batch made of them."""
 
 from __future__ import annotations
 
@@ -15,21 +15,16 @@ from torch import Tensor
 from torch_collate_kit.batch import IGNORE_INDEX
 from torch_collate_kit.batch.fields import FieldSpec, PerResponseToken, PerToken
 from torch_collate_kit.batch.placement import Pieces, whole_examples
-from torch_collate_kit.errors import DataError
-from torch_collate_kit.packing.rows import running_sum
 from torch_collate_kit.ragged import Ragged, span_indices, unchecked
 from torch_collate_kit.reading.columns import Numbers
 from torch_collate_kit.reading.entries import (
     DeclaredFields,
     FieldColumn,
-    are_int32_ids,
     count_trained,
-    first_bad,
     joined,
-    own_copy,
+    placed_ids,
     placed_labels,
     placed_weights,
-    taken,
     with_row,
 )
 from torch_collate_kit.reading.images import Images
@@ -42,13 +37,13 @@ _Placed = tuple[FieldSpec, np.ndarray | Tensor, Pieces]  # values, and which ent
 
 @dataclass(frozen=True)
 class PlacedColumns:
-    """What the pieces of a batch hold, in the order of its rows."""
+    """Columns of the pieces of a batch, in the order of its rows."""
 
     pieces: Pieces
     columns: dict[str, Ragged]
-    """Tensors, of every row its entries."""
+    """Tensors, with the entries of each row."""
     specs: dict[str, FieldSpec]
-    """What the columns are; ids have no pad yet."""
+    """Specs of the columns; ids have no pad yet."""
     counts: dict[str, np.ndarray]
     """int64 [S] each: the "lengths" of the pieces, their "responses", and the "routed" tokens."""
     num_trained: np.ndarray
@@ -57,16 +52,16 @@ class PlacedColumns:
 
 @dataclass(frozen=True)
 class ExampleColumns:
-    """The examples of a batch, SFT examples or rollouts. Legend: N examples."""
+    """SFT examples or rollouts of a batch, column by column. Legend: N examples."""
 
     input_ids: Numbers
     target: FieldColumn | None
-    """The loss target, if it was given: labels or weights, of all or the last ``num_actions``."""
+    """Loss target, if it was given: labels or weights, of all or the last ``num_actions``."""
     num_actions: np.ndarray | None
     """int64 [N], as given: of a rollout its response tokens."""
     fields: Sequence[FieldColumn]
     names: tuple[str, ...]
-    """The fields that a batch has of them, in addition to those of every batch."""
+    """Fields of the batch in addition to those of every batch."""
     images: Images | None
     """None where the collator was given no vision model; else there may be no image in it."""
     per_example: dict[str, list[Any]] = field(default_factory=dict)
@@ -75,7 +70,7 @@ class ExampleColumns:
 
     @classmethod
     def of_none(cls, fields: DeclaredFields, vision: VisionLayout | None) -> ExampleColumns:
-        """What a rank reads that has no examples of a batch."""
+        """Return the columns for a rank without examples of a batch."""
         empty = Ragged(np.zeros(0, dtype=np.int64), [0])
         columns = [FieldColumn(name, spec, empty) for name, spec in fields.items()]
         images = (
@@ -85,9 +80,9 @@ class ExampleColumns:
         return cls(empty, None, None, columns, names, images)
 
     def with_dummy_images(self, pieces: Pieces, rows: np.ndarray) -> tuple[ExampleColumns, Pieces]:
-        """With one more example, and a piece of it at the end of these rows: bool [R].
+        """Add the smallest image as an example, and a piece of it to these rows: bool [R].
 
-        It is the smallest image of the model, and trains nothing.
+        It trains nothing.
         """
         assert self.images is not None
         layout = self.images.layout
@@ -115,17 +110,17 @@ class ExampleColumns:
         return self.input_ids.lengths
 
     def place(self, pieces: Pieces) -> PlacedColumns:
-        """What the pieces hold; the first token of each is not trained, as nothing predicts it.
+        """Return the columns of the pieces, whose first tokens nothing predicts or trains.
 
         Raises:
             DataError: an id, a label, a weight, or a number of a declared field is wrong.
         """
-        ids = self._ids(pieces)
+        ids = placed_ids(self.input_ids, pieces, self.num_actions if self.are_rollouts else None)
         image_token_id = None if self.images is None else self.images.layout.image_token_id
         is_image = None if image_token_id is None else ids == image_token_id
         target, responses, num_trained = self._target(pieces, is_image)
         placed: dict[str, _Placed] = {"input_ids": (PerToken(torch.int64), ids, pieces)}
-        if self._has_labels:
+        if self.target is not None and self.target.name == "labels":
             placed["labels"] = PerToken(torch.int64, IGNORE_INDEX), target, pieces
         elif self.are_rollouts:
             placed["loss_weights"] = PerResponseToken(torch.float32), target, responses
@@ -139,16 +134,15 @@ class ExampleColumns:
                 counts["routed"] = entries.lengths
         if self.images is not None:
             placed |= self.images.place(pieces)
-        return PlacedColumns(
-            pieces,
-            {name: _by_rows(values, entries) for name, (_, values, entries) in placed.items()},
-            {name: spec for name, (spec, _, _) in placed.items()},
-            counts,
-            num_trained,
-        )
+        columns: dict[str, Ragged] = {}
+        specs: dict[str, FieldSpec] = {}
+        for name, (spec, given, entries) in placed.items():
+            offsets = np.append(0, np.cumsum(entries.lengths))[entries.row_offsets]
+            columns[name], specs[name] = unchecked(torch.as_tensor(given), offsets), spec
+        return PlacedColumns(pieces, columns, specs, counts, num_trained)
 
     def checked(self, *, limits: bool = True) -> dict[str, Ragged]:
-        """All columns but those of images as ndarrays, a row per example, in the dtypes of a batch.
+        """Return all columns but images as ndarrays in the dtypes of a batch, a row per example.
 
         ``limits``: refuse a number over the limit of its field, as ``place`` does.
 
@@ -166,7 +160,7 @@ class ExampleColumns:
         }
 
     def num_loss_tokens(self, image_token_id: int | None) -> np.ndarray:
-        """Trained tokens of each example: int64 [N], by its ids where it has image tokens.
+        """Count the trained tokens of each example: int64 [N]; image tokens are not trained.
 
         Raises:
             DataError: a label or a weight is wrong.
@@ -176,35 +170,27 @@ class ExampleColumns:
             is_image = joined(self.input_ids).values == image_token_id
         return self._target(whole_examples(self.lengths), is_image)[2]
 
-    @property
-    def _has_labels(self) -> bool:
-        return self.target is not None and self.target.name == "labels"
-
-    @property
-    def _untrained(self) -> int:
-        return IGNORE_INDEX if self._has_labels else 0
-
     def _target(
         self, pieces: Pieces, is_image: np.ndarray | None
     ) -> tuple[np.ndarray, Pieces, np.ndarray]:
-        """Labels or weights, the response tokens, and how many are trained of each piece.
+        """Return labels or weights, the response tokens, and trained tokens per piece.
 
         The target is of every token; of rollouts, of every response token. No model and no
         processor excludes the placeholders of images from the loss; here they are not trained.
         """
         if self.num_actions is None:
             responses, most = pieces, pieces.lengths - 1
-            target = self._given(pieces)
-            target[np.cumsum(pieces.lengths) - pieces.lengths] = self._untrained
+            target, untrained = self._given(pieces)
+            target[np.cumsum(pieces.lengths) - pieces.lengths] = untrained
         else:
             responses = _last_of_examples(pieces, self.lengths, self.num_actions)
             most = responses.lengths
-            target = self._given(responses)
+            target, untrained = self._given(responses)
             if is_image is not None:
                 is_image = is_image[_last_tokens(pieces, most)]
         if is_image is not None and is_image.any():
-            target[is_image] = self._untrained
-        trained = target if target.dtype == np.bool_ else target != self._untrained
+            target[is_image] = untrained
+        trained = target if target.dtype == np.bool_ else target != untrained
         if np.count_nonzero(trained) == most.sum():
             num_trained = num_responses = most
         else:
@@ -228,50 +214,23 @@ class ExampleColumns:
         is_split[pieces.examples[pieces.starts > 0]] = True
         split = np.flatnonzero(is_split)
         lengths = self.lengths[split]
-        target = self._given(Pieces(split, np.zeros_like(split), lengths, np.zeros(0)))
-        target[np.cumsum(lengths) - lengths] = self._untrained
-        trained = target if target.dtype == np.bool_ else target != self._untrained
+        whole = Pieces(split, np.zeros_like(split), lengths, np.zeros(0))
+        target, untrained = self._given(whole)
+        target[np.cumsum(lengths) - lengths] = untrained
+        trained = target if target.dtype == np.bool_ else target != untrained
         num_actions = np.zeros_like(self.lengths)
         num_actions[split] = count_trained(trained, lengths)[1]
         of_whole = _last_of_examples(pieces, self.lengths, num_actions).lengths
         return np.where(is_split[pieces.examples], of_whole, num_responses)
 
-    def _given(self, entries: Pieces) -> np.ndarray:
-        """The target of these entries, as it was given: a copy."""
+    def _given(self, entries: Pieces) -> tuple[np.ndarray, int]:
+        """Return the target of these entries as it was given, a copy, and its untrained value."""
         if self.target is None:
-            return np.ones(int(entries.lengths.sum()), dtype=np.bool_)
-        if self._has_labels:
-            return placed_labels(self.target.values, entries)
+            return np.ones(int(entries.lengths.sum()), dtype=np.bool_), 0
+        if self.target.name == "labels":
+            return placed_labels(self.target.values, entries), IGNORE_INDEX
         unit = "token" if self.num_actions is None else "response token"
-        return placed_weights(self.target.name, self.target.values, entries, unit)
-
-    def _ids(self, pieces: Pieces) -> np.ndarray:
-        """int32 where they fit, else int64: a copy."""
-        ids = self.input_ids
-        if isinstance(ids, Ragged) and are_int32_ids(ids.values):
-            narrow = ids.values.astype(np.int32, copy=False)
-            return own_copy(taken(unchecked(narrow, ids.offsets), pieces), ids)
-        values = taken(ids, pieces)
-        if are_int32_ids(values):
-            return values.astype(np.int32)
-        if int(values.min()) >= 0 and int(values.max()) <= np.iinfo(np.int64).max:
-            return values.astype(np.int64)
-        is_bad = values.astype(np.int64) < 0
-        raise self._bad_id(values[is_bad][0], *first_bad(is_bad, pieces))
-
-    def _bad_id(self, token_id: int, example: int, token: int) -> DataError:
-        name, wanted = "input_ids", "token ids are 0 or more (-100 belongs into labels)"
-        if self.are_rollouts:
-            name, wanted = "prompt_ids", "token ids are 0 or more"
-            num_prompt = int((self.lengths - self.num_actions)[example])
-            if token >= num_prompt:
-                name, token = "response_ids", token - num_prompt
-        return DataError(f"example {example}: {name} is {token_id} at token {token}; {wanted}")
-
-
-def _by_rows(values: np.ndarray | Tensor, entries: Pieces) -> Ragged:
-    """A column with the rows of a batch, of the entries that its pieces have of it."""
-    return unchecked(torch.as_tensor(values), running_sum(entries.lengths)[entries.row_offsets])
+        return placed_weights(self.target.name, self.target.values, entries, unit), 0
 
 
 def _last_of_examples(pieces: Pieces, lengths: np.ndarray, num_actions: np.ndarray) -> Pieces:
@@ -287,5 +246,5 @@ def _last_of_examples(pieces: Pieces, lengths: np.ndarray, num_actions: np.ndarr
 
 
 def _last_tokens(pieces: Pieces, numbers: np.ndarray) -> np.ndarray:
-    """Where so many of the last tokens of each piece are, among all tokens."""
+    """Return the places of so many last tokens of each piece among all tokens."""
     return span_indices(np.cumsum(pieces.lengths) - numbers, numbers)

@@ -1,4 +1,4 @@
-"""The images of examples: where a cut may be, and what the pieces of a batch have of them."""
+"""Images of examples: where a cut may be, and the image fields of the pieces of a batch."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ _PATCHES_IN_CACHE = 128  # 0.8 MB of float32; fewer at a time take longer (measu
 
 @dataclass(frozen=True)
 class Images:
-    """The images of the examples of a batch. Legend: N examples, U images (or tiles) of one."""
+    """Images of the examples of a batch. Legend: N examples, U images (or tiles) of one."""
 
     layout: VisionLayout
     input_ids: Numbers
     units: dict[int, ImageUnits]
-    """Of the examples that have images."""
+    """Images per example, by the number of each example that has some."""
     arrays: dict[str, dict[int, np.ndarray]]
-    """By field, of the examples that have it, tiles laid flat."""
+    """Arrays by field and example, tiles laid flat."""
 
     def with_smallest(self, input_ids: Numbers) -> Images:
-        """With one more example, of the smallest image alone; ``input_ids`` have it."""
+        """Return the images with one more example, the smallest image, as in ``input_ids``."""
         fields, i = self.layout.smallest(), len(self.input_ids)
         arrays = {name: {**of, i: fields[name]} for name, of in self.arrays.items()}
         units = {**self.units, i: self.layout.units(fields)}
@@ -58,7 +58,7 @@ class Images:
         return np.flatnonzero(self.input_ids[example] == self.layout.image_token_id)
 
     def cut_before(self, example: int, limit: int) -> int:
-        """The most tokens of an example, up to ``limit``, that end inside no image.
+        """Return the most tokens of an example, up to ``limit``, that end inside no image.
 
         The images that are kept are those of ``num_kept``.
         """
@@ -72,10 +72,10 @@ class Images:
         return min(limit, int(firsts[kept]))
 
     def cuts(self, max_tokens: int, max_patches: int | None) -> tuple[np.ndarray, list[list[int]]]:
-        """The longest beginnings that fit a row and end inside no image: tokens, patches per image.
+        """Return the longest beginnings that fit a row without cutting an image.
 
-        0 tokens where an example begins with an image that does not fit. Of examples without an
-        image, and of those that fit, all.
+        Tokens int64 [N], and patches per image: 0 tokens where an example begins with an image that
+        does not fit, all where there is no image or everything fits.
         """
         lengths, patches = self.input_ids.lengths.copy(), self.patches
         for i, unit in self.units.items():
@@ -125,7 +125,7 @@ class Images:
         return PerImage(torch.float32 if is_float else torch.int64)
 
     def place(self, pieces: Pieces) -> dict[str, tuple[PerImage, Tensor, Pieces]]:
-        """By field the entries that these pieces have, a copy in one pass; and which they are.
+        """Return by field the entries of the pieces, a copy in one pass; and which they are.
 
         Raises:
             DataError: a piece ends inside an image; the frames of a patch differ.
@@ -143,7 +143,7 @@ class Images:
         return placed
 
     def _parts(self, name: str, pieces: Pieces, kept: np.ndarray) -> dict[int, np.ndarray]:
-        """What each piece has of a field, by the number of the piece."""
+        """Return the array of a field for each piece that has one, by its number."""
         per, parts = self.layout.fields[name].per, {}
         for piece in np.flatnonzero(kept).tolist():
             i, number = int(pieces.examples[piece]), int(kept[piece])
@@ -178,7 +178,7 @@ class Images:
 
 
 def _write_first_frames(example: int, patches: np.ndarray, column: Tensor) -> None:
-    """Of patches ``[P, channels, frames, size]``, whose frames must be equal.
+    """Write the first of the equal frames of patches ``[P, channels, frames, size]``.
 
     They are compared right after the copy, a block at a time, while the block is in the cache.
     """
@@ -203,7 +203,7 @@ def _fresh(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def _shape_of_none(name: str, field: ImageField, layout: VisionLayout) -> tuple[int, ...]:
-    """Of one entry, where no example has an image."""
+    """Return the shape of one entry, where no example has an image."""
     size = layout.tile_size
     if name == "pixel_values":
         return (layout.patch_shape[0],) if field.per == "patch" else (3, size, size)

@@ -1,9 +1,9 @@
-"""The lengths of examples, whatever holds them."""
+"""Lengths of examples, from whatever holds them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
+import os
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,20 +14,17 @@ from torch_collate_kit.errors import DataError
 from torch_collate_kit.loading import TokenizedDataset
 from torch_collate_kit.packing.pieces import Patches
 from torch_collate_kit.ragged import Ragged
-from torch_collate_kit.reading.raw import check_even, is_sequence
+from torch_collate_kit.reading.source import Source, check_even, is_sequence
 
 __all__ = ["DataLengths", "checked_limits", "data_lengths"]
 
 _IDS = (("input_ids",), ("prompt_ids", "response_ids"))
+_NO_NUMBERS = (Mapping, str, os.PathLike)
 _ROWS = 4096  # read at a time
-_HINT = (
-    "tokenize first (tokenize_chat_dataset), or pass lengths; data is lengths, a TokenizedDataset, "
-    "a datasets.Dataset, or examples with input_ids"
-)
 
 
 class DataLengths(NamedTuple):
-    """What a plan needs of examples."""
+    """Sizes of the examples of a plan."""
 
     lengths: Any
     """int64 [N], tokens of each example."""
@@ -38,7 +35,7 @@ class DataLengths(NamedTuple):
 
 
 def data_lengths(data: Any) -> DataLengths:
-    """The lengths of ``data``: integers, a dataset, examples, or columns. Reads only masks.
+    """Return the lengths of integers, or of a dataset in any form. Reads only masks.
 
     Raises:
         DataError: no example, a length below 1, examples without token ids, padded examples,
@@ -56,7 +53,7 @@ def data_lengths(data: Any) -> DataLengths:
 
 
 def checked_limits(max_tokens: int | Sequence[int]) -> list[int]:
-    """One ``max_tokens`` or several, each once, in the order given.
+    """Return one ``max_tokens`` or several, each once, in the order given.
 
     Raises:
         TypeError, ValueError: no ints, ints below 1, or none.
@@ -72,57 +69,72 @@ def checked_limits(max_tokens: int | Sequence[int]) -> list[int]:
 
 
 def _found(data: Any) -> DataLengths:
-    module = type(data).__module__
-    if isinstance(data, str | Path) or module.startswith(("datasets.", "pyarrow.")):
-        names = getattr(data, "column_names", None)
-        if isinstance(names, list) and "input_ids" not in names:
-            data = {name: _column(data, name) for name in names}
-        else:
-            data = _tokenized(data)
     if isinstance(data, Batch):
         raise TypeError(
             "data is a Batch, whose rows are padded or packed already; pass the examples that the "
             "batch was made of"
         )
-    if isinstance(data, TokenizedDataset):
-        _check_masks(data)
-        if data.vision is not None:
-            return DataLengths(data.lengths, data.patches, data.vision.smallest_tokens)
-    if isinstance(data, TokenizedDataset | Ragged):
+    if isinstance(data, Ragged):
         return DataLengths(data.lengths)
-    if is_sequence(data) and any(isinstance(entry, Mapping) for entry in data[:1]):
-        return DataLengths(_num_tokens(_columns_of(data)))
-    if isinstance(data, Mapping):
-        _check_columns(data)
-        return DataLengths(_num_tokens(data))
-    if not hasattr(data, "__len__") or isinstance(data, bytes):
-        raise TypeError(f"data must have lengths, got {type(data).__name__}; {_HINT}")
-    return DataLengths(data)
+    if _are_numbers(data):
+        return DataLengths(data)
+    source = Source(data, "data", "lengths, or ")
+    if source.is_arrow and "input_ids" in source.names:
+        names = [name for name in ("input_ids", "attention_mask") if name in source.names]
+        data = TokenizedDataset(data, columns=names)
+    if not isinstance(data, TokenizedDataset):
+        return DataLengths(_num_tokens(source))
+    for start in range(0, len(data), _ROWS):
+        rows = np.arange(start, min(start + _ROWS, len(data)))
+        _check_masks(data._column_at("attention_mask", rows), start)
+    if data.vision is None:
+        return DataLengths(data.lengths)
+    return DataLengths(data.lengths, data.patches, data.vision.smallest_tokens)
 
 
-def _tokenized(source: Any) -> TokenizedDataset:
-    """Its token ids, and masks if it has them."""
-    try:
-        return TokenizedDataset(source, columns=["input_ids", "attention_mask"])
-    except ValueError:
-        return TokenizedDataset(source, columns=["input_ids"])
+def _are_numbers(data: Any) -> bool:
+    """Return whether data may be lengths: a sequence or an array that begins with a number."""
+    if hasattr(data, "dtype") or isinstance(data, range):
+        return True
+    return is_sequence(data) and not isinstance(next(iter(data), 0), _NO_NUMBERS)
 
 
-def _column(dataset: Any, name: str) -> Any:
-    """A column of a datasets.Dataset or of a pyarrow Table."""
-    is_table = type(dataset).__module__.startswith("pyarrow.")
-    return dataset.column(name).to_pylist() if is_table else dataset.with_format(None)[name]
+def _num_tokens(source: Source) -> np.ndarray:
+    """Return int64 [N], the tokens of each example or rollout; reads some rows at a time."""
+    names = next((names for names in _IDS if all(name in source.names for name in names)), _IDS[0])
+    if source.is_arrow or isinstance(source.data, Mapping):
+        _check_columns(source, names[0])
+    counts = [np.empty(0, dtype=np.int64)]
+    for start in range(0, len(source), _ROWS):
+        part = source.part(start, min(start + _ROWS, len(source)))
+        if not isinstance(part, Mapping):
+            part = _as_columns(part, names, start)
+        _check_masks(part.get("attention_mask"), start)
+        counts.append(np.sum([_lengths(name, part[name], start) for name in names], axis=0))
+    return np.concatenate(counts)
 
 
-def _names_of_ids(keys: Collection[str]) -> tuple[str, ...]:
-    """Of rollouts, or of examples; the latter if there are neither."""
-    return next((names for names in _IDS if all(name in keys for name in names)), _IDS[0])
+def _check_columns(source: Source, name: str) -> None:
+    """Check that there are ids, a row for each example, and as many rows of everything else."""
+    if name not in source.names:
+        raise DataError(
+            f"no input_ids among the columns {sorted(map(str, source.names))}; tokenize first "
+            "(tokenize_chat_dataset), or pass lengths"
+        )
+    if source.is_arrow:
+        return
+    columns = source.data
+    if isinstance(next(iter(columns[name]), None), int | np.integer):
+        raise DataError(
+            f"a mapping is taken as columns, but its {name} are the tokens of one example; pass a "
+            "list: [example]"
+        )
+    check_even(columns, name)
 
 
-def _columns_of(examples: Sequence[Any]) -> dict[str, list[Any]]:
-    """The ids of examples, or of rollouts, and their masks."""
-    names = _names_of_ids(examples[0])
-    for i, example in enumerate(examples):
+def _as_columns(examples: Sequence[Any], names: Sequence[str], start: int) -> dict[str, list[Any]]:
+    """Return the ids of examples, or of rollouts, and their masks."""
+    for i, example in enumerate(examples, start):
         is_mapping = isinstance(example, Mapping)
         if not is_mapping or any(name not in example for name in names):
             keys = sorted(map(str, example)) if is_mapping else type(example).__name__
@@ -134,54 +146,26 @@ def _columns_of(examples: Sequence[Any]) -> dict[str, list[Any]]:
     return columns | {"attention_mask": [example.get("attention_mask") for example in examples]}
 
 
-def _check_columns(columns: Mapping[str, Any]) -> None:
-    """That there are ids, a row for each example, and as many rows of everything else."""
-    name = _names_of_ids(columns)[0]
-    if name not in columns:
-        raise DataError(f"no input_ids among the columns {sorted(map(str, columns))}; {_HINT}")
-    if isinstance(next(iter(columns[name]), None), int | np.integer):
-        raise DataError(
-            f"a mapping is taken as columns, but its {name} are the tokens of one example; pass a "
-            "list: [example]"
-        )
-    check_even(columns, name)
+def _lengths(name: str, column: Any, start: int) -> np.ndarray:
+    if isinstance(column, Ragged):
+        return column.lengths
+    for i, ids in enumerate(column, start):
+        is_text = not hasattr(ids, "__len__") or isinstance(ids, str | bytes)
+        if is_text or getattr(ids, "ndim", 1) == 0:
+            raise DataError(
+                f"example {i}: {name} must be token ids, such as [5, 6], got {type(ids).__name__}; "
+                "tokenize it first, or drop the example"
+            )
+    return np.array([len(ids) for ids in column], dtype=np.int64)
 
 
-def _num_tokens(columns: Mapping[str, Any]) -> Any:
-    """int64 [N], of each example or rollout."""
-    masks = columns.get("attention_mask")
-    for i, mask in enumerate(() if masks is None else masks):
+def _check_masks(masks: Any, start: int) -> None:
+    """Check that no example is padded; ``start`` is the number of the first one."""
+    if isinstance(masks, Ragged) and masks.values.all():
+        return
+    for i, mask in enumerate(() if masks is None else masks, start):
         if mask is not None and 0 in mask:
-            raise _padded_error(i)
-    counts = [
-        [_num_ids(i, name, row) for i, row in enumerate(columns[name])]
-        for name in _names_of_ids(columns)
-    ]
-    return np.array(counts, dtype=np.int64).sum(axis=0)
-
-
-def _num_ids(i: int, name: str, ids: Any) -> int:
-    """How many there are, unless they are no token ids."""
-    if not hasattr(ids, "__len__") or isinstance(ids, str | bytes) or getattr(ids, "ndim", 1) == 0:
-        raise DataError(
-            f"example {i}: {name} must be token ids, such as [5, 6], got {type(ids).__name__}; "
-            "tokenize it first, or drop the example"
-        )
-    return len(ids)
-
-
-def _check_masks(data: TokenizedDataset) -> None:
-    """That no row is padded; reads the masks, some rows at a time."""
-    for start in range(0, len(data), _ROWS):
-        rows = np.arange(start, min(start + _ROWS, len(data)))
-        masks = data._column_at("attention_mask", rows)
-        if isinstance(masks, Ragged) and not masks.values.all():
-            place = int((masks.values == 0).argmax())
-            raise _padded_error(start + int(np.searchsorted(masks.offsets, place, "right")) - 1)
-
-
-def _padded_error(i: int) -> DataError:
-    return DataError(
-        f"example {i} is padded: its attention_mask has a 0, and pads would count as tokens; "
-        "tokenize without padding"
-    )
+            raise DataError(
+                f"example {i} is padded: its attention_mask has a 0, and pads would count as "
+                "tokens; tokenize without padding"
+            )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torch_collate_kit.batch.rows import PackedValues
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.reading.columns import flag_column, id_column
+from torch_collate_kit.reading.values import flag_column, id_column
 
 __all__ = [
     "Uids",

@@ -11,8 +11,8 @@ import numpy as np
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.examples import ExampleColumns
-from torch_collate_kit.reading.raw import is_sequence
 from torch_collate_kit.reading.reader import read_columns
+from torch_collate_kit.reading.source import is_sequence
 from torch_collate_kit.rl.groups import checked_trajectory_ids
 
 __all__ = ["merge_steps"]

@@ -241,15 +241,6 @@ def test_values_that_are_a_slice_themselves(dtype, nulls):
     )
 
 
-def test_bools_of_examples_in_memory():
-    rows = [{"input_ids": [1, 2, 3], "loss_mask": [True, False, True]}]
-    rows += [{"input_ids": [4], "loss_mask": np.array([True])}]
-    ds = TokenizedDataset(rows)
-    assert ds[0]["loss_mask"].tolist() == [True, False, True]
-    assert ds.__getitems__([1, 0])["loss_mask"].tolist() == [[True], [True, False, True]]
-    assert ds[1]["loss_mask"].dtype == ds[:2]["loss_mask"].values.dtype == np.bool_
-
-
 def test_an_empty_chunk_without_buffers():
     kind = pa.list_(pa.int32())
     empty = pa.Array.from_buffers(kind, 0, [None, None], children=[pa.array([], pa.int32())])
@@ -284,14 +275,6 @@ def test_a_large_batch_is_that_of_single_rows(rows_per_chunk):
         columns = ds.__getitems__(indices[:count])
         expected = table.take(pa.array(indices[:count] % 1000)).to_pydict()
         assert {name: columns[name].tolist() for name in names} == expected
-
-
-def test_numbers_of_half_precision_in_chunks():
-    ids = pa.array([[1], [2], [3]], pa.list_(pa.int32()))
-    table = pa.table({"input_ids": ids, "score": np.array([0.5, 1.5, 2.5], dtype=np.float16)})
-    ds = TokenizedDataset(pa.concat_tables([table, table]), columns=["input_ids", "score"])
-    scores = ds.__getitems__([5, 0, 4])["score"]
-    assert (scores.tolist(), scores.dtype, ds[4]["score"]) == ([2.5, 0.5, 1.5], np.float16, 1.5)
 
 
 def test_a_large_batch_does_not_start_the_garbage_collector():

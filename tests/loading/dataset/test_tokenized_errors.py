@@ -17,6 +17,7 @@ from tests.loading.dataset.dataset_oracle import (
 )
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.loading.dataset import TokenizedDataset
+from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.vision import VisionLayout
 
 # ---------------------------------------------------------------- nulls
@@ -52,19 +53,6 @@ def test_a_null_is_an_error_where_it_is_read_and_nowhere_else():
                 _ = ds.lengths
 
 
-def test_null_tokens_alone():
-    whole = pa.table({"input_ids": pa.array([[1], [2, None], [3]], pa.list_(pa.int32()))})
-    for table, fine in ((whole, [1, 3]), (whole.slice(1), [3])):
-        ds = TokenizedDataset(table)
-        assert ds.lengths.tolist() == [1, 2, 1][-len(ds) :]  # a null is a token; reading it is not
-        keep = [i for i in range(len(ds)) if i != len(ds) - 2]
-        assert ds.__getitems__(keep)["input_ids"].values.tolist() == fine
-        with pytest.raises(
-            DataError, match=f"row {len(ds) - 2}: input_ids is null or holds a null"
-        ):
-            ds[-2]
-
-
 def test_a_null_behind_an_indices_mapping_is_named_by_its_place_in_the_dataset():
     source = datasets.Dataset.from_dict(
         {"input_ids": [[1], None, [2]], "num_actions": [1, 1, None]}
@@ -88,7 +76,7 @@ def _rows(**changes: Any) -> list[dict[str, Any]]:
 
 
 BAD_SOURCES = [
-    ([], DataError, "the source is an empty list; give at least one example"),
+    ([], DataError, r"the source is empty \(0 examples\); give at least one"),
     ([{}], DataError, r"no input_ids, got columns \[\]; tokenize the text first"),
     ([{"text": "a"}], DataError, r"no input_ids, got columns \['text'\]"),
     (pa.table({"text": ["a"]}), DataError, r"no input_ids, got columns \['text'\]"),
@@ -97,18 +85,22 @@ BAD_SOURCES = [
     (pa.table({"input_ids": ["a b"]}), DataError, "input_ids has the Arrow type string"),
     (pa.table({"input_ids": [["a"]]}), DataError, r"input_ids has the Arrow type list<"),
     (pa.table({"input_ids": [[[1]]]}), DataError, r"holds one flat list of numbers per row"),
-    (_rows(input_ids=None), DataError, "row 1: input_ids is None; it must be a flat list of integ"),
-    (_rows(input_ids=[1.5]), DataError, r"row 1: input_ids is \[1.5\]; it must be a flat list"),
-    (_rows(input_ids=[1, None]), DataError, r"row 1: input_ids is \[1, None\]; it must be"),
-    (_rows(input_ids=[[1], [2, 3]]), DataError, r"row 1: input_ids is \[\[1\], \[2, 3\]\]"),
-    (_rows(input_ids=[[1, 2]]), DataError, r"row 1: input_ids has shape \(1, 2\)"),
-    (_rows(loss_mask="abc"), DataError, "row 1: loss_mask is 'abc'; .*list of numbers"),
-    (_rows(labels=[1]), DataError, "row 0 has no labels, other rows have; give every row the same"),
-    ([*ROWS, {"input_ids": [1]}], DataError, "row 5 has no loss_mask, other rows have"),
-    (7, TypeError, "source is a int; pass a datasets.Dataset"),
-    ([1, 2], TypeError, "source is a list; pass"),
-    ({"input_ids": [[1]]}, TypeError, "source is a dict; pass"),
-    (datasets.DatasetDict(), TypeError, "source is a DatasetDict; .*of a DatasetDict one split"),
+    (_rows(input_ids=None), DataError, "example 1: input_ids is None; give a list"),
+    (_rows(input_ids=[1.5]), DataError, r"example 1: input_ids\[0\] is 1.5 \(float\)"),
+    (_rows(input_ids=[1, None]), DataError, r"example 1: input_ids\[1\] is None"),
+    (
+        _rows(input_ids=[[1], [2, 3]]),
+        DataError,
+        r"example 1: input_ids\[0\] is \[1\], so input_ids is nested",
+    ),
+    (_rows(input_ids=np.ones((1, 2), int)), DataError, r"example 1: input_ids is 2-D with shape"),
+    (_rows(loss_mask="abc"), DataError, "example 1: loss_mask is str; give a list"),
+    (_rows(labels=[1]), DataError, "example 0 has no labels, other examples have; give"),
+    ([*ROWS, {"input_ids": [1]}], DataError, "example 5 has no loss_mask, other examples have"),
+    (7, TypeError, "source is a int; pass a list of examples, a mapping of columns, a DataFrame"),
+    ([1, 2], DataError, "example 0 is a int; an example is a mapping with input_ids"),
+    (Ragged.from_rows([[1]]), TypeError, "source is a Ragged; pass"),
+    (datasets.DatasetDict(), TypeError, "source is a DatasetDict; .*of a DatasetDict one"),
 ]
 
 
@@ -176,7 +168,8 @@ def test_bad_indices(indices, error, message):
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_loader_without_a_collate_fn_is_told_to_have_one(num_workers):
     loader = DataLoader(TokenizedDataset(ROWS), batch_size=2, num_workers=num_workers)
-    with pytest.raises(TypeError, match="a TokenizedDataset gives columns, not a list of examples"):
+    message = "a TokenizedDataset returns columns, not a list of examples"
+    with pytest.raises(TypeError, match=message):
         next(iter(loader))
     columns = TokenizedDataset(ROWS).__getitems__([0])
     with pytest.raises(KeyError, match="reward"):

@@ -25,7 +25,7 @@ __all__ = ["ArrayColumn", "ListColumn", "NumberColumn", "column_of"]
 
 
 class ListColumn:
-    """A column of lists: per chunk the flat values, and where the rows start in them."""
+    """Column of lists: per chunk the flat values, and where the rows start in them."""
 
     def __init__(self, name: str, dtype: Any, chunks: Iterable[Any]) -> None:
         self.name = name
@@ -53,7 +53,7 @@ class ListColumn:
         self._values.append(values.data.toreadonly())
 
     def _of_arrow(self, chunk: pa.Array) -> tuple[np.ndarray, np.ndarray]:
-        """Where the lists of a chunk start in the buffer of its values, and this buffer."""
+        """Return where the lists of a chunk start in the buffer of its values, and this buffer."""
         # Not flatten(): with one null row it copies the whole chunk. `.values` ignores the slice,
         # and so do the offsets that belong to it.
         values = chunk.values
@@ -74,7 +74,7 @@ class ListColumn:
     def _places(
         self, rows: np.ndarray, named: np.ndarray, *, look_inside: bool = True
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Chunk and row in it, of every row; a null row, or a null in one, is an error."""
+        """Return chunk and row in it, for every row; a null row, or a null in one, is an error."""
         chunks = np.searchsorted(self._starts, rows, side="right") - 1
         rows = rows - self._starts[chunks]
         if self._suspects:
@@ -85,7 +85,7 @@ class ListColumn:
         return chunks, rows
 
     def lengths(self, rows: np.ndarray | None = None) -> np.ndarray:
-        """int64, of all rows or of the given ones, from offsets alone; a null row is an error."""
+        """Return int64 lengths of all or the given rows from offsets; a null row is an error."""
         parts = [np.diff(np.asarray(offsets)) for offsets in self._offsets]
         lengths = np.concatenate([np.empty(0, dtype=np.int64), *parts])
         for i, chunk in self._suspects.items():
@@ -96,7 +96,7 @@ class ListColumn:
         return lengths
 
     def row(self, row: np.ndarray, named: np.ndarray) -> np.ndarray:
-        """The one row, as a read-only view (of Arrow booleans a copy)."""
+        """Return the one row, a read-only view (of Arrow booleans a copy)."""
         chunks, row = self._places(row, named)
         starts, stops = self._bounds(chunks, row)
         if self._is_in_bits:
@@ -104,12 +104,12 @@ class ListColumn:
         return np.frombuffer(self._values[chunks[0]][starts[0] : stops[0]], dtype=self.dtype)
 
     def lengths_at(self, rows: np.ndarray, named: np.ndarray) -> np.ndarray:
-        """int64, of the given rows alone; reads no token."""
+        """Return int64 lengths of the given rows alone; reads no token."""
         starts, stops = self._bounds(*self._places(rows, named, look_inside=False))
         return (stops - starts).astype(np.int64)
 
     def take(self, rows: np.ndarray, named: np.ndarray) -> Ragged:
-        """The rows, copied end to end."""
+        """Return the rows, copied end to end."""
         chunks, rows = self._places(rows, named)
         starts, stops = self._bounds(chunks, rows)
         if self._is_in_bits:
@@ -119,7 +119,7 @@ class ListColumn:
         return Ragged.from_lengths(values, stops - starts)
 
     def _bounds(self, chunks: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Where the rows start and stop in the values of their chunk."""
+        """Return where the rows start and stop in the values of their chunk."""
         if len(self._offsets) == 1:
             offsets = np.asarray(self._offsets[0])
             return offsets[rows], offsets[rows + 1]
@@ -128,7 +128,7 @@ class ListColumn:
         return pairs[:, 0], pairs[:, 1]
 
     def _bools(self, chunks: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
-        """Copies the bytes that hold the rows, unpacks them at once, and takes the rows of that."""
+        """Copy the bytes that hold the rows, unpack them at once, and return the rows."""
         first, stop = starts >> 3, (stops + 7) >> 3
         packed = _joined(self._values, chunks, first, stop, np.uint8)
         bits = np.unpackbits(packed, bitorder="little").data
@@ -137,7 +137,7 @@ class ListColumn:
 
 
 class NumberColumn:
-    """A column of one number per row: ``num_actions``, or the indices mapping of ``datasets``.
+    """Column of one number per row: ``num_actions``, or the indices mapping of ``datasets``.
 
     Integers are given out as int64. Several chunks are copied into one array.
     """
@@ -161,18 +161,18 @@ class NumberColumn:
         return len(self.values)
 
     def row(self, row: np.ndarray, named: np.ndarray) -> Any:
-        """The number of the one row."""
+        """Return the number of the one row."""
         return self.take(row, named)[0]
 
     def take(self, rows: np.ndarray, named: np.ndarray) -> np.ndarray:
-        """The rows: a copy."""
+        """Return the rows: a copy."""
         if self._is_null is not None and self._is_null[rows].any():
             raise _null_error(self.name, int(named[self._is_null[rows].argmax()]))
         return self.values[rows].astype(self.dtype, copy=False)
 
 
 class ArrayColumn:
-    """A column of nested lists or nulls; a null is an example without an image."""
+    """Column of nested lists or nulls; a null is an example without an image."""
 
     def __init__(self, name: str, column: pa.ChunkedArray | list[np.ndarray | None]) -> None:
         self.name = name
@@ -180,15 +180,15 @@ class ArrayColumn:
         self._starts = np.cumsum([0, *map(len, self._chunks)])
 
     def row(self, row: np.ndarray, named: np.ndarray) -> np.ndarray | None:
-        """The one row, a view where Arrow allows one."""
+        """Return the one row, a view where Arrow allows one."""
         return self.take(row, named)[0]
 
     def take(self, rows: np.ndarray, named: np.ndarray) -> list[np.ndarray | None]:
-        """The rows, views where Arrow allows them."""
+        """Return the rows, views where Arrow allows them."""
         return [self._array(*at) for at in zip(rows.tolist(), named.tolist(), strict=True)]
 
     def outer_lengths(self) -> np.ndarray:
-        """int64 [N], the first dimension of every row, 0 of a null; reads no number."""
+        """Return int64 [N], the first dimension of every row, 0 for a null; reads no number."""
         parts = [np.empty(0, dtype=np.int64)]
         for chunk in self._chunks:
             if isinstance(chunk, list):
@@ -212,7 +212,7 @@ class ArrayColumn:
 def _joined(
     values: list[Any], chunks: np.ndarray, starts: np.ndarray, stops: np.ndarray, dtype: Any
 ) -> np.ndarray:
-    """The spans, one after the other: memoryviews take half the time of ndarrays.
+    """Join the spans: memoryviews take half the time of ndarrays.
 
     At most 128 at a time: with 700 of them alive the garbage collector would start, which in a
     process with many objects takes longer than all the copying.
@@ -227,7 +227,7 @@ def _joined(
 
 
 def column_of(name: str, column: Any) -> ListColumn | NumberColumn | ArrayColumn:
-    """The column of a Ragged, an ndarray or an Arrow table: lists, numbers, or images."""
+    """Return the column for a Ragged, an ndarray or an Arrow column: lists, numbers or images."""
     if name in IMAGE_FIELDS:
         return ArrayColumn(name, column)
     if isinstance(column, Ragged):
@@ -271,12 +271,12 @@ def _null_error(name: str, row: int) -> DataError:
 
 
 def _storage(chunk: Any) -> Any:
-    """The lists of a chunk; datasets.Array2D and its kind are an extension of them."""
+    """Return the lists of a chunk, which datasets.Array2D and its kind extend."""
     return getattr(chunk, "storage", chunk)
 
 
 def _to_numpy(name: str, row: int, lists: Any) -> np.ndarray | None:
-    """One list of nested lists as an array."""
+    """Return one list of nested lists as an array."""
     if lists.null_count:
         return None
     shape: list[int] = []

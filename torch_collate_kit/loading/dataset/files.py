@@ -1,4 +1,4 @@
-"""The datasets that people have: a file, a saved folder, or a name of the hub."""
+"""Records in files, in saved folders, or on the hub."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SAFE_DEPTH = 500
 
 
 def read_records(name: str | os.PathLike[str], *, split: str = "train") -> Dataset:
-    """The records of a file, of a folder that ``save_to_disk`` wrote, or of a hub dataset.
+    """Return the records of a file, of a folder that ``save_to_disk`` wrote, or of a hub dataset.
 
     Files are JSON Lines, JSON, Parquet or Arrow, by their suffix. ``split`` is of folders and hub
     datasets that have several.
@@ -109,7 +109,7 @@ def _check_depth(path: Path, limit: int) -> None:
 
 
 def _broken_line(path: Path) -> str | None:
-    """What is wrong with a JSON Lines file, and in which line."""
+    """Return the error of a JSON Lines file, with its line; None if there is none."""
     record = None
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):

@@ -1,4 +1,4 @@
-"""What tells data from others: digests of all lengths, and of the token ids of some rows."""
+"""Fingerprints of data: digests of all lengths, and of the token ids of some rows."""
 
 from __future__ import annotations
 

@@ -24,16 +24,15 @@ from torch_collate_kit.loading.dataset.columns import (
 from torch_collate_kit.loading.dataset.fingerprints import fingerprint_of
 from torch_collate_kit.loading.dataset.sources import (
     IDS,
-    ArrowFiles,
     DatasetSource,
     from_state,
-    is_a,
-    normalised,
+    kept_source,
     to_state,
 )
 from torch_collate_kit.packing import PlannedExamples, RankPlan
 from torch_collate_kit.ragged import row_indices
 from torch_collate_kit.reading.reader import read_columns
+from torch_collate_kit.reading.source import ArrowFiles, is_a
 from torch_collate_kit.vision import VisionLayout
 from torch_collate_kit.vision.families import PIXEL_FIELDS
 
@@ -50,17 +49,18 @@ class _Columns(dict[str, Any]):
         if key != 0:
             raise KeyError(key)
         raise TypeError(
-            "a TokenizedDataset gives columns, not a list of examples; pass the DataLoader a "
-            "collate_fn that takes them, such as PackedCollator(tokenizer, max_tokens=4096)"
+            "a TokenizedDataset returns columns, not a list of examples; pass the DataLoader a "
+            "collate_fn that accepts them, such as PackedCollator(tokenizer, max_tokens=4096)"
         )
 
 
 class TokenizedDataset(Dataset[dict[str, Any]]):
-    """A map-style dataset that passes whole columns to a DataLoader's collator.
+    """Map-style dataset that passes whole columns to a DataLoader's collator.
 
     Args:
         source: a ``datasets.Dataset``; a ``pyarrow.Table`` or ``RecordBatch``; a path, or a list of
-            paths, of Arrow or Parquet files; or a list of examples, which is copied into columns.
+            paths, of Arrow or Parquet files; or examples in memory (a list, a mapping of columns, a
+            DataFrame, another map-style dataset), which are copied into columns.
         columns: the columns to keep, of lists of numbers or of numbers. By default those that the
             collators know (``input_ids``, ``num_actions``, ``attention_mask``, target forms), and
             ``num_cut_tokens``, which ``audit`` reads.
@@ -95,7 +95,8 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
         self._train_all = checked_bool("train_all", train_all)
         is_layout = vision is None or isinstance(vision, VisionLayout)
         self._vision: VisionLayout | None = vision if is_layout else VisionLayout.of(vision)
-        self._read_from(normalised(source, columns, train_all))
+        given = source._source if isinstance(source, TokenizedDataset) else source
+        self._read_from(kept_source(given, columns, train_all))
 
     def _read_from(self, source: Any) -> None:
         """``source`` holds the kept columns and no others; it is what is pickled."""
@@ -115,12 +116,17 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
         self._tokens = tokens
 
     @property
+    def column_names(self) -> list[str]:
+        """Names of the kept columns."""
+        return list(self._columns)
+
+    @property
     def lengths(self) -> np.ndarray:
         """Tokens of every row: int64 [N], a new array each time, from offsets; reads no token."""
         return self._tokens.lengths(None if self._mapping is None else self._mapping.values)
 
     def fingerprint(self, num_examples: int | None = None) -> dict[str, Any]:
-        """What tells these data, or their first ``num_examples``, from others: small JSON.
+        """Return a fingerprint of the data, or of their first ``num_examples``: small JSON.
 
         The number of tokens, a digest of all lengths, and one of the token ids of 64 rows. Samplers
         put it into their states; a change of other rows that keeps their lengths is not seen.
@@ -139,7 +145,7 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
         return fingerprint_of(self.lengths[:count], self._token_ids)
 
     def __repr__(self) -> str:
-        """What it holds; tokens are counted where there are not too many rows."""
+        """Describe the columns; tokens are counted unless there are too many rows."""
         counted = len(self) <= _MAX_COUNTED
         tokens = f", {int(self.lengths.sum()):,} tokens" if counted else ""
         settings = ", train_all=True" if self._train_all else ""
@@ -195,7 +201,7 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
 
     @property
     def vision(self) -> VisionLayout | None:
-        """How images become tokens, as it was given; None without it.
+        """The ``VisionLayout`` passed at construction, or None.
 
         >>> TokenizedDataset([{"input_ids": [5, 6, 7]}]).vision
         """
@@ -250,24 +256,24 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
         return _Columns({name: of.take(rows, named) for name, of in self._columns.items()})
 
     def _is_plain(self) -> bool:
-        """Whether collators take its columns as they take examples: lists, and integer ids."""
+        """Return whether collators accept its columns as examples: lists, and integer ids."""
         lists = {k: of for k, of in self._columns.items() if isinstance(of, ListColumn)}
         ids = [column.dtype for name, column in lists.items() if name in IDS]
         is_number = {name for name in self._columns if name == "num_actions"}
         return lists.keys() == set(self._columns) - is_number and all(d.kind in "iu" for d in ids)
 
     def _lengths_at(self, indices: np.ndarray) -> np.ndarray:
-        """Tokens of these rows alone: int64."""
+        """Return int64, the tokens of these rows alone."""
         named, rows = self._rows(indices)
         return self._tokens.lengths_at(rows, named)
 
     def _token_ids(self, indices: np.ndarray) -> np.ndarray:
-        """The ids of these rows, end to end."""
+        """Return the ids of these rows, end to end."""
         named, rows = self._rows(indices)
         return np.asarray(self._tokens.take(rows, named).values)
 
     def _column_at(self, name: str, indices: np.ndarray) -> Any:
-        """These rows of one column alone: a Ragged of lists, else an array; None without it."""
+        """Return these rows of one column: a Ragged of lists, else an array; None without it."""
         if name not in self._columns:
             return None
         named, rows = self._rows(indices)
@@ -282,7 +288,7 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
         self._read_from(from_state(state["source"]))
 
     def _rows(self, indices: Any) -> tuple[np.ndarray, np.ndarray]:
-        """The indices, 0 to N - 1, and the rows of the table that they stand for."""
+        """Return the indices, 0 to N - 1, and the rows of the table that they stand for."""
         picked = row_indices(indices)
         if picked.ndim != 1:
             raise TypeError(f"indices must be a flat list of integers, got shape {picked.shape}")

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.utils.data._utils import worker as torch_worker
 
-from torch_collate_kit.loading.dataset.sources import is_a
+from torch_collate_kit.reading.source import is_a
 
 __all__ = [
     "canonical_part",

@@ -21,8 +21,9 @@ from torch_collate_kit.loading.streaming.shards import Example, Part, Stream
 from torch_collate_kit.loading.streaming.skipping import WrongExamples
 from torch_collate_kit.loading.streaming.states import Place
 from torch_collate_kit.packing.pieces import ImageLoad, cut_to_fit, image_load, num_pieces
-from torch_collate_kit.reading.raw import KNOWN, Examples
+from torch_collate_kit.reading.keys import KNOWN
 from torch_collate_kit.reading.reader import read_columns
+from torch_collate_kit.reading.source import Examples
 
 __all__ = ["ENTRY", "place_after", "reader_of"]
 

@@ -11,7 +11,6 @@ from torch.utils.data import get_worker_info
 
 from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading.dataset import TokenizedDataset
-from torch_collate_kit.loading.dataset.sources import is_a
 from torch_collate_kit.loading.sampler.checks import checked_collator
 from torch_collate_kit.loading.streaming.fingerprints import SourceFingerprint
 from torch_collate_kit.loading.streaming.outside_streams import (
@@ -23,6 +22,7 @@ from torch_collate_kit.loading.streaming.outside_streams import (
     outside_workers,
 )
 from torch_collate_kit.loading.streaming.states import Place
+from torch_collate_kit.reading.source import is_a
 
 __all__ = ["Example", "ExampleSource", "Part", "Stream"]
 

@@ -1,11 +1,10 @@
-"""A dataset in any form -> flat columns, by the readers of the collators.
+"""Datasets in any form -> flat columns, by the readers of the collators.
 
 Rows that a reader refuses are set aside with its message, and the rest is read without them.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,28 +18,22 @@ from torch_collate_kit.chat.options import ChatSetup
 from torch_collate_kit.chat.tokenize import tokenize_records
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.loading.dataset import TokenizedDataset
-from torch_collate_kit.loading.dataset.sources import is_a
 from torch_collate_kit.ragged import span_indices
 from torch_collate_kit.reading.examples import ExampleColumns
-from torch_collate_kit.reading.raw import MEDIA, check_even, first_with
+from torch_collate_kit.reading.keys import MEDIA, first_with
 from torch_collate_kit.reading.reader import read_columns
+from torch_collate_kit.reading.source import Source, check_even, is_a, kind_of
 from torch_collate_kit.reporting.audit.columns import AuditColumns, Refused
 from torch_collate_kit.vision import VisionLayout
 
-__all__ = ["CHAT_KEYS", "read_dataset"]
+__all__ = ["read_dataset"]
 
-CHAT_KEYS = ("messages", "conversations", "instruction", "prompt")
-_TOKEN_KEYS = ("input_ids", "prompt_ids", "response_ids")
 _NO_TARGET = "no loss target"
 _CUT = "num_cut_tokens"  # of examples that were cut when they were tokenized
 _ROWS_AT_A_TIME = 4096
 _RECORDS_AT_A_TIME = 256
+_DATASET = ("datasets", "Dataset")
 _EMPTY = "the dataset is empty (0 {rows}); give at least one"
-_FORMS = (
-    "a list of examples, rollouts or chat records (of a DataFrame df.to_dict('records'), of a "
-    "stream its first rows), a mapping of columns, a TokenizedDataset, a datasets.Dataset (of a "
-    "DatasetDict one split), a pyarrow Table, or paths of Arrow or Parquet files"
-)
 
 
 def read_dataset(
@@ -50,92 +43,44 @@ def read_dataset(
     vision: VisionLayout | None,
     chat_setup: Callable[[], ChatSetup],
 ) -> AuditColumns:
-    """The rows of a dataset in any form.
+    """Return the rows of a dataset in any form.
 
     Raises:
         DataError: no row can be read, or the dataset is empty.
         TypeError: no known form.
     """
-    keys = _keys(dataset)
-    first = next((key for key in (*_TOKEN_KEYS, *CHAT_KEYS) if key in keys), None)
-    if isinstance(dataset, Mapping) and first is not None:
-        check_even(dataset, first)
-    if first in CHAT_KEYS:
-        return _read_chats(dataset, chat_setup())
+    source = Source(dataset, "dataset")
+    kind = kind_of(source.names)
+    if isinstance(dataset, Mapping) and kind is not None:
+        check_even(dataset, next(key for key in dataset if kind_of([key]) == kind))
+    if not len(source):
+        raise DataError("the dataset is empty (0 rows); give at least one")
+    if kind == "chats":
+        return _read_chats(source, chat_setup(), shows_progress=is_a(dataset, *_DATASET))
     if isinstance(dataset, TokenizedDataset):
         train_all, vision = dataset._train_all, vision or dataset.vision
-    elif is_a(dataset, "datasets", "Dataset") and "input_ids" not in keys:
-        dataset = dataset.with_format("numpy")
-    elif not isinstance(dataset, Mapping) and not _has_mappings(dataset):
-        dataset = TokenizedDataset(dataset, train_all=train_all)
-    return _read_rows(dataset, _RowReader(train_all, vision))
+    elif source.is_arrow and kind != "rollouts":
+        source = Source(TokenizedDataset(dataset, train_all=train_all))
+    return _read_rows(source, _RowReader(train_all, vision))
 
 
-def _read_rows(dataset: Any, reader: _RowReader) -> AuditColumns:
-    """Examples or rollouts, in a sequence or in columns."""
-
-    def rows(start: int, stop: int) -> Any:
-        if isinstance(dataset, Mapping):
-            others = {key: column for key, column in dataset.items() if key not in columns}
-            return {key: column[start:stop] for key, column in columns.items()} | others
-        return dataset[start:stop]
-
-    columns = _columns(dataset) if isinstance(dataset, Mapping) else {}
-    num_rows = len(next(iter(columns.values()))) if columns else len(dataset)
-    if not num_rows:
-        raise DataError(_EMPTY.format(rows="rows"))
-    for start in range(0, num_rows, _ROWS_AT_A_TIME):
-        reader.read(rows, start, min(start + _ROWS_AT_A_TIME, num_rows))
+def _read_rows(source: Source, reader: _RowReader) -> AuditColumns:
+    """Read examples or rollouts."""
+    for start in range(0, len(source), _ROWS_AT_A_TIME):
+        reader.read(source, start, min(start + _ROWS_AT_A_TIME, len(source)))
     read = reader.columns()
     if not len(read.lengths) and not any(row.of_images for row in read.refused):
         raise DataError(read.refused[0].message)
     return read
 
 
-def _keys(dataset: Any) -> Sequence[str]:
-    """Of the first row, or the names of the columns."""
-    if is_a(dataset, "datasets", "DatasetDict"):
-        raise TypeError(f"dataset is a DatasetDict; pass {_FORMS}")
-    if isinstance(dataset, Mapping):
-        return list(dataset)
-    if is_a(dataset, "datasets", "Dataset") or is_a(dataset, "pyarrow", "Table"):
-        return list(dataset.column_names)
-    if isinstance(dataset, TokenizedDataset | str | os.PathLike):
-        return ["input_ids"]
-    if not isinstance(dataset, Sequence) or isinstance(dataset, bytes):
-        raise TypeError(f"dataset is a {type(dataset).__name__}; pass {_FORMS}")
-    if not len(dataset):
-        raise DataError(_EMPTY.format(rows="rows"))
-    return list(next((row for row in dataset if isinstance(row, Mapping)), ["input_ids"]))
-
-
-def _columns(dataset: Mapping[str, Any]) -> dict[str, Any]:
-    """Without texts and numbers that are said of all rows."""
-    return {
-        key: column
-        for key, column in dataset.items()
-        if hasattr(column, "__len__")
-        and not isinstance(column, str | bytes)
-        and getattr(column, "ndim", 1) > 0
-    }
-
-
-def _has_mappings(dataset: Any) -> bool:
-    return isinstance(dataset, Sequence) and any(isinstance(row, Mapping) for row in dataset)
-
-
-def _read_chats(dataset: Any, setup: ChatSetup) -> AuditColumns:
+def _read_chats(source: Source, setup: ChatSetup, *, shows_progress: bool) -> AuditColumns:
     """Tokenize chat records, whose rows are numbered as the records are."""
-    records = _records(dataset)
-    if not len(records):
-        raise DataError(_EMPTY.format(rows="records"))
-    is_dataset = is_a(dataset, "datasets", "Dataset")
-    is_arrow = is_dataset or is_a(dataset, "pyarrow", "Table")
     image_token_id = None if setup.images is None else setup.images.layout.image_token_id
     reader = _RowReader()
     without_answer: list[int] = []
-    for part in _parts(len(records), shows_progress=is_dataset):
-        given = {i: records[i] for i in part}
+    for part in _parts(len(source), shows_progress=shows_progress):
+        given = dict(zip(part, source.records(part.start, part.stop), strict=True))
         known = {i: record for i, record in given.items() if isinstance(record, Mapping)}
         for i in given.keys() - known.keys():
             what = (
@@ -144,7 +89,7 @@ def _read_chats(dataset: Any, setup: ChatSetup) -> AuditColumns:
             reader.refused.append(Refused(i, f"row {i}: {what}"))
         examples: list[dict[str, Any]] = []
         numbers: list[int] = []
-        results = tokenize_records(known.values(), setup, from_arrow=is_arrow)
+        results = tokenize_records(known.values(), setup, from_arrow=source.is_arrow)
         for i, found in zip(known, results, strict=True):
             if isinstance(found, DataError):
                 reader.refused.append(Refused(i, f"row {i}: {found}"))
@@ -158,19 +103,8 @@ def _read_chats(dataset: Any, setup: ChatSetup) -> AuditColumns:
     return replace(reader.columns(), without_answer=np.array(without_answer, dtype=np.int64))
 
 
-def _records(dataset: Any) -> Any:
-    """What ``len`` and ``[i]`` say of chat records in any form."""
-    if is_a(dataset, "pyarrow", "Table"):
-        return dataset.to_pylist()
-    if isinstance(dataset, Mapping):
-        columns = _columns(dataset)
-        by_row = zip(*columns.values(), strict=True)
-        return [dict(zip(columns, row, strict=True)) for row in by_row]
-    return dataset
-
-
 def _parts(num_records: int, *, shows_progress: bool) -> Iterator[range]:
-    """The records, some at a time; of a Dataset with progress, as its map shows it."""
+    """Split the records into parts; of a Dataset with progress, as its map shows it."""
     starts = range(0, num_records, _RECORDS_AT_A_TIME)
     parts = (range(start, min(start + _RECORDS_AT_A_TIME, num_records)) for start in starts)
     if not shows_progress:
@@ -192,15 +126,15 @@ class _RowReader:
     vision: VisionLayout | None = None
     refused: list[Refused] = field(default_factory=list)
     _blocks: dict[str, list[dict[str, np.ndarray]]] = field(default_factory=dict)
-    """By the form of the rows, of which some were read at a time: columns of AuditColumns."""
+    """Columns of AuditColumns, in parts, by the form of their rows."""
     _has_unread_images: bool = False
 
-    def read(self, rows: Callable[[int, int], Any], start: int, stop: int) -> None:
-        """``rows(start, stop)`` gives examples or rollouts, as a list or as columns."""
+    def read(self, source: Source, start: int, stop: int) -> None:
+        """Read the examples or rollouts ``start`` to ``stop``."""
         examples: Any = None
         has_image = np.zeros(stop - start, dtype=np.bool_)
         try:
-            examples = rows(start, stop)
+            examples = source.part(start, stop)
             if self.vision is None:
                 examples, flags = _without_images(examples)
                 has_image |= flags
@@ -210,8 +144,8 @@ class _RowReader:
         except DataError as error:
             if stop - start > 1:
                 middle = (start + stop) // 2
-                self.read(rows, start, middle)
-                self.read(rows, middle, stop)
+                self.read(source, start, middle)
+                self.read(source, middle, stop)
                 return
             message = str(error).replace("example 0", f"row {start}", 1)
             self.refused.append(Refused(start, message, self._is_of_images(examples)))
@@ -236,7 +170,7 @@ class _RowReader:
         self._blocks.setdefault("loss_mask", []).append(columns)
 
     def columns(self) -> AuditColumns:
-        """All rows of the usual form; those of another are refused."""
+        """Return all rows of the usual form; those of another are refused."""
         joined = {
             form: {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]}
             for form, blocks in self._blocks.items()
@@ -261,7 +195,7 @@ class _RowReader:
         )
 
     def _is_of_images(self, examples: Any) -> bool:
-        """Whether an example that was refused is taken without its images."""
+        """Return whether an example that was refused is accepted without its images."""
         if self.vision is None or examples is None:
             return False
         try:
@@ -272,7 +206,7 @@ class _RowReader:
 
 
 def _without_images(examples: Any) -> tuple[Any, list[bool] | bool]:
-    """The examples without image fields, and for each whether it had one; False: none had."""
+    """Return the examples without image fields, and whether each had one; False: none had."""
     if not _are_mappings(examples):
         return examples, False  # refused by the reader
     names = set(first_with(examples)) & set(MEDIA)
@@ -287,12 +221,12 @@ def _without_images(examples: Any) -> tuple[Any, list[bool] | bool]:
 
 
 def _are_mappings(examples: Any) -> bool:
-    """Columns, or rows of which each is a mapping."""
+    """Return whether they are columns, or rows of which each is a mapping."""
     return isinstance(examples, Mapping) or all(isinstance(e, Mapping) for e in examples)
 
 
 def _form(found: ExampleColumns) -> str:
-    """What tells the form of examples: where their loss is, and what rollouts have."""
+    """Return the form of examples: the name of their target, or the fields of rollouts."""
     if not found.are_rollouts:
         return _NO_TARGET if found.target is None else found.target.name
     images = () if found.images is None else found.images.arrays
@@ -301,7 +235,7 @@ def _form(found: ExampleColumns) -> str:
 
 
 def _flat(found: ExampleColumns) -> dict[str, np.ndarray]:
-    """The columns, after every value was checked as a collator checks it.
+    """Return the columns, after every value was checked as a collator checks it.
 
     But not log-probabilities over 0, which are a finding of their own.
     """
@@ -318,7 +252,7 @@ def _flat(found: ExampleColumns) -> dict[str, np.ndarray]:
 
 
 def _of_rollouts(found: ExampleColumns, values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The columns that rollouts have: ``values`` are of response tokens."""
+    """Return the columns of rollouts; ``values`` belong to response tokens."""
     assert found.num_actions is not None
     num_actions, lengths = found.num_actions, found.lengths
     responses = span_indices(np.cumsum(lengths) - num_actions, num_actions)

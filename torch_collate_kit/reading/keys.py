@@ -1,0 +1,322 @@
+"""Which columns the examples of a batch have: missing keys, misspelled ones, two targets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.ma import MaskedArray
+from torch import Tensor
+
+from torch_collate_kit._checks import bare_key, respelt
+from torch_collate_kit.batch.fields import PerToken
+from torch_collate_kit.errors import DataError
+from torch_collate_kit.ragged import Ragged
+from torch_collate_kit.reading.source import Examples, in_memory, num_rows
+from torch_collate_kit.vision import VisionLayout
+from torch_collate_kit.vision.families import IMAGE_FIELDS
+
+__all__ = [
+    "IMAGES",
+    "KNOWN",
+    "MEDIA",
+    "ROLLOUT_KEYS",
+    "TARGETS",
+    "TOKEN_TYPES",
+    "VIDEOS",
+    "RawColumns",
+    "check_keys",
+    "first_with",
+    "raw_columns",
+    "unknown_images",
+]
+
+TARGETS = ("loss_mask", "labels", "assistant_masks", "completion_mask")
+KNOWN = ("input_ids", *TARGETS, "num_actions", "attention_mask")
+_REQUIRED = ("prompt_ids", "response_ids", "rewards", "loss_mask")
+_OPTIONAL = ("logprobs", "advantages", "uid", "trajectory_id", "is_last_step")
+ROLLOUT_KEYS = (*_REQUIRED, *_OPTIONAL, "rollout_expert_indices")
+IMAGES = ("pixel_values", "image_grid_thw")
+VIDEOS = ("pixel_values_videos", "video_grid_thw")
+MEDIA = (*IMAGE_FIELDS, *VIDEOS)
+TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")  # follow from the ids
+
+
+class RawColumns(NamedTuple):
+    """Columns as they were given, one entry per example."""
+
+    columns: dict[str, Any]
+    """Each a Ragged, an array, a tensor or a list; None stands for an example without images."""
+    are_rollouts: bool
+    token_types: dict[str, PerToken]
+    """Fields per token that are passed on to a model which makes its own positions."""
+
+
+def raw_columns(
+    examples: Examples,
+    *,
+    rollouts: bool | None,
+    train_all: bool,
+    fields: Iterable[str],
+    vision: VisionLayout | None,
+) -> RawColumns:
+    """Return the known columns of the examples, nothing converted.
+
+    ``rollouts``: whether they are; None: their keys tell.
+
+    Raises:
+        DataError: keys that are missing, differ between examples, contradict or look misspelled.
+        TypeError: no form of dataset.
+    """
+    given: Any = examples
+    if not isinstance(given, Mapping | list | tuple):
+        given = in_memory(given)
+    first = given
+    if not isinstance(given, Mapping):
+        first = _first_example(given, "response_ids" if rollouts else "input_ids")
+    if rollouts is None:
+        rollouts = _are_rollouts(first)
+    of_model = () if vision is None else (*vision.fields, *TOKEN_TYPES, *vision.token_fields)
+    media = () if vision is None else (*MEDIA, *of_model)
+    if rollouts:
+        known, ids, media = (*ROLLOUT_KEYS, *fields), "response_ids", media or IMAGES
+        if vision is not None and vision.family.positions != "model":
+            media = (*MEDIA, *vision.fields)
+    else:
+        known, ids = (*KNOWN, *fields), "input_ids"
+    owners = first_with(given)
+    if isinstance(given, Mapping):
+        raw = _columns(given, (*known, *media), ids)
+    else:
+        raw = _transposed(given, known, media and [key for key in media if key in owners])
+    if ids not in raw:
+        raise _without_ids(sorted(map(str, first)), ids)
+    if rollouts:
+        needed = (*_REQUIRED, *fields)
+        raw = {k: column for k, column in raw.items() if k in needed or not _is_all_none(column)}
+        _check_rollout_keys(raw, [key for key in map(str, first) if key not in fields])
+    else:
+        if vision is None and "pixel_values" in owners and "pixel_values" not in fields:
+            raise unknown_images(f"example {owners['pixel_values']}")
+        names = {key: f"example {i}" for key, i in owners.items()}
+        check_keys(names, train_all=train_all, declared=(*fields, *of_model))
+    if vision is None or vision.family.positions != "model":
+        return RawColumns(raw, rollouts, {})
+    read = {*KNOWN, *ROLLOUT_KEYS, *media, *fields}
+    others = {key: i for key, i in owners.items() if key not in read}
+    return RawColumns(raw, rollouts, _token_types(given, raw, others, vision))
+
+
+def unknown_images(owner: str) -> DataError:
+    """Return the error for images without a processor that says what they are."""
+    return DataError(
+        f"{owner} has pixel_values, and the collator does not know the images of the model; give "
+        "it the processor in place of the tokenizer"
+    )
+
+
+def first_with(examples: Any) -> dict[str, int]:
+    """Return all keys, and the first example that has each."""
+    if isinstance(examples, Mapping):
+        return dict.fromkeys(examples, 0)
+    first = examples[0].keys()
+    found = dict.fromkeys(first, 0)
+    for i, example in enumerate(examples):
+        if example.keys() != first:
+            found |= dict.fromkeys(example.keys() - found.keys(), i)
+    return found
+
+
+def _first_example(examples: Sequence[Any], ids: str) -> Mapping[str, Any]:
+    if not len(examples):
+        raise DataError("the batch is empty (0 examples); give at least one")
+    if set(map(type, examples)) != {dict}:
+        for i, example in enumerate(examples):
+            if not isinstance(example, Mapping):
+                raise DataError(
+                    f"example {i} is a {type(example).__name__}; an example is a mapping with "
+                    f"{ids} (of a pandas row pass row.to_dict())"
+                )
+    first: Mapping[str, Any] = examples[0]
+    return first
+
+
+def _are_rollouts(keys: Mapping[str, Any]) -> bool:
+    """Return whether examples are prompt and response; with ``input_ids`` too, as a whole."""
+    if "input_ids" in keys:
+        return keys.keys() >= {*_REQUIRED}
+    return "prompt_ids" in keys or "response_ids" in keys
+
+
+def _columns(given: Mapping[str, Any], names: Sequence[str], ids: str) -> dict[str, Any]:
+    raw = {key: given[key] for key in names if key in given}
+    if _is_one_example(raw.get(ids, ())):
+        raise DataError(
+            f"a mapping is taken as columns, but its {ids} are the tokens of one example; "
+            "collate one example as a list: [example]"
+        )
+    for key, column in raw.items():
+        if isinstance(column, MaskedArray):
+            raise DataError(
+                f"column {key} is a masked array, whose mask would be lost; give .filled(value)"
+            )
+        if isinstance(column, Tensor) and column.is_nested:  # it has no len()
+            raw[key] = column = column.unbind()
+        if num_rows(column) is None:
+            raise DataError(
+                f"column {key} is {type(column).__name__}, which has no rows; a mapping is taken "
+                "as columns, with one entry per example"
+            )
+    num_examples = len(raw[ids]) if ids in raw else 0
+    if ids in raw and not num_examples:
+        raise DataError("the batch is empty (0 examples); give at least one")
+    for key, column in raw.items():
+        if ids in raw and len(column) != num_examples:
+            raise DataError(f"column {key} has {len(column)} rows, {ids} has {num_examples}")
+    return raw
+
+
+def _is_one_example(column: Any) -> bool:
+    """Return whether ids are tokens, rather than rows of tokens."""
+    if isinstance(column, Ragged):
+        return False
+    if isinstance(column, np.ndarray | Tensor):
+        return column.ndim < 2 and not (isinstance(column, np.ndarray) and column.dtype.hasobject)
+    return not hasattr(column, "__iter__") or isinstance(
+        next(iter(column), None), int | float | np.number
+    )
+
+
+def _transposed(
+    examples: Sequence[Mapping[str, Any]], known: Sequence[str], media: Sequence[str]
+) -> dict[str, Any]:
+    """Return lists of entries: every example has all columns but those of media."""
+    first = examples[0].keys()
+    names = [key for key in known if key in first]
+    for i, example in enumerate(examples):
+        if example.keys() != first:
+            odd = sorted({*names} ^ {key for key in known if key in example})
+            if odd:
+                raise DataError(
+                    f"example {i} and example 0 differ in {', '.join(odd)}; every example of a "
+                    "batch needs the same keys"
+                )
+    raw: dict[str, Any] = {key: [example[key] for example in examples] for key in names}
+    for key in media:
+        column = [example.get(key) for example in examples]
+        if any(entry is not None for entry in column):
+            raw[key] = column
+    return raw
+
+
+def _without_ids(given: list[str], ids: str) -> DataError:
+    hint = "tokenize the text first"
+    if ids == "response_ids":
+        hint = f"a rollout has {', '.join(_REQUIRED)}"
+        if "input_ids" in given:
+            hint += "; examples with input_ids go into PaddedCollator"
+    elif {"prompt_ids", "response_ids"} & set(given):
+        hint = "rollouts go into RolloutCollator, or into PackedCollator without a sampler"
+    return DataError(f"no {ids} in example 0, got keys {given}; {hint}")
+
+
+def _is_all_none(column: Any) -> bool:
+    if isinstance(column, Ragged | Tensor):
+        return False
+    if isinstance(column, np.ndarray) and not column.dtype.hasobject:
+        return False
+    return all(entry is None for entry in column)
+
+
+def check_keys(
+    owners: Mapping[str, str], *, train_all: bool, declared: tuple[str, ...] = ()
+) -> None:
+    """Check the keys of examples; ``owners`` says whose each is, such as "example 0".
+
+    Without a target every token is trained. With other keys, which are not read, this must be
+    requested: one of them may have been meant as the target. ``declared`` keys are read as fields.
+
+    Raises:
+        DataError: a key in another spelling; keys that leave open, or say twice, what is trained.
+    """
+    others = [key for key in owners if key not in KNOWN and key not in declared]
+    for key in others:
+        name = respelt(str(key), (*KNOWN, *declared))
+        if name is not None and name not in owners:
+            raise _looks_like(owners[key], name, key)
+    targets = owners.keys() & {*TARGETS}
+    if train_all and targets:
+        target = min(targets, key=TARGETS.index)
+        raise DataError(
+            f"{owners[target]} has {target}, and train_all=True trains every token; keep one of "
+            "the two"
+        )
+    if others and not targets and not train_all:
+        raise DataError(
+            f"{owners[others[0]]} has {', '.join(map(repr, others[:5]))}"
+            f"{', ...' if len(others) > 5 else ''} and no loss target, so it is not clear whether "
+            f"every token is trained; understood are {', '.join(KNOWN)}: give a target among these "
+            "(or remove the rest), or pass train_all=True to train every token"
+        )
+
+
+def _check_rollout_keys(raw: Mapping[str, Any], given: list[str]) -> None:
+    missing = [key for key in _REQUIRED if key not in raw]
+    if missing:
+        raise DataError(
+            f"no {' and no '.join(missing)} in example 0, got keys {sorted(given)}; a "
+            f"rollout has {', '.join(_REQUIRED)}"
+        )
+    known = (*ROLLOUT_KEYS, *IMAGES)
+    others = {key: bare_key(key) for key in given if key not in known}
+    for name in (name for name in known if name not in raw and others):
+        for key, bare in others.items():
+            is_logprobs = "logprob" in bare or bare.endswith("logp")
+            if bare == bare_key(name) or (name == "logprobs" and is_logprobs):
+                raise _looks_like("example 0", name, key)
+
+
+def _looks_like(owner: str, name: str, key: str) -> DataError:
+    return DataError(
+        f"{owner} has no {name}, but {key!r} looks like it; rename it to {name}, or remove it"
+    )
+
+
+def _token_types(
+    examples: Any, raw: Mapping[str, Any], others: Mapping[str, int], layout: VisionLayout
+) -> dict[str, PerToken]:
+    """Return the fields per token that the model reads; ``others`` are keys that nobody reads."""
+    has_images = any(name in raw for name in layout.other_fields)
+    needed = layout.token_fields if has_images else (layout.family.token_types,)
+    missing = [name for name in needed if name and name not in raw]
+    if missing:
+        raise DataError(
+            f"example 0 has no {' and no '.join(missing)}, which the model reads for every token; "
+            "give all that the processor returned"
+        )
+    if layout.family_name == "other":
+        for key, owner in others.items():
+            _refuse_per_token(key, owner, examples, raw)
+    passed_on = dict.fromkeys((*TOKEN_TYPES, *layout.token_fields))
+    return {name: PerToken(torch.int64) for name in passed_on if name in raw}
+
+
+def _refuse_per_token(key: str, owner: int, examples: Any, raw: Mapping[str, Any]) -> None:
+    """Refuse a key with one entry per token: dropped, it would change what is computed."""
+    is_mapping = isinstance(examples, Mapping)
+    column = examples[key] if is_mapping else [example.get(key) for example in examples]
+    names = ("input_ids", "prompt_ids", "response_ids")
+    rows_of_ids = zip(*(raw[name] for name in names if name in raw), strict=True)
+    for entry, parts in zip(column, rows_of_ids, strict=True):
+        num_tokens = sum(num_rows(part) or 0 for part in parts)
+        if isinstance(entry, Mapping) or not num_tokens or num_rows(entry) != num_tokens:
+            return
+        if isinstance(entry[0], str | bytes | Mapping):
+            return
+    raise DataError(
+        f"example {owner} has {key!r} with one entry per token, and it is not known whether the "
+        "model reads it, since it is in no row of the table of families (docs/vision.md); remove "
+        "it, or declare it in fields and add it to the dict that model_inputs() returns"
+    )

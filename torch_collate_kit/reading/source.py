@@ -1,0 +1,312 @@
+"""Datasets in any form as columns or examples: the one place that asks what form they have."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import numpy as np
+from torch import Tensor
+
+from torch_collate_kit._checks import needed_package
+from torch_collate_kit.batch import Batch
+from torch_collate_kit.errors import DataError
+from torch_collate_kit.ragged import Ragged, unchecked
+
+if TYPE_CHECKING:
+    import pyarrow as pa  # type: ignore[import-untyped,unused-ignore]
+
+__all__ = [
+    "ArrowFiles",
+    "Examples",
+    "Source",
+    "check_even",
+    "in_memory",
+    "is_a",
+    "is_sequence",
+    "kind_of",
+    "num_rows",
+]
+
+_CHAT_KEYS = ("messages", "conversations", "instruction", "prompt")
+_FORMS = (
+    "a list of examples, a mapping of columns, a DataFrame, a datasets.Dataset (of a DatasetDict "
+    "one split), a pyarrow Table, a TokenizedDataset or another map-style dataset, or paths of "
+    "Arrow or Parquet files"
+)
+
+
+class MapStyle(Protocol):
+    """Anything with a length whose items are examples, or whose slices are columns."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: Any, /) -> Any: ...
+
+
+Examples = Sequence[Mapping[str, Any]] | Mapping[str, Any] | MapStyle
+
+
+def is_a(value: Any, module: str, name: str) -> bool:
+    """Return whether a value is an instance of a class, without importing its module."""
+    loaded = sys.modules.get(module)
+    return loaded is not None and isinstance(value, getattr(loaded, name, ()))
+
+
+def is_sequence(value: Any) -> bool:
+    """Return whether a value is a sequence other than a string."""
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def kind_of(names: Collection[str]) -> Literal["tokens", "rollouts", "chats"] | None:
+    """Return what records with these keys are; None if they are none of the three.
+
+    >>> kind_of(["input_ids", "labels"]), kind_of(["messages"]), kind_of(["text"])
+    ('tokens', 'chats', None)
+    """
+    if "input_ids" in names:
+        return "tokens"
+    if "prompt_ids" in names or "response_ids" in names:
+        return "rollouts"
+    return "chats" if any(key in names for key in _CHAT_KEYS) else None
+
+
+class Source:
+    """Dataset in any form, which is read in parts.
+
+    ``data`` is a mapping of columns, a pandas DataFrame, a sequence or a map-style dataset of
+    examples, a ``datasets.Dataset`` in any format, a pyarrow Table or RecordBatch, or one or more
+    paths of Arrow or Parquet files. Errors call it ``name``, and name ``others`` that would do.
+
+    Raises:
+        TypeError: another form.
+
+    >>> source = Source({"input_ids": [[5, 6], [7]], "split": "train"})
+    >>> len(source), source.part(1, 2), source.records(1, 2)
+    (2, {'input_ids': [[7]], 'split': 'train'}, [{'input_ids': [7]}])
+    """
+
+    def __init__(self, data: Any, name: str = "examples", others: str = "") -> None:
+        paths = [data] if isinstance(data, str | os.PathLike) else data
+        if is_a(data, "datasets", "Dataset") and data.format["type"] != "custom":
+            data = data.with_format("arrow", columns=data.format["columns"])
+        elif is_a(data, "pandas", "DataFrame"):
+            data = {column: data[column].tolist() for column in data}
+        elif is_a(data, "pyarrow", "RecordBatch"):
+            data = sys.modules["pyarrow"].Table.from_batches([data])
+        elif is_sequence(paths) and paths and all(isinstance(p, str | os.PathLike) for p in paths):
+            data = ArrowFiles([os.fspath(path) for path in paths])
+        no_examples = bytes | np.ndarray | Tensor | Ragged | Batch
+        is_other = isinstance(data, no_examples) or is_a(data, "datasets", "DatasetDict")
+        is_map_style = hasattr(data, "__len__") and hasattr(data, "__getitem__")
+        if is_other or not (is_map_style or isinstance(data, ArrowFiles)):
+            what = f"a {type(data).__name__}"
+            raise TypeError(f"{name} is {what}; pass {others}{_FORMS}")
+        self.data = data
+        self.is_arrow = isinstance(data, ArrowFiles) or (
+            is_a(data, "pyarrow", "Table")
+            or (is_a(data, "datasets", "Dataset") and data.format["type"] == "arrow")
+        )
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the columns, or keys of the first example that is a mapping."""
+        if isinstance(self.data, Mapping):
+            return list(self.data)
+        if is_a(self.data, "datasets", "Dataset"):
+            return list(self.data.format["columns"])
+        if hasattr(self.data, "column_names"):
+            return list(self.data.column_names)
+        rows = (self.data[i] for i in range(len(self.data)))
+        return list(next((row for row in rows if isinstance(row, Mapping)), ()))
+
+    def __len__(self) -> int:
+        if not isinstance(self.data, Mapping):
+            return len(self._opened())
+        return len(next(iter(self._columns().values()), ()))
+
+    def part(self, start: int, stop: int) -> Any:
+        """Return the examples ``start`` to ``stop``: a list of them, or a mapping of columns."""
+        if isinstance(self.data, Mapping):
+            return {**self.data, **{k: of[start:stop] for k, of in self._columns().items()}}
+        data = self._opened()
+        if self.is_arrow:
+            is_table = is_a(data, "pyarrow", "Table")
+            return _ArrowColumns(data.slice(start, stop - start) if is_table else data[start:stop])
+        if isinstance(data, Sequence) or hasattr(data, "column_names"):
+            return data[start:stop]
+        return [data[i] for i in range(start, stop)]
+
+    def records(self, start: int, stop: int) -> Sequence[Any]:
+        """Return the examples ``start`` to ``stop`` as a list of dicts of Python objects."""
+        if is_a(self.data, "datasets", "Dataset") and self.is_arrow:
+            names = self.data.format["columns"]
+            part = self.data.with_format(None, columns=names)[start:stop]
+        elif isinstance(self.data, Mapping):
+            part = {name: of[start:stop] for name, of in self._columns().items()}
+        else:
+            part = self.part(start, stop)
+        if isinstance(part, _ArrowColumns):
+            rows: list[Any] = part.table.to_pylist()
+            return rows
+        if not isinstance(part, Mapping):
+            return part
+        return [dict(zip(part, row, strict=True)) for row in zip(*part.values(), strict=True)]
+
+    def _opened(self) -> Any:
+        if isinstance(self.data, ArrowFiles):
+            self.data = self.data.table()
+        return self.data
+
+    def _columns(self) -> dict[str, Any]:
+        """Return the columns of a mapping, without texts and numbers that hold for all rows."""
+        return {key: of for key, of in self.data.items() if num_rows(of) is not None}
+
+
+def in_memory(data: Any) -> Mapping[str, Any] | Sequence[Any]:
+    """Return a dataset in any form as a mapping of columns or a sequence of examples."""
+    source = Source(data)
+    whole: Mapping[str, Any] | Sequence[Any] = source.part(0, len(source))
+    return whole
+
+
+def check_even(columns: Mapping[str, Any], first: str) -> None:
+    """Compare every column with ``first``; text, and what has no length, is no column.
+
+    Raises:
+        DataError: a column has more rows or fewer.
+    """
+    expected = num_rows(columns[first])
+    for key, column in columns.items():
+        found = num_rows(column)
+        if None not in (found, expected) and found != expected:
+            raise DataError(
+                f"column {key} has {found} rows, {first} has {expected}; give every column one "
+                "entry per row"
+            )
+
+
+def num_rows(column: Any) -> int | None:
+    """Return the rows of a column; None for text, and for what has no length."""
+    if not hasattr(column, "__len__") or isinstance(column, str | bytes):
+        return None
+    return None if getattr(column, "ndim", 1) == 0 else len(column)
+
+
+class _ArrowColumns(Mapping[str, Any]):
+    """Columns of an Arrow table, each converted when it is read."""
+
+    def __init__(self, table: pa.Table) -> None:
+        self.table = table
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self.table.column_names:
+            raise KeyError(name)
+        return _of_arrow(self.table.column(name))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.table.column_names)
+
+    def __len__(self) -> int:
+        return len(self.table.column_names)
+
+
+def _of_arrow(column: Any) -> Any:
+    """Return lists of numbers as a Ragged, numbers as an array, all else as Python objects."""
+    is_of = sys.modules["pyarrow"].types
+    kind = column.type
+    is_list = is_of.is_list(kind) or is_of.is_large_list(kind) or is_of.is_fixed_size_list(kind)
+    kind = kind.value_type if is_list else kind
+    is_number = is_of.is_integer(kind) or is_of.is_floating(kind) or is_of.is_boolean(kind)
+    array = column.combine_chunks()
+    values = array.flatten() if is_list and is_number else array
+    if not is_number or array.null_count or values.null_count:
+        return column.to_pylist()
+    flat = values.to_numpy(zero_copy_only=False)
+    if not is_list:
+        return flat
+    lengths = array.value_lengths().to_numpy(zero_copy_only=False)
+    return unchecked(flat, np.append(0, np.cumsum(lengths, dtype=np.int64)))
+
+
+class ArrowFiles:
+    """Arrow or Parquet files by path: what a worker needs to map them again.
+
+    Raises:
+        FileNotFoundError, ValueError: a path is no such file.
+    """
+
+    def __init__(self, paths: list[str]) -> None:
+        for path in paths:
+            if os.path.isdir(path):
+                raise ValueError(f"{path!r} is a folder; pass datasets.load_from_disk(folder)")
+            if not os.path.exists(path):
+                raise FileNotFoundError(
+                    f"there is no file {path!r:.60}: strings are taken as paths of Arrow or "
+                    "Parquet files; texts must be tokenized first (tokenize_chat_dataset)"
+                )
+        are_parquet = {_is_parquet(path) for path in paths}
+        if len(are_parquet) > 1:
+            raise ValueError("the source mixes Parquet and Arrow files; make two datasets of them")
+        self._paths = [os.path.abspath(path) for path in paths]  # a worker may start elsewhere
+        (self._is_parquet,) = are_parquet
+        self.column_names = list(dict.fromkeys(name for of in self._names() for name in of))
+
+    def _names(self) -> list[list[str]]:
+        if not self._is_parquet:
+            return [_mapped(path).column_names for path in self._paths]
+        parquet = needed_package("pyarrow.parquet", "reading Parquet files")
+        return [parquet.read_schema(path).names for path in self._paths]
+
+    def select(self, names: list[str]) -> Any:
+        """Return the files with these columns alone; of Parquet files a ``datasets.Dataset``.
+
+        Raises:
+            ValueError: a file has other columns: left out, a target would be lost.
+        """
+        kept = [[name for name in names if name in found] for found in self._names()]
+        for path, found in zip(self._paths, kept, strict=True):
+            if found != kept[0]:
+                raise ValueError(
+                    f"{path!r} has the columns {found}, {self._paths[0]!r} has {kept[0]}; make "
+                    "them alike, or pass columns="
+                )
+        if self._is_parquet:
+            datasets = needed_package("datasets", "reading Parquet files")
+            return datasets.Dataset.from_parquet(self._paths, columns=names).select_columns(names)
+        self.column_names = names
+        return self
+
+    def table(self) -> pa.Table:
+        """Return the files as one table: Arrow files are mapped into memory, not read."""
+        if self._is_parquet:
+            return self.select(self.column_names).data.table
+        import pyarrow as pa
+
+        tables = [_mapped(path).select(self.column_names) for path in self._paths]
+        try:
+            return pa.concat_tables(tables)
+        except pa.ArrowInvalid as error:
+            raise ValueError(
+                f"the files of the source have columns of different types ({error}); cast them"
+            ) from error
+
+
+def _is_parquet(path: str) -> bool:
+    with open(path, "rb") as file:
+        return file.read(4) == b"PAR1"
+
+
+def _mapped(path: str) -> pa.Table:
+    pa = needed_package("pyarrow", "reading Arrow files")
+    file = pa.memory_map(path)
+    is_file_format = file.read(6) == b"ARROW1"
+    file.seek(0)
+    try:
+        return (pa.ipc.open_file if is_file_format else pa.ipc.open_stream)(file).read_all()
+    except pa.ArrowInvalid as error:
+        raise ValueError(
+            f"{path!r} is neither an Arrow nor a Parquet file ({error}); load it with datasets and "
+            "pass the Dataset"
+        ) from error
