@@ -22,8 +22,9 @@ import numpy as np
 from harness import Report, alternate, arguments, timed
 from samples import DEFAULT_DATA, real_mix
 
-from torch_collate_kit import Ragged, TokenizedDataset, audit
+from torch_collate_kit import TokenizedDataset, audit
 from torch_collate_kit.chat.preview import byte_tokenizer
+from torch_collate_kit.ragged import Ragged
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"

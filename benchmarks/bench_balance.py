@@ -26,7 +26,8 @@ from harness import Report, Times, arguments
 from row_by_row import best_fit
 from samples import DEFAULT_DATA, long_tail, real_mix
 
-from torch_collate_kit import ModelCost, PackingOptions, PackingPlan, ParallelLayout, pack
+from torch_collate_kit import ModelCost, PackingOptions, ParallelLayout, pack
+from torch_collate_kit.packing import PackingPlan
 
 RANKS = (8, 64, 512)
 _FILLED = 0.95

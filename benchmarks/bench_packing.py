@@ -31,7 +31,8 @@ from harness import Report, Times, alternate, arguments, timed
 from row_by_row import best_fit, first_fit
 from samples import DEFAULT_DATA, long_tail, real_mix
 
-from torch_collate_kit import PackingPlan, ParallelLayout, pack
+from torch_collate_kit import ParallelLayout, pack
+from torch_collate_kit.packing import PackingPlan
 
 NOT_INSTALLED = "not installed"
 

@@ -25,7 +25,8 @@ from row_by_row import check_equal, rollouts
 from runs import HEADER, columns_of, compare, lists_of, measured, ready, rows_of
 from samples import DEFAULT_DATA, long_tail, real_mix, rollouts_of
 
-from torch_collate_kit import PerResponseToken, Ragged, RolloutCollator
+from torch_collate_kit import PerResponseToken, RolloutCollator
+from torch_collate_kit.ragged import Ragged
 
 
 def blocks(report: Report, folder: Path, rounds: int) -> None:

@@ -20,8 +20,10 @@ import numpy as np
 from harness import Report, Times, arguments
 from samples import IMAGE_MIXES, image_mix
 
-from torch_collate_kit import PackingOptions, PackingPlan, ParallelLayout, Ragged, pack
+from torch_collate_kit import PackingOptions, ParallelLayout, pack
+from torch_collate_kit.packing import PackingPlan
 from torch_collate_kit.packing.pieces import image_load
+from torch_collate_kit.ragged import Ragged
 
 MAX_TOKENS = 8192
 BUDGETS = (8192, 12288, 16384, 20_000, 32_768)

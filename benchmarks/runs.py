@@ -19,7 +19,8 @@ from harness import Report, Times, alternate, timed
 from samples import Examples
 from torch.utils.data import DataLoader
 
-from torch_collate_kit import Batch, Ragged
+from torch_collate_kit import Batch
+from torch_collate_kit.ragged import Ragged
 
 __all__ = [
     "HEADER",

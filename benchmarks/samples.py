@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from torch_collate_kit import Ragged
+from torch_collate_kit.ragged import Ragged
 
 __all__ = [
     "DEFAULT_DATA",

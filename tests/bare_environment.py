@@ -105,7 +105,6 @@ def check_rl() -> None:
 
 def check_loading() -> None:
     from torch_collate_kit import (
-        AsyncBatchCollator,
         MixedSampler,
         PackedBatchSampler,
         PackedCollator,
@@ -114,6 +113,7 @@ def check_loading() -> None:
         PrefetchLoader,
         TokenizedDataset,
     )
+    from torch_collate_kit.loading import AsyncBatchCollator
     from torch_collate_kit.testing import assert_exact_resume
 
     dataset = TokenizedDataset(EXAMPLES)

@@ -14,7 +14,6 @@ import torch_collate_kit
 from tests.batch_samples import DECLARED, VISION
 from tests.vision.processors import qwen
 from torch_collate_kit import (
-    AsyncBatchCollator,
     ChatOptions,
     MixedSampler,
     ModelCost,
@@ -31,6 +30,7 @@ from torch_collate_kit import (
     VisionLanguageCollator,
     pack,
 )
+from torch_collate_kit.loading import AsyncBatchCollator
 
 EXAMPLES = [{"input_ids": [5, 6, 7]}, {"input_ids": [8]}]
 

@@ -8,14 +8,7 @@ from __future__ import annotations
 from torch_collate_kit import rl as rl
 from torch_collate_kit._version import __version__
 from torch_collate_kit.attention import check_isolation, register_torch_varlen
-from torch_collate_kit.batch import (
-    IGNORE_INDEX,
-    Batch,
-    PerExample,
-    PerResponseToken,
-    PerToken,
-    unpack,
-)
+from torch_collate_kit.batch import Batch, PerExample, PerResponseToken, PerToken, unpack
 from torch_collate_kit.chat import ChatOptions, tokenize_chat, tokenize_chat_dataset
 from torch_collate_kit.collators import (
     PackedCollator,
@@ -25,7 +18,6 @@ from torch_collate_kit.collators import (
 )
 from torch_collate_kit.errors import DataError, IsolationError, StateError
 from torch_collate_kit.loading import (
-    AsyncBatchCollator,
     MixedSampler,
     PackedBatchSampler,
     PackedIterableDataset,
@@ -34,18 +26,10 @@ from torch_collate_kit.loading import (
     TokenizedDataset,
 )
 from torch_collate_kit.losses import global_num_loss_tokens, token_loss
-from torch_collate_kit.packing import ModelCost, PackingOptions, PackingPlan, ParallelLayout, pack
-from torch_collate_kit.ragged import Ragged
-from torch_collate_kit.reporting import (
-    PackingReport,
-    audit,
-    packing_report,
-    plot_timeline,
-)
+from torch_collate_kit.packing import ModelCost, PackingOptions, ParallelLayout, pack
+from torch_collate_kit.reporting import audit, packing_report
 
 __all__ = [
-    "IGNORE_INDEX",
-    "AsyncBatchCollator",
     "Batch",
     "ChatOptions",
     "DataError",
@@ -56,8 +40,6 @@ __all__ = [
     "PackedCollator",
     "PackedIterableDataset",
     "PackingOptions",
-    "PackingPlan",
-    "PackingReport",
     "PaddedCollator",
     "ParallelLayout",
     "PerExample",
@@ -65,7 +47,6 @@ __all__ = [
     "PerToken",
     "PrefetchLoader",
     "PrefetchingSampler",
-    "Ragged",
     "RolloutCollator",
     "StateError",
     "TokenizedDataset",
@@ -76,7 +57,6 @@ __all__ = [
     "global_num_loss_tokens",
     "pack",
     "packing_report",
-    "plot_timeline",
     "register_torch_varlen",
     "token_loss",
     "tokenize_chat",

@@ -15,14 +15,8 @@ from torch import Tensor
 from gpu.errors import compared
 from gpu.families import VOCABULARY, small_model
 from gpu.where import ROOT, Where
-from torch_collate_kit import (
-    Batch,
-    IsolationError,
-    PackedCollator,
-    Ragged,
-    check_isolation,
-    token_loss,
-)
+from torch_collate_kit import Batch, IsolationError, PackedCollator, check_isolation, token_loss
+from torch_collate_kit.ragged import Ragged
 
 __all__ = ["dense_fields", "gpu_tests", "head_loss", "isolation"]
 

@@ -17,13 +17,8 @@ from torch.utils.data import DataLoader
 
 from gpu.lengths import DATA
 from gpu.where import Where
-from torch_collate_kit import (
-    PackedBatchSampler,
-    PackedCollator,
-    PrefetchLoader,
-    Ragged,
-    TokenizedDataset,
-)
+from torch_collate_kit import PackedBatchSampler, PackedCollator, PrefetchLoader, TokenizedDataset
+from torch_collate_kit.ragged import Ragged
 
 __all__ = ["launch_delay"]
 

@@ -17,9 +17,9 @@ from torch_collate_kit import (
     PaddedCollator,
     PrefetchingSampler,
     PrefetchLoader,
-    Ragged,
     TokenizedDataset,
 )
+from torch_collate_kit.ragged import Ragged
 
 __all__ = ["ROWS", "Layout", "Mix", "loader_of", "mix_of"]
 

@@ -26,10 +26,10 @@ from torch_collate_kit import (
     PerExample,
     PerResponseToken,
     PerToken,
-    Ragged,
     RolloutCollator,
     StateError,
 )
+from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.vision import VisionLayout
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.int64, torch.bool)

@@ -12,7 +12,8 @@ import datasets
 import numpy as np
 
 from tests.vision.processors import tiny_tokenizer
-from torch_collate_kit import Ragged, TokenizedDataset
+from torch_collate_kit import TokenizedDataset
+from torch_collate_kit.ragged import Ragged
 
 __all__ = ["CHATML", "Clean", "as_form", "chat_tokenizer", "with_target"]
 

@@ -11,7 +11,8 @@ import torch
 
 from tests.reporting.audit_words import TEMPLATE, chat, rows_like, word_tokenizer
 from tests.vision.families import FAMILIES
-from torch_collate_kit import ChatOptions, DataError, Ragged, TokenizedDataset, audit
+from torch_collate_kit import ChatOptions, DataError, TokenizedDataset, audit
+from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.vision import VisionLayout
 
 ROWS = [*rows_like(5), {**chat([30], [31]), "loss_mask": [0] * 6}, rows_like(2)[1]]

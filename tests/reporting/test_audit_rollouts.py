@@ -238,7 +238,7 @@ def test_findings_of_one_severity_are_in_the_order_of_the_checks() -> None:
 
 
 def test_columns_of_rollouts() -> None:
-    from torch_collate_kit import Ragged
+    from torch_collate_kit.ragged import Ragged
 
     rollouts = [moved(rollout(i), 1) for i in range(8)]
     columns: dict[str, Any] = {

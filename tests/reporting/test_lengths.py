@@ -6,13 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from torch_collate_kit import (
-    DataError,
-    PaddedCollator,
-    Ragged,
-    TokenizedDataset,
-    packing_report,
-)
+from torch_collate_kit import DataError, PaddedCollator, TokenizedDataset, packing_report
+from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reporting.lengths import data_lengths
 from torch_collate_kit.vision import VisionLayout
 

@@ -12,13 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.reporting.report_oracle import packed_figures, padded_figures, what_is_left
-from torch_collate_kit import (
-    DataError,
-    ModelCost,
-    PackingReport,
-    ParallelLayout,
-    packing_report,
-)
+from torch_collate_kit import DataError, ModelCost, ParallelLayout, packing_report
+from torch_collate_kit.reporting import PackingReport
 
 COST = ModelCost(language_linear=7, language_quadratic=2)
 

@@ -123,7 +123,9 @@ def test_sizes_read_a_dataset_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DataError, match="example 7: the messages have 1 image parts"):
         collate.sizes(broken)
     for wrong in (7, iter(records())):
-        with pytest.raises(TypeError, match="examples is a .*; pass a list of examples, a mapping"):
+        with pytest.raises(
+            TypeError, match=r"examples is a .*; pass a list of examples, a mapping"
+        ):
             collate.sizes(wrong)  # type: ignore[arg-type]
 
 

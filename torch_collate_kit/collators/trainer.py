@@ -15,7 +15,9 @@ __all__ = ["TrainerCollator", "check_targets"]
 class Collator(Protocol):
     """A collator of examples, which declares fields beside the known ones."""
 
-    fields: DeclaredFields
+    @property
+    def fields(self) -> DeclaredFields:
+        """The declared fields, by name."""
 
     def make_batch(self, examples: Any, *, for_trainer: bool) -> Batch:
         """Return the Batch of the examples, with the checks of ``for_trainer()``."""
