@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from tests.loading import building
+from tests import building
 from torch_collate_kit import PaddedCollator, PrefetchLoader, TokenizedDataset
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.loading import PackedBatchSampler, PrefetchingSampler
