@@ -70,7 +70,8 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
             images; a VisionLayout or a processor.
 
     ``ds[i]`` is a dict of 1-D ndarrays, read-only views. ``ds[a:b]`` and
-    ``ds.__getitems__(indices)`` are dicts of columns, copied: ``Ragged``, and ndarrays for numbers. Reading is lazy. Sources, dtypes and pickling: docs/loading.md.
+    ``ds.__getitems__(indices)`` are dicts of columns, copied: ``Ragged``, and ndarrays for numbers.
+    Reading is lazy. Sources, dtypes and pickling: docs/loading.md.
 
     Raises:
         DataError: no ``input_ids``; a column without numbers; a null, when its row is read.
