@@ -204,7 +204,7 @@ def needs() -> dict[str, Any]:
         "PackingReport.to_frame needs the package pandas: pip install pandas": report.to_frame,
         "a plot needs the package matplotlib: pip install -e '.[plots]'": (report.plot),
         "reading Arrow files needs the package pyarrow: pip install pyarrow": lambda: read(b"ARR"),
-        "reading Parquet files needs the package datasets: pip install datasets": (
+        "reading Parquet files needs the package pyarrow: pip install pyarrow": (
             lambda: read(b"PAR1")
         ),
     }

@@ -92,7 +92,6 @@ OPTIONS = [
     ("step", "rows.json rows.jsonl", "--json", "epoch 0, step 0", '"epoch": 0'),
     ("step", "rows.json rows.jsonl", "--epoch 1", "example 2, ", "example 1, "),
     ("step", "rows.json rows.jsonl", "--step 1", "example 2, ", "example 5, "),
-    ("step", "rows.json rows.jsonl", "--rank 1", "4 examples", "rank 1: 2 examples"),
     ("step", f"short.json {CHATS}", "--max-length 40", "error: state", "step 0: "),
     (
         "step",

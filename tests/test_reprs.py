@@ -31,6 +31,7 @@ from torch_collate_kit import (
     pack,
 )
 from torch_collate_kit.loading import AsyncBatchCollator
+from torch_collate_kit.vision import VisionLayout
 
 EXAMPLES = [{"input_ids": [5, 6, 7]}, {"input_ids": [8]}]
 
@@ -81,7 +82,7 @@ CALLS: dict[str, Any] = {  # each is what it says
 @pytest.mark.parametrize("call", list(CALLS))
 def test_a_repr_is_the_call_that_makes_it(call: str) -> None:
     assert repr(CALLS[call]) == call
-    names = {**vars(torch_collate_kit), "torch": torch}
+    names = {**vars(torch_collate_kit), "torch": torch, "VisionLayout": VisionLayout}
     made = eval(call, names)
     assert repr(made) == call
     assert {k: v for k, v in vars(made).items() if k != "packing"} == {

@@ -189,7 +189,7 @@ def test_a_processor_in_place_of_the_tokenizer_is_enough(name: str) -> None:
             VisionLanguageCollator(processor, max_tokens=400)
         if name in PACKED:
             config = family.model().config
-            assert VisionLanguageCollator(processor, config=config, max_tokens=400).packing
+            assert VisionLanguageCollator(processor, config=config, max_tokens=400).collator
     if name in PACKED:
         vision = None if shared_by is None else layout_of(family)
         batch = PackedCollator(processor, max_tokens=400, vision=vision)(examples)

@@ -57,7 +57,7 @@ class PlannedRecords:
 
 def under_a_plan(rank: int, **options: Any) -> list[Any]:
     collate = VisionLanguageCollator(
-        QWEN.processor(), max_tokens=200, parallel=ParallelLayout(dp=2), **options
+        QWEN.processor(), packing=PackingOptions(200, parallel=ParallelLayout(dp=2)), **options
     )
     dataset = PlannedRecords(records())
     sizes = collate.sizes(dataset)
@@ -66,7 +66,7 @@ def under_a_plan(rank: int, **options: Any) -> list[Any]:
         patches=sizes.patches,
         num_loss_tokens=sizes.num_loss_tokens,
         batch_size=6,
-        packing=collate.packing,
+        packing=collate.collator.packing,
         dp_rank=rank,
         shuffle=False,
     )
@@ -74,7 +74,8 @@ def under_a_plan(rank: int, **options: Any) -> list[Any]:
 
 
 def test_ranks_get_their_chunks_of_the_batch_of_a_controller() -> None:
-    whole = VisionLanguageCollator(QWEN.processor(), max_tokens=200, parallel=ParallelLayout(dp=2))
+    packing = PackingOptions(200, parallel=ParallelLayout(dp=2))
+    whole = VisionLanguageCollator(QWEN.processor(), packing=packing)
     for rank in range(2):
         parts = under_a_plan(rank)
         for part, start in zip(parts, (0, 6), strict=True):
@@ -127,11 +128,6 @@ def test_sizes_read_a_dataset_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
             TypeError, match=r"examples is a .*; pass a list of examples, a mapping"
         ):
             collate.sizes(wrong)  # type: ignore[arg-type]
-
-
-def test_a_collator_that_pads_has_no_packing() -> None:
-    with pytest.raises(AttributeError, match="the collator pads; pass max_tokens= or packing="):
-        _ = VisionLanguageCollator(QWEN.processor()).packing
 
 
 def test_what_max_length_cuts_and_drops_is_counted() -> None:
@@ -192,5 +188,5 @@ def test_a_patch_budget_without_a_token_budget_is_refused() -> None:
     processor = QWEN.processor()
     with pytest.raises(ValueError, match=r"max_patches=4 limits packed rows.*pass max_tokens, too"):
         VisionLanguageCollator(processor, max_patches=4)
-    collate = VisionLanguageCollator(processor, max_tokens=64, max_patches=16)
-    assert (collate.packing.max_tokens, collate.packing.max_patches) == (64, 16)
+    packing = VisionLanguageCollator(processor, max_tokens=64, max_patches=16).collator.packing
+    assert (packing.max_tokens, packing.max_patches) == (64, 16)

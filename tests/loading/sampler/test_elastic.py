@@ -11,11 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.building import packed_sampler
+from tests.building import packed_collator, packed_sampler
 from torch_collate_kit import (
     MixedSampler,
     PackedBatchSampler,
-    PackedCollator,
     PrefetchingSampler,
     TokenizedDataset,
 )
@@ -116,7 +115,7 @@ def test_with_a_fixed_multiple_rows_are_the_same_bit_for_bit(dp_size: int) -> No
     """Ranks' batches, one after the other, are the batch of one rank that has all rows."""
     dataset = TokenizedDataset(ROWS)
     collators = [
-        PackedCollator(0, max_tokens=64, parallel=ParallelLayout(dp=n), rows_multiple_of=6)
+        packed_collator(0, max_tokens=64, parallel=ParallelLayout(dp=n), rows_multiple_of=6)
         for n in (1, dp_size)
     ]
     samplers = [packed(rank, n, rows_multiple_of=6) for n in (1, dp_size) for rank in range(n)]

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
-from tests.building import ForTrainer, packed_sampler
+from tests.building import ForTrainer, packed_collator, packed_sampler
 from tests.loading.hang_guard import fails_when_it_hangs, our_threads
 from tests.loading.sampler.sampler_oracle import epochs_of
 from tests.strategies import FORMS, FUZZ, DrawnBatch, PackedOptions, batches, packed_options
@@ -54,7 +54,7 @@ def make_sampler(examples: Any = LENGTHS, **options: Any) -> PackedBatchSampler:
 
 
 def make_collator(**options: Any) -> PackedCollator:
-    return PackedCollator(
+    return packed_collator(
         0, **{"max_tokens": 8, "parallel": TWO, "normalize_loss": False, **options}
     )
 
@@ -81,7 +81,7 @@ def test_the_ranks_together_are_the_controller(form: str, data: st.DataObject) -
     is_cut = is_cut and options.collator["overflow"] in ("truncate", "split")
     counts = None if is_cut else dataset.num_loss_tokens
     normalize = options.collator["normalize_loss"] and not is_cut
-    collate = PackedCollator(
+    collate = packed_collator(
         7, parallel=layout, **{**options.collator, "normalize_loss": normalize}
     )
     batch_size = data.draw(st.integers(1, len(drawn.plain) + 2))
@@ -204,7 +204,7 @@ def test_a_dataset_that_would_lose_the_plan_is_an_error(dataset, num_workers):
 
 def test_a_padded_collator_takes_no_plan():
     part = next(iter(make_sampler()))
-    with pytest.raises(TypeError, match="got PlannedExamples"):
+    with pytest.raises(TypeError, match="examples is a PlannedExamples; pass"):
         PaddedCollator(0)(DATASET.__getitems__(part))
 
 
@@ -294,8 +294,8 @@ OTHERS = [
 def test_a_plan_of_another_collator_is_refused(other):
     part = next(iter(make_sampler()))
     message = (
-        r"planned for \{'max_tokens': 8, 'align': 1, 'num_ranks': 2\}, this collator has \{.*give "
-        "the sampler the collator of the DataLoader"
+        r"planned for \{'max_tokens': 8, 'align': 1, 'rows_multiple_of': 2\}, this collator has "
+        r"\{.*give the sampler the collator of the DataLoader"
     )
     with pytest.raises(ValueError, match=message):
         make_collator(**other)(DATASET.__getitems__(part))

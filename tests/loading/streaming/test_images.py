@@ -68,7 +68,7 @@ def plans_of(stream: PackedIterableDataset) -> list[tuple[Any, list[dict[str, An
     """The plan of every batch, and its examples."""
     found: list[tuple[Any, list[dict[str, Any]]]] = []
 
-    class Spy(PackedCollator[Any]):
+    class Spy(PackedCollator):
         def __call__(self, planned: Any) -> Any:
             found.append((planned.plan, list(planned.examples)))
             return super().__call__(planned)

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.batch_checks import assert_same_batch
-from tests.building import packed_stream
+from tests.building import packed_collator, packed_stream
 from tests.loading.streaming.streaming_oracle import (
     EXAMPLES,
     SETTINGS,
@@ -58,7 +58,7 @@ def test_equals_the_plain_loop(
         "max_sequences_per_row": most,
     }
     dataset = packed_stream(examples, tokenizer=0, buffer_size=buffer_size, rows=rows, **options)
-    expected = plain_loop(examples, PackedCollator(0, **options), buffer_size, rows)
+    expected = plain_loop(examples, packed_collator(0, **options), buffer_size, rows)
     found = list(dataset)
     assert len(found) == len(expected)
     for batch, wanted in zip(found, expected, strict=True):
@@ -85,7 +85,7 @@ def test_equals_the_plain_loop_over_many_windows(strategy: str, rows: int, most:
         found.append(batch)
         begun.add(place_of(dataset)["num_read"])
     assert len(begun) >= 5
-    expected = plain_loop(examples, PackedCollator(0, **options), 12, rows)
+    expected = plain_loop(examples, packed_collator(0, **options), 12, rows)
     for batch, wanted in zip(found, expected, strict=True):
         assert_same_batch(batch, wanted)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.building import packed_stream
+from tests.building import packed_collator, packed_stream
 from tests.loading.streaming.streaming_oracle import SETTINGS, SOURCES, datasets
 from torch_collate_kit.batch.fields import PerExample, PerResponseToken, PerToken
 from torch_collate_kit.collators import PackedCollator
@@ -59,7 +59,7 @@ def test_declared_fields_are_cut_with_their_example(name: str) -> None:
     settings: dict[str, Any] = {"max_tokens": 12, "overflow": "split", "fields": FIELDS}
     stream = packed_stream(SOURCES_OF[name](), tokenizer=0, buffer_size=100, rows=50, **settings)
     (batch,) = stream
-    expected = PackedCollator(0, **settings)(examples())
+    expected = packed_collator(0, **settings)(examples())
     for field in ("input_ids", "loss_mask", *FIELDS):
         found, wanted = batch[field], expected[field]
         if not isinstance(found, torch.Tensor):
@@ -76,7 +76,7 @@ def test_a_piece_of_a_long_row_copies_no_more_than_itself() -> None:
     reader_rows: list[Any] = []
     collate = stream.collate.__call__
 
-    class Spy(PackedCollator[Any]):
+    class Spy(PackedCollator):
         def __call__(self, planned: Any) -> Any:
             reader_rows.extend(planned.examples)
             return collate(planned)

@@ -104,7 +104,7 @@ def test_resume_reads_at_most_one_window_again(settings: dict[str, Any], num_buf
 
 
 def test_a_window_ends_behind_all_that_was_held_back() -> None:
-    settings = {"rows": 1, "buffer_size": 10, "num_buffers": 8}
+    settings = {"rows_per_batch": 1, "buffer_size": 10, "num_buffers": 8}
     nothing = np.empty(0, dtype=ENTRY)
     windows = Windows(lambda n: nothing, PackingOptions(12), **settings)
     entry = (0, 0, 1, False, 0, 0, *Place(9), {}, ())

@@ -53,7 +53,7 @@ def role_texts(template: ChatTemplate, bos: str, end: str) -> RoleTexts:
 
     def rendered(messages: list[dict[str, Any]]) -> str:
         try:
-            return template.render([style.apply(m) for m in messages])[0].removeprefix(bos)
+            return template.render([style.apply(m) for m in messages]).removeprefix(bos)
         except DataError:
             return ""
 
