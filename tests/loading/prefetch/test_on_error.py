@@ -115,7 +115,7 @@ def tokens_of(batch: Any) -> Any:
     return batch["input_ids"]
 
 
-@pytest.mark.parametrize(("collate", "num_workers"), [(None, 0), (tokens_of, 2)], ids=["one", "two"])
+@pytest.mark.parametrize(
     ("collate", "num_workers"), [(None, 0), (tokens_of, 2)], ids=["plain", "workers"]
 )
 def test_what_a_stream_has_left_out_is_listed_too(said, collate, num_workers):
