@@ -12,11 +12,10 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader
 
-from tests.building import packed_sampler
+from tests.building import packed_collator, packed_sampler
 from tests.loading import chain_truth as truth
 from torch_collate_kit import (
     MixedSampler,
-    PackedCollator,
     PaddedCollator,
     ParallelLayout,
     PrefetchingSampler,
@@ -81,7 +80,7 @@ class Chain:
     def collator(self, leg: Leg, dp_size: int) -> Any:
         if not self.is_packed:
             return PaddedCollator(0)
-        return PackedCollator(0, normalize_loss=self.counted, **self.packing(leg, dp_size))
+        return packed_collator(0, normalize_loss=self.counted, **self.packing(leg, dp_size))
 
 
 def random_chain(rng: np.random.Generator, kind: str, *, with_workers: bool) -> Chain:
