@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 Examples = list[dict[str, Any]]
-
-
-def generator(*words: int) -> np.random.Generator:
-    return np.random.default_rng(np.random.SeedSequence(words))
 
 
 def examples_of(rng: np.random.Generator, num_examples: int, longest: int) -> Examples:
@@ -27,69 +23,6 @@ def examples_of(rng: np.random.Generator, num_examples: int, longest: int) -> Ex
 
 def num_trained(example: dict[str, Any]) -> int:
     return sum(example["loss_mask"])
-
-
-class PlainOrder:
-    """The batches of a run by PrefetchingSampler or PackedBatchSampler, as the documents have it.
-
-    ``reshuffles``: (epoch, step) in the order in which they happened.
-    """
-
-    def __init__(
-        self,
-        num_examples: int,
-        batch_size: int,
-        *,
-        seed: int,
-        tail: str,
-        shuffle: bool,
-        order: Callable[..., Any] | None,
-    ) -> None:
-        self.num_examples, self.size, self.seed = num_examples, batch_size, seed
-        self.tail, self.shuffle, self.order = tail, shuffle, order
-        self.reshuffles: list[tuple[int, int]] = []
-
-    def first_order(self, epoch: int) -> list[int]:
-        rng = generator(self.seed, epoch)
-        if self.order is not None:
-            return [int(i) for i in self.order(epoch, rng)]
-        return rng.permutation(self.num_examples).tolist() if self.shuffle else self.sequence()
-
-    def sequence(self) -> list[int]:
-        return list(range(self.num_examples))
-
-    def epochs(self) -> Iterator[list[list[int]]]:
-        """The global batches of epoch 0, 1, ..."""
-        carried: list[int] = []
-        epoch = 0
-        while True:
-            rest, batches = self.first_order(epoch), []
-            made = [step for e, step in self.reshuffles if e == epoch]
-            count = 0
-            while True:
-                while count < len(made) and made[count] == len(batches):
-                    count += 1
-                    rest = generator(self.seed, epoch, count).permutation(rest).tolist()
-                if len(carried) + len(rest) < self.size:
-                    break
-                missing = self.size - len(carried)
-                batches.append(carried + rest[:missing])
-                carried, rest = [], rest[missing:]
-            if self.tail == "wrap":
-                carried = carried + rest
-            elif self.tail == "keep" and rest:
-                batches.append(rest)
-            yield batches
-            epoch += 1
-
-    def run(self, num_steps: int) -> list[tuple[int, int, list[int]]]:
-        """The first steps: epoch, step, examples."""
-        found: list[tuple[int, int, list[int]]] = []
-        for epoch, batches in enumerate(self.epochs()):
-            found += [(epoch, step, batch) for step, batch in enumerate(batches)]
-            if len(found) > num_steps:
-                return found[:num_steps]
-        raise AssertionError("there are always more epochs")
 
 
 def decoded(batch: Any) -> list[int]:

@@ -21,6 +21,7 @@ import numpy as np
 from tests.loading import chain_truth as truth
 from tests.loading.chain_runs import KINDS, Chain, Runner, Step, random_chain
 from tests.loading.chain_streams import stream_chain
+from tests.loading.sampler.sampler_oracle import epochs_of
 
 
 def check_chain(chain: Chain) -> Counter[str]:
@@ -50,16 +51,16 @@ def _expected(chain: Chain, alone: Runner) -> list[tuple[tuple[int, int], list[i
         return [
             (step.position, alone.last.examples(*step.position).tolist()) for step in alone.steps
         ]
-    plain = truth.PlainOrder(
+    names = ("tail", "seed", "shuffle", "order")
+    epochs = epochs_of(
         len(chain.examples),
         order["batch_size"],
-        seed=order["seed"],
-        tail=order["tail"],
-        shuffle=order["shuffle"],
-        order=order.get("order"),
+        alone.steps[-1].position[0] + 1 if alone.steps else 0,
+        **{name: order[name] for name in names if name in order},
+        reshuffles=alone.reshuffles,
     )
-    plain.reshuffles = alone.reshuffles
-    return [((epoch, step), batch) for epoch, step, batch in plain.run(len(alone.steps))]
+    steps = [((e, s), batch) for e, batches in enumerate(epochs) for s, batch in enumerate(batches)]
+    return steps[: len(alone.steps)]
 
 
 def _step_faults(

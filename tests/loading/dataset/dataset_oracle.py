@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from tests.batch_checks import assert_same_batch
 from torch_collate_kit.collators import PackedCollator, PaddedCollator
-from torch_collate_kit.loading.dataset import TokenizedDataset
+from torch_collate_kit.loading import TokenizedDataset
 
 ROWS = [
     {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]},

@@ -16,13 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.loading.dataset.dataset_oracle import (
-    PACKED,
     ROWS,
     assert_like_plain_rows,
 )
 from torch_collate_kit.collators import PaddedCollator
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.loading.dataset import TokenizedDataset
+from torch_collate_kit.loading import TokenizedDataset
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.vision import VisionLayout
 
@@ -190,19 +189,6 @@ def test_indices_of_every_kind():
     assert [row["input_ids"].tolist() for row in ds] == [row["input_ids"] for row in ROWS]
 
 
-@pytest.mark.parametrize("source", [ROWS, pa.Table.from_pylist(ROWS), pa.table({"input_ids": []})])
-def test_no_index_gives_columns_without_rows(source):
-    if not isinstance(source, list) and not source.num_rows:
-        source = source.cast(pa.schema([("input_ids", pa.list_(pa.int64()))]))
-    ds = TokenizedDataset(source)
-    for columns in (ds.__getitems__([]), ds[3:3], ds[9:]):
-        assert columns["input_ids"].tolist() == []
-        assert columns["input_ids"].values.dtype == np.int64
-        with pytest.raises(DataError, match=r"the batch is empty \(0 examples\)"):
-            PACKED(columns)
-    assert TokenizedDataset(pa.Table.from_pylist(ROWS).slice(0, 0)).lengths.tolist() == []
-
-
 def test_columns_chooses():
     rows = [{**row, "rewards": [0.5, 1.0], "score": 2.5, "text": "a"} for row in ROWS]
     for source in (rows, pa.Table.from_pylist(rows), datasets.Dataset.from_list(rows)):
@@ -213,15 +199,6 @@ def test_columns_chooses():
         assert (columns["score"].tolist(), columns["score"].dtype) == ([2.5, 2.5], np.float64)
     shown = datasets.Dataset.from_list(rows).with_format("numpy", columns=["input_ids"])
     assert list(TokenizedDataset(shown)[0]) == ["input_ids"]  # its format hides the others
-
-
-def test_empty_rows_and_rows_of_width_nothing():
-    assert TokenizedDataset([{"input_ids": []}, {"input_ids": [1]}]).lengths.tolist() == [0, 1]
-    for kind in (pa.list_(pa.null()), pa.list_(pa.bool_()), pa.list_(pa.int8(), 0)):
-        ds = TokenizedDataset(pa.table({"input_ids": pa.array([[], [], []], kind)}))
-        assert ds.lengths.tolist() == [0, 0, 0]
-        assert ds[1]["input_ids"].tolist() == []
-        assert ds.__getitems__([0, 2])["input_ids"].tolist() == [[], []]
 
 
 @pytest.mark.parametrize("nulls", [[], [5]])
@@ -247,15 +224,6 @@ def test_an_empty_chunk_without_buffers():
     column = pa.chunked_array([empty, pa.array([[1, 2]], kind), empty])
     ds = TokenizedDataset(pa.table({"input_ids": column}))
     assert (len(ds), ds.lengths.tolist(), ds[-1]["input_ids"].tolist()) == (1, [2], [1, 2])
-
-
-def test_bools_of_a_chunk_without_a_buffer():
-    nothing = pa.Array.from_buffers(pa.bool_(), 0, [None, None])
-    chunks = [pa.ListArray.from_arrays([0, 0, 0], nothing), pa.array([[True, False], [True]])]
-    ids = [[1], [2], [3], [4]]
-    table = pa.table({"input_ids": ids, "loss_mask": pa.chunked_array(chunks)})
-    masks = TokenizedDataset(table).__getitems__([0, 3, 1, 2])["loss_mask"]
-    assert masks.tolist() == [[], [True], [], [True, False]]
 
 
 @pytest.mark.parametrize("rows_per_chunk", [1000, 300, 1])
@@ -336,33 +304,12 @@ def test_placeholders_of_images_are_no_loss_tokens(target, expected):
     assert counts.tolist() == expected
 
 
-@pytest.mark.parametrize("family", ["internvl", "gemma3", "qwen3_vl"])
-def test_a_source_in_which_no_example_has_an_image(family):
-    """Arrow then knows no type of their columns."""
-    vision = VisionLayout(family, image_token_id=9, merge_size=2)
-    images = {name: pa.nulls(3) for name in vision.fields}
-    table = pa.table({"input_ids": [[1, 2], [3], [4]], **images})
-    tables = pa.concat_tables([table, table.slice(1)])
-    for source in (table, tables):
-        ds = TokenizedDataset(source, train_all=True, vision=vision)
-        assert ds.patches == [[] for _ in range(len(ds))]
-        assert ds.num_loss_tokens.tolist() == [1, 0, 0, 0, 0][: len(ds)]
-        assert all(ds[1][name] is None for name in images)
-
-
 def test_a_buffer_may_end_within_a_number():
     """Files that others wrote have buffers of any length."""
     numbers = np.array([5, 6], dtype=np.int64).tobytes()
     values = pa.Array.from_buffers(pa.int64(), 2, [None, pa.py_buffer(numbers + b"\0" * 3)])
     ds = TokenizedDataset(pa.table({"input_ids": pa.ListArray.from_arrays([0, 2], values)}))
     assert ds[0]["input_ids"].tolist() == [5, 6]
-
-
-def test_patches_are_those_of_the_selected_rows():
-    vision = VisionLayout("qwen3_vl", image_token_id=9, merge_size=2)
-    rows = [{"input_ids": [9, 5], "image_grid_thw": [[1, 2, 2 * n]]} for n in (1, 2, 3)]
-    selected = datasets.Dataset.from_list(rows).select([2, 0])
-    assert TokenizedDataset(selected, train_all=True, vision=vision).patches == [[12], [4]]
 
 
 @pytest.mark.parametrize("form", ["list", "table"])
@@ -379,3 +326,26 @@ def test_a_pickled_dataset_still_counts_patches_and_image_tokens(form):
     assert other.vision == vision
     assert other.patches == ds.patches == [[4]]
     assert other.num_loss_tokens.tolist() == ds.num_loss_tokens.tolist() == [2]
+
+
+def test_bools_of_a_chunk_without_a_buffer():
+    nothing = pa.Array.from_buffers(pa.bool_(), 0, [None, None])
+    chunks = [pa.ListArray.from_arrays([0, 0, 0], nothing), pa.array([[True, False], [True]])]
+    ids = [[1], [2], [3], [4]]
+    table = pa.table({"input_ids": ids, "loss_mask": pa.chunked_array(chunks)})
+    masks = TokenizedDataset(table).__getitems__([0, 3, 1, 2])["loss_mask"]
+    assert masks.tolist() == [[], [True], [], [True, False]]
+
+
+@pytest.mark.parametrize("family", ["internvl", "gemma3", "qwen3_vl"])
+def test_a_source_in_which_no_example_has_an_image(family):
+    """Arrow then knows no type of their columns."""
+    vision = VisionLayout(family, image_token_id=9, merge_size=2)
+    images = {name: pa.nulls(3) for name in vision.fields}
+    table = pa.table({"input_ids": [[1, 2], [3], [4]], **images})
+    tables = pa.concat_tables([table, table.slice(1)])
+    for source in (table, tables):
+        ds = TokenizedDataset(source, train_all=True, vision=vision)
+        assert ds.patches == [[] for _ in range(len(ds))]
+        assert ds.num_loss_tokens.tolist() == [1, 0, 0, 0, 0][: len(ds)]
+        assert all(ds[1][name] is None for name in images)

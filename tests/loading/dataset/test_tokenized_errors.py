@@ -16,7 +16,7 @@ from tests.loading.dataset.dataset_oracle import (
     write_stream,
 )
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.loading.dataset import TokenizedDataset
+from torch_collate_kit.loading import TokenizedDataset
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.vision import VisionLayout
 
@@ -51,21 +51,6 @@ def test_a_null_is_an_error_where_it_is_read_and_nowhere_else():
                     ds[i]
             with pytest.raises(DataError, match=f"row {null_row}: input_ids is null"):
                 _ = ds.lengths
-
-
-def test_a_null_behind_an_indices_mapping_is_named_by_its_place_in_the_dataset():
-    source = datasets.Dataset.from_dict(
-        {"input_ids": [[1], None, [2]], "num_actions": [1, 1, None]}
-    )
-    ds = TokenizedDataset(source.select([2, 0, 1]))
-    with pytest.raises(DataError, match="row 0: num_actions is null"):
-        ds[0]
-    assert ds[1]["input_ids"].tolist() == [1]
-    with pytest.raises(DataError, match="row 2: input_ids is null"):
-        ds.__getitems__([1, 2])
-    with pytest.raises(DataError, match="row 2: input_ids is null"):
-        _ = ds.lengths
-    assert TokenizedDataset(source.select([2, 0])).lengths.tolist() == [1, 1]
 
 
 # ---------------------------------------------------------------- errors
@@ -184,3 +169,18 @@ def test_images_of_another_family_than_vision_have_no_patches():
         ValueError, match="the source has image_sizes, which qwen3_vl models do not"
     ):
         _ = ds.patches
+
+
+def test_a_null_behind_an_indices_mapping_is_named_by_its_place_in_the_dataset():
+    source = datasets.Dataset.from_dict(
+        {"input_ids": [[1], None, [2]], "num_actions": [1, 1, None]}
+    )
+    ds = TokenizedDataset(source.select([2, 0, 1]))
+    with pytest.raises(DataError, match="row 0: num_actions is null"):
+        ds[0]
+    assert ds[1]["input_ids"].tolist() == [1]
+    with pytest.raises(DataError, match="row 2: input_ids is null"):
+        ds.__getitems__([1, 2])
+    with pytest.raises(DataError, match="row 2: input_ids is null"):
+        _ = ds.lengths
+    assert TokenizedDataset(source.select([2, 0])).lengths.tolist() == [1, 1]

@@ -16,7 +16,8 @@ from tests.loading.hang_guard import (
     our_threads,
 )
 from torch_collate_kit.errors import StateError
-from torch_collate_kit.loading.prefetch import AsyncBatchCollator, async_collator
+from torch_collate_kit.loading import AsyncBatchCollator
+from torch_collate_kit.loading.prefetch import async_collator
 
 
 class Held:
@@ -77,19 +78,6 @@ def test_an_exception_is_raised_at_its_step_with_the_traceback_of_the_thread():
         assert "explode" in [frame.name for frame in traceback.extract_tb(caught.tb)]
         with pytest.raises(ValueError, match="step 8"):  # the slot is empty again
             collator.get(8)
-
-
-def test_clear_waits_and_drops():
-    compute = Held()
-    with AsyncBatchCollator(compute) as collator:
-        collator.submit(0)
-        compute.started.wait()
-        release = once_main_thread_waits(compute.released.set)
-        collator.clear()
-        release.join()
-        assert compute.num_finished == 1
-        collator.submit(1)
-        assert collator.get(1) == 1
 
 
 def test_an_interrupt_while_waiting_leaves_the_batch_in_the_slot():
@@ -174,22 +162,6 @@ def test_interrupts_on_the_thread_are_never_swallowed(stop):
         assert our_threads() == []
 
 
-def test_clear_and_the_error_of_a_with_block_drop_an_exception_with_its_batch():
-    with AsyncBatchCollator(lambda step: explode(step) if step == 0 else step) as collator:
-        collator.submit(0)
-        collator.clear()
-        collator.clear()
-        assert collator.get(1) == 1
-
-    def body() -> None:
-        with AsyncBatchCollator(explode) as collator:
-            collator.submit(0)
-            raise RuntimeError("of the body")
-
-    with pytest.raises(RuntimeError, match="of the body"):
-        body()
-
-
 def test_a_thread_ends_when_its_collator_is_gone():
     collator = AsyncBatchCollator(str)
     collator.submit(0)
@@ -197,3 +169,16 @@ def test_a_thread_ends_when_its_collator_is_gone():
     del collator
     gc.collect()
     thread.join()
+
+
+def test_clear_waits_and_drops():
+    compute = Held()
+    with AsyncBatchCollator(compute) as collator:
+        collator.submit(0)
+        compute.started.wait()
+        release = once_main_thread_waits(compute.released.set)
+        collator.clear()
+        release.join()
+        assert compute.num_finished == 1
+        collator.submit(1)
+        assert collator.get(1) == 1

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from tests.loading.hang_guard import our_threads
 from tests.loading.prefetch.toy_data import Watched, every_layout, expected_digests, make_loader
 from torch_collate_kit.errors import StateError
-from torch_collate_kit.loading.prefetch import AsyncBatchCollator, PrefetchLoader
+from torch_collate_kit.loading import AsyncBatchCollator, PrefetchLoader
 from torch_collate_kit.testing import batch_digest
 
 CHILD_SECONDS = 120  # of milliseconds' work, on a machine that may have no time

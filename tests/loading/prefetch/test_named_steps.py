@@ -11,8 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from tests.loading.prefetch.toy_data import COLLATORS, EXAMPLES, make_loader, make_sampler
-from torch_collate_kit.loading.prefetch import PrefetchLoader
-from torch_collate_kit.loading.sampler import PrefetchingSampler
+from torch_collate_kit.loading import PrefetchingSampler, PrefetchLoader
 
 TWO_EPOCHS = [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (1, 2), (1, 3)]
 

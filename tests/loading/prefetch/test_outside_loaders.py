@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import torch
-from torch.utils.data import DataLoader
 
 from tests.loading.prefetch.toy_data import (
-    COLLATORS,
-    EXAMPLES,
     expected_digests,
     make_loader,
-    make_sampler,
 )
-from torch_collate_kit.loading.prefetch import PrefetchLoader
 from torch_collate_kit.testing import batch_digest
 
 
@@ -43,13 +38,3 @@ def test_accelerate_takes_it_as_it_is_and_saves_it(tmp_path):
         accelerator.register_for_checkpointing(loader)
         accelerator.load_state(str(tmp_path))
         assert [batch_digest(batch) for batch in loader.steps(5)] == expected[3:]
-
-
-def test_accelerate_may_prepare_a_model_beside_a_plain_loader_of_the_same_sampler():
-    """The loader that we wrap is copied: its own sampler is untouched."""
-    sampler = make_sampler()
-    plain = DataLoader(EXAMPLES, batch_sampler=sampler, collate_fn=COLLATORS["packed"])
-    with PrefetchLoader(plain) as loader:
-        next(iter(loader))
-        assert plain.batch_sampler is sampler
-        assert not hasattr(sampler, "batch_size")

@@ -30,13 +30,15 @@ def stateful() -> Any:
 
 
 def planned() -> PackedBatchSampler:
-    return PackedBatchSampler(DATA.lengths, batch_size=4, packing=COLLATE.packing, seed=3)
+    return PackedBatchSampler(DATA, COLLATE, batch_size=4, seed=3)
 
 
 KINDS: dict[str, Callable[[], dict[str, Any]]] = {
     "PrefetchingSampler": lambda: {"batch_sampler": make_sampler()},
     "PackedBatchSampler": lambda: {"batch_sampler": planned()},
-    "MixedSampler": lambda: {"batch_sampler": MixedSampler([6, 7], 4, num_steps=4, seed=3)},
+    "MixedSampler": lambda: {
+        "batch_sampler": MixedSampler([6, 7], batch_size=4, num_steps=4, seed=3)
+    },
 }
 
 
@@ -45,7 +47,7 @@ def of_sampler(kind: Any, name: str, num_workers: int) -> Any:
 
 
 def of_stream(kind: Any, num_workers: int, **options: Any) -> Any:
-    stream = PackedIterableDataset(EXAMPLES, tokenizer=0, max_tokens=8, buffer_size=2, **options)
+    stream = PackedIterableDataset(EXAMPLES, COLLATE, buffer_size=2, **options)
     return kind(stream, batch_size=None, collate_fn=stream.as_is, num_workers=num_workers)
 
 

@@ -14,14 +14,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from torch.utils.data import DataLoader
 
 from tests.building import packed_stream
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading import PackedIterableDataset, PrefetchingSampler, PrefetchLoader
-from torch_collate_kit.testing import assert_exact_resume, batch_digest
+from torch_collate_kit.testing import assert_exact_resume
 
 # shard 0 has twelve examples of a row each, shard 1 two, shard 2 five
 LENGTHS = {0: 12, 1: 2, 2: 5}
@@ -52,22 +51,6 @@ def ids(batches: Any) -> list[int]:
 ORDER = [0, 100, 200, 1, 101, 201, 2, 202, 3, 203, 4, 204, 5, 6, 7, 8, 9, 10, 11]
 
 
-@pytest.mark.parametrize(
-    ("num_workers", "prefetch"), [(0, True), (0, False), (1, True), (2, True), (3, False)]
-)
-def test_the_order_is_round_by_round_for_any_number_of_workers(
-    num_workers: int, prefetch: bool
-) -> None:
-    with make(num_workers=num_workers, prefetch=prefetch) as loader:
-        batches = list(loader)
-        assert ids(batches) == ORDER
-        named = [(b.metadata["shard"], b.metadata["step"], b.metadata["epoch"]) for b in batches]
-        assert named == [(x // 100, x % 100, 0) for x in ORDER]
-        again = list(islice(loader, 2))
-        assert ids(again) == ORDER[:2]
-        assert [batch.metadata["epoch"] for batch in again] == [1, 1]
-
-
 def test_any_stop_goes_on_with_any_number_of_workers() -> None:
     states = []
     with make() as loader:
@@ -92,7 +75,7 @@ def test_a_stream_without_a_number_of_shards_keeps_its_number_of_workers(num_wor
     examples = [{"input_ids": [i] * (1 + i % 4)} for i in range(40)]
 
     def make_plain(num_workers: int = num_workers) -> PrefetchLoader:
-        return make(PackedIterableDataset(examples, **SETTINGS, rank=1, world_size=2), num_workers)
+        return make(packed_stream(examples, **SETTINGS, dp_rank=1, dp_size=2), num_workers)
 
     with make_plain() as loader:
         batches = list(loader)
@@ -103,23 +86,6 @@ def test_a_stream_without_a_number_of_shards_keeps_its_number_of_workers(num_wor
     message = f"num_workers={num_workers}, the dataset has num_workers="
     with make_plain(2) as other, pytest.raises(StateError, match=message):
         other.load_state_dict(state)
-
-
-@pytest.mark.parametrize("options", [{}, {"num_workers": 2, "persistent_workers": True}], ids=str)
-def test_a_loop_that_is_left_goes_on_after_what_was_received(options: dict[str, Any]) -> None:
-    with make(**options) as loader:
-        found = ids(islice(loader, 4)) + ids(islice(loader, 3))
-        assert found + ids(loader) == ORDER
-        assert ids(loader.steps(21)) == [*ORDER, *ORDER[:2]]
-        state = loader.state_dict()
-        assert ids(islice(loader, 1)) == [200]
-        loader.load_state_dict(state)
-        assert ids(islice(loader, 1)) == [200]
-        loader.set_epoch(7)
-        batches = list(loader)
-        assert ids(batches) == ORDER
-        assert {batch.metadata["epoch"] for batch in batches} == {7}
-        assert loader.epoch == 8
 
 
 def test_persistent_workers_read_pass_after_pass() -> None:
@@ -134,30 +100,6 @@ def test_persistent_workers_read_pass_after_pass() -> None:
         loader.set_epoch(5)
         assert ids(islice(loader, 1)) == ORDER[:1]
         assert {process.pid for process in active_children()}.isdisjoint(first)
-
-
-def test_spawned_workers() -> None:
-    with make(num_workers=1, multiprocessing_context="spawn") as loader:
-        found = ids(islice(loader, 5))
-        state = loader.state_dict()
-    with make() as loader:
-        loader.load_state_dict(state)
-        assert [*found, *ids(loader)] == ORDER
-
-
-class Doubled:
-    """A collate_fn of the user's; None for the first batch of shard 1."""
-
-    def __call__(self, batch: Batch) -> Any:
-        first = int(batch["input_ids"][0, 0])
-        return None if first == 100 else torch.tensor(2 * first)
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_the_collate_function_gets_batches(num_workers: int) -> None:
-    with make(num_workers=num_workers, collate_fn=Doubled()) as loader:
-        found = [None if x is None else int(x) for x in loader]
-    assert found == [None if x == 100 else 2 * x for x in ORDER]
 
 
 def test_a_batch_that_the_loop_gave_up_is_freed_before_the_next_is_made() -> None:
@@ -178,13 +120,6 @@ def test_a_batch_that_the_loop_gave_up_is_freed_before_the_next_is_made() -> Non
             assert batch["input_ids"].shape == (1, 4)
             del batch
     assert num_alive == [0] * len(ORDER)
-
-
-def test_without_a_collate_function_a_batch_stays_what_it_is() -> None:
-    stream = make_stream()
-    with make(stream) as loader, make(stream, collate_fn=stream.as_is) as other:
-        digests = [[batch_digest(batch) for batch in one] for one in (loader, other)]
-    assert digests[0] == digests[1]
 
 
 def test_the_dataloader_and_its_stream_are_not_moved() -> None:
@@ -246,23 +181,6 @@ def test_the_epoch_of_the_source_must_agree() -> None:
     with make(stream_of(4), 2) as loader:
         loader.load_state_dict(state)
         assert ids(loader) == found[5:]
-
-
-def test_on_epoch_moves_the_source_before_its_pass() -> None:
-    datasets = pytest.importorskip("datasets")
-    rows = [{"input_ids": [i] * 4} for i in range(12)]
-    source = datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=4)
-    source = source.shuffle(seed=3, buffer_size=5)
-
-    def of_epoch(epoch: int) -> list[int]:
-        source.set_epoch(epoch)
-        return ids(packed_stream(source, **SETTINGS, num_shards=2))
-
-    expected = [*of_epoch(0), *of_epoch(1), *of_epoch(2)]
-    assert expected[:12] != expected[12:24]
-    for num_workers in (0, 2):
-        with make(packed_stream(source, **SETTINGS, num_shards=2), num_workers) as loader:
-            assert ids(loader.steps(36, on_epoch=source.set_epoch)) == expected
 
 
 # --- refusals ---
@@ -382,3 +300,20 @@ def test_another_error_while_workers_are_ended_is_raised(monkeypatch) -> None:
     with pytest.raises(Fails):
         loader.close()
     loader.close()
+
+
+def test_on_epoch_moves_the_source_before_its_pass() -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = [{"input_ids": [i] * 4} for i in range(12)]
+    source = datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=4)
+    source = source.shuffle(seed=3, buffer_size=5)
+
+    def of_epoch(epoch: int) -> list[int]:
+        source.set_epoch(epoch)
+        return ids(packed_stream(source, **SETTINGS, num_shards=2))
+
+    expected = [*of_epoch(0), *of_epoch(1), *of_epoch(2)]
+    assert expected[:12] != expected[12:24]
+    for num_workers in (0, 2):
+        with make(packed_stream(source, **SETTINGS, num_shards=2), num_workers) as loader:
+            assert ids(loader.steps(36, on_epoch=source.set_epoch)) == expected

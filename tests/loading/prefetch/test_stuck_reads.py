@@ -100,7 +100,7 @@ def test_a_thread_that_was_abandoned_changes_nothing_later(said):
             gate.wait()
         return examples
 
-    sampler = PrefetchingSampler(6, 2, shuffle=False)
+    sampler = PrefetchingSampler(6, batch_size=2, shuffle=False)
     data = DataLoader(range(6), batch_sampler=sampler, collate_fn=collate)
     loader = PrefetchLoader(data)
     batches = iter(loader)

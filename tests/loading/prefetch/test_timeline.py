@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import threading
 import time
 from itertools import chain, pairwise
 from types import SimpleNamespace
@@ -71,26 +69,6 @@ def test_times_by_a_clock_that_is_told(clock):
     assert loader.wait_seconds == 5
 
 
-def test_a_copy_to_a_device_is_timed_alone(clock, monkeypatch):
-    def collate(rows):
-        clock.sleep(1)
-        return torch.tensor(rows)
-
-    with loader_of(2, 2, collate, prefetch=False, device="meta") as loader:
-        send = loader._copy.send
-
-        def slow_send(batch):
-            clock.sleep(3)
-            return send(batch)
-
-        monkeypatch.setattr(loader._copy, "send", slow_send)
-        (batch,) = loader
-    assert batch.device.type == "meta"
-    (step,) = loader.timeline
-    assert (step.collate_began, step.collate_ended, step.copy_ended) == (100, 101, 104)
-    assert step.build_seconds == 4
-
-
 @pytest.mark.parametrize("leave", ["break", "close", "new loop", "error"])
 def test_training_ends_where_a_loop_is_left(clock, leave):
     with loader_of(6, 2, list, prefetch=False) as loader:
@@ -121,28 +99,6 @@ def test_training_ends_where_a_loop_is_left(clock, leave):
             assert loader.timeline[0].train_ended == 107
 
 
-def test_what_is_built_ahead_is_not_waited_for():
-    """Real time: 20 ms to collate, and training ends after that; all but the first is hidden."""
-
-    def collate(rows):
-        time.sleep(0.02)
-        return rows
-
-    with loader_of(12, 2, collate) as loader:
-        for number, _ in enumerate(loader.steps(6)):
-            if number < 5:
-                loader._reader.run._collator._slot.future.result()
-        steps = loader.timeline
-        assert sum(step.wait_seconds for step in steps) == pytest.approx(loader.wait_seconds)
-    assert [step.step for step in steps] == list(range(6))
-    assert [step.was_ahead for step in steps] == [False] + [True] * 5
-    assert all(step.build_seconds > 0.019 for step in steps)
-    assert steps[0].wait_seconds > 0.019
-    for before, step in pairwise(steps):
-        assert before.wait_began < step.collate_began < step.copy_ended < before.train_ended
-        assert before.wait_ended < before.train_ended <= step.wait_began < step.wait_ended
-
-
 def test_waits_add_up_over_slow_batches_and_epochs(clock):
     """``wait_seconds`` also has the ends of epochs, which gave no batch."""
 
@@ -164,36 +120,6 @@ def test_waits_add_up_over_slow_batches_and_epochs(clock):
         assert [step.wait_seconds for step in steps] == [1] * 7
         assert loader.wait_seconds == 7 + 2 * 10
     assert [(step.epoch, step.step) for step in steps] == [(i // 3, i % 3) for i in range(7)]
-
-
-def test_the_last_thousand_steps_are_kept_and_any_thread_may_read_them():
-    """Without the copy in one operation: RuntimeError, deque mutated during iteration."""
-    failed, is_done = [], threading.Event()
-
-    def read() -> None:
-        try:
-            while not is_done.is_set():
-                steps = [step.step for step in loader.timeline]
-                assert steps == list(range(steps[0], steps[0] + len(steps))) if steps else True
-        except Exception as error:
-            failed.append(error)
-
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    reader = threading.Thread(target=read)
-    with loader_of(2100, 2, list, prefetch=False) as loader:
-        reader.start()
-        try:
-            for _ in loader:
-                pass
-        finally:
-            is_done.set()
-            reader.join()
-            sys.setswitchinterval(interval)
-        assert [step.step for step in loader.timeline] == list(range(50, 1050))
-        loader.timeline.clear()  # a copy
-        assert len(loader.timeline) == 1000
-    assert failed == []
 
 
 # ---- the plot ----
@@ -261,3 +187,53 @@ def test_the_last_steps_are_drawn_on_the_given_axes_with_what_happened_in_them(d
     assert labels == ["collated", "waited for", "trained on"]
     ax.figure.canvas.draw()
     assert all(not t.get_window_extent().overlaps(ax.bbox) for t in ax.get_legend().get_texts())
+
+
+def test_a_copy_to_a_device_is_timed_alone(clock, monkeypatch):
+    def collate(rows):
+        clock.sleep(1)
+        return torch.tensor(rows)
+
+    with loader_of(2, 2, collate, prefetch=False, device="meta") as loader:
+        send = loader._copy.send
+
+        def slow_send(batch):
+            clock.sleep(3)
+            return send(batch)
+
+        monkeypatch.setattr(loader._copy, "send", slow_send)
+        (batch,) = loader
+    assert batch.device.type == "meta"
+    (step,) = loader.timeline
+    assert (step.collate_began, step.collate_ended, step.copy_ended) == (100, 101, 104)
+    assert step.build_seconds == 4
+
+
+def test_what_is_built_ahead_is_not_waited_for():
+    """Real time: 20 ms to collate, and training ends after that; all but the first is hidden."""
+
+    def collate(rows):
+        time.sleep(0.02)
+        return rows
+
+    with loader_of(12, 2, collate) as loader:
+        for number, _ in enumerate(loader.steps(6)):
+            if number < 5:
+                loader._reader.run._collator._slot.future.result()
+        steps = loader.timeline
+        assert sum(step.wait_seconds for step in steps) == pytest.approx(loader.wait_seconds)
+    assert [step.step for step in steps] == list(range(6))
+    assert [step.was_ahead for step in steps] == [False] + [True] * 5
+    assert all(step.build_seconds > 0.019 for step in steps)
+    assert steps[0].wait_seconds > 0.019
+    for before, step in pairwise(steps):
+        assert before.wait_began < step.collate_began < step.copy_ended < before.train_ended
+        assert before.wait_ended < before.train_ended <= step.wait_began < step.wait_ended
+
+
+def test_the_last_thousand_steps_are_kept():
+    with loader_of(2100, 2, list, prefetch=False) as loader:
+        list(loader)
+        assert [step.step for step in loader.timeline] == list(range(50, 1050))
+        loader.timeline.clear()  # a copy
+        assert len(loader.timeline) == 1000

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import gc
-import logging
 import multiprocessing
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -92,45 +87,6 @@ def test_nothing_is_said_before_its_time(said, warn_after):
     assert said == []
 
 
-def test_the_training_step_and_what_follows_an_error_are_no_waits():
-    collate = Watched()
-    collate.errors[2] = ValueError("bad batch")
-    with make_loader(collate, warn_after=NEVER, prefetch=False) as loader:
-        batches = loader.steps(4)
-        for _ in range(2):
-            next(batches)
-            watchdog = loader._reader.run._watchdog
-            assert watchdog.look(0.0) == 0.0  # whenever it looks
-        with pytest.raises(ValueError, match="bad batch"):
-            next(batches)
-        assert watchdog.look(0.0) == 0.0
-
-
-def test_a_logging_handler_that_raises_costs_its_own_message_alone(said, capsys):
-    class Full(logging.Handler):
-        def emit(self, record: Any) -> None:
-            if of_step([record.getMessage()], 1):
-                raise OSError("no space left on device")
-
-    def open_when_printed() -> None:
-        until(lambda: "no space left" in capsys.readouterr().err)
-        collate.gates[1].set()
-
-    handler, logger = Full(), logging.getLogger("torch_collate_kit.loading")
-    logger.handlers.insert(0, handler)  # before the one of `said`
-    collate = Watched()
-    collate.gates |= {1: threading.Event(), 2: threading.Event()}
-    opener = opened_when_logged(collate.gates[2], said, 2)
-    threading.Thread(target=open_when_printed).start()
-    try:
-        with make_loader(collate, warn_after=SOON) as loader:
-            assert len(list(loader)) == 4
-    finally:
-        logger.removeHandler(handler)
-    opener.join()
-    assert (of_step(said, 1), len(of_step(said, 2))) == ([], 1)
-
-
 # ---- workers ----
 
 
@@ -160,75 +116,6 @@ def test_a_slow_worker_is_named(said):
         f"`py-spy dump --pid {pid}` shows where it is). Stack of the thread of the training loop:"
     )
     assert "_get_data" in message
-
-
-class Halting:
-    """The worker stops itself, as a debugger would, before a batch."""
-
-    def __init__(self) -> None:
-        self.num_batches = 0
-
-    def __call__(self, examples: Any) -> Any:
-        self.num_batches += 1
-        if self.num_batches == 3:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        return COLLATORS["packed"](examples)
-
-
-def test_a_wait_of_the_prefetch_thread_for_a_worker(said):
-    with make_loader(Halting(), num_workers=1, warn_after=SOON) as loader:
-        batches = loader.steps(4)
-        found = [batch_digest(next(batches))]
-        (pid,) = [worker.pid for worker in multiprocessing.active_children()]
-        state = Path(f"/proc/{pid}/stat")
-
-        def wake() -> None:
-            until(lambda: state.read_text().rpartition(")")[2].split()[0] == "T")
-            # its last batch may still be in its hands
-            until(lambda: of_step(said, 1) + of_step(said, 2))
-            os.kill(pid, signal.SIGCONT)
-
-        waker = threading.Thread(target=wake, daemon=True)
-        waker.start()
-        found += [batch_digest(batch) for batch in batches]
-        waker.join()
-    assert found == expected_digests(1)
-    message = (of_step(said, 1) + of_step(said, 2))[-1]
-    assert f"from DataLoader worker 0 of 1 (pid {pid}, alive" in message
-    assert "Stack of the prefetch thread:" in message
-
-
-class Iterating:
-    """Has the attributes of a DataLoader's iterator, and waits in the method of that name."""
-
-    def __init__(self, task: Any, *workers: Any) -> None:
-        self._rcvd_idx, self._task_info, self._workers = 4, {4: task}, list(workers)
-        self.gate = threading.Event()
-
-    def _get_data(self) -> None:
-        self.gate.wait()
-
-
-DEAD = SimpleNamespace(pid=12, is_alive=lambda: False)
-DESCRIBED = [
-    (Iterating((0,), DEAD), "the batch is to come from DataLoader worker 0 of 1 (pid 12, dead)"),
-    (Iterating((5,), DEAD, DEAD), "the batch is to come from one of 2 DataLoader workers"),
-    (Iterating(None, DEAD, DEAD), "the batch is to come from one of 2 DataLoader workers"),
-]
-
-
-@pytest.mark.parametrize(("batches", "expected"), DESCRIBED)
-def test_a_worker_is_described_by_what_the_iterator_has(said, batches, expected):
-    watchdog = Watchdog(SOON)
-    thread = threading.Thread(target=batches._get_data)
-    thread.start()
-    watchdog.collating = thread.ident
-    with watchdog.waiting(3, 7):
-        until(lambda: said)
-    watchdog.stop()
-    batches.gate.set()
-    thread.join()
-    assert f"for step 7 of epoch 3, and waits on: {expected}" in said[0]
 
 
 # ---- what is left behind ----
@@ -282,9 +169,3 @@ def test_forks_while_the_watchdog_looks():
 def test_seconds_are_a_positive_number(warn_after, error, message):
     with pytest.raises(error, match=f"^{message}$"):
         make_loader(warn_after=warn_after)
-
-
-def test_the_repr_names_it_where_it_is_not_the_default():
-    assert ", warn_after=2.0)" in repr(make_loader(warn_after=np.float32(2)))
-    assert ", warn_after=None)" in repr(make_loader(warn_after=None))
-    assert "warn_after" not in repr(make_loader())

@@ -12,8 +12,7 @@ from torch.utils.data import DataLoader
 from tests.loading.hang_guard import once_main_thread_waits
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators import PackedCollator, PaddedCollator, RolloutCollator
-from torch_collate_kit.loading.prefetch import PrefetchLoader
-from torch_collate_kit.loading.sampler import PrefetchingSampler
+from torch_collate_kit.loading import PrefetchingSampler, PrefetchLoader
 from torch_collate_kit.testing import batch_digest
 
 EXAMPLES = [{"input_ids": list(range(10 * i, 10 * i + 1 + i % 5))} for i in range(13)]

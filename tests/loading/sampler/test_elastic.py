@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.building import packed_collator, packed_sampler
 from torch_collate_kit import (
@@ -20,7 +17,6 @@ from torch_collate_kit import (
 )
 from torch_collate_kit.errors import StateError
 from torch_collate_kit.packing import ParallelLayout
-from torch_collate_kit.testing import batch_digest
 
 RNG = np.random.default_rng(5)
 LENGTHS = RNG.integers(2, 40, size=53)
@@ -49,65 +45,6 @@ def rows_of_24(rank: int, dp_size: int, **options: Any) -> PackedBatchSampler:
 
 
 MAKERS = {"prefetching": prefetching, "mixed": mixed, "packed": packed, "rows of 24": rows_of_24}
-
-
-def examples_and_divisor(parts: list[Any]) -> tuple[list[int], set[int | None]]:
-    """Of all ranks' parts of a step."""
-    if isinstance(parts[0], list):
-        return sorted(i for part in parts for i in part), {None}
-    examples = [i for part in parts for i in part.indices]
-    return sorted(examples), {part.num_loss_tokens for part in parts}
-
-
-def served(samplers: list[Any], num_steps: int) -> list[list[Any]]:
-    """The parts of all ranks at each of the next steps, over epochs."""
-    steps: list[list[Any]] = []
-    while len(steps) < num_steps:
-        epoch = zip(*[list(sampler) for sampler in samplers], strict=True)
-        steps += [list(parts) for parts in epoch]
-    return steps[:num_steps]
-
-
-def place(samplers: list[Any], num_steps: int) -> tuple[int, int]:
-    """Epoch and step after so many steps from the start of the run."""
-    epoch = 0
-    while num_steps >= samplers[0]._num_steps(epoch):
-        num_steps -= samplers[0]._num_steps(epoch)
-        epoch += 1
-    return epoch, num_steps
-
-
-def chain(make: Any, legs: list[tuple[int, int]]) -> list[list[Any]]:
-    """Runs of (ranks, steps), each resumed from the state of the one before, as JSON."""
-    state, steps = None, []
-    for dp_size, num_steps in legs:
-        samplers = [make(rank, dp_size) for rank in range(dp_size)]
-        for sampler in samplers if state else []:
-            sampler.load_state_dict(json.loads(state))
-        steps += served(samplers, num_steps)
-        states = {json.dumps(s.state_at(*place(samplers, len(steps)))) for s in samplers}
-        assert len(states) == 1, "the state of every rank is the same"
-        state = states.pop()
-    return steps
-
-
-@pytest.mark.parametrize("name", MAKERS)
-@settings(max_examples=25, deadline=None)
-@given(
-    legs=st.lists(
-        st.tuples(st.sampled_from([1, 2, 3, 4, 6, 8]), st.integers(0, 9)), min_size=2, max_size=4
-    )
-)
-def test_any_chain_has_the_examples_and_the_divisor_of_one_rank(
-    name: str, legs: list[tuple[int, int]]
-) -> None:
-    found = chain(MAKERS[name], legs)
-    expected = chain(MAKERS[name], [(1, sum(num_steps for _, num_steps in legs))])
-    assert len(found) == len(expected)
-    for mine, alone in zip(found, expected, strict=True):
-        assert examples_and_divisor(mine) == examples_and_divisor(alone)
-        if name == "rows of 24":
-            assert {batch_digest(part.plan) for part in mine} == {batch_digest(alone[0].plan)}
 
 
 @pytest.mark.parametrize("dp_size", [1, 2, 3, 6])

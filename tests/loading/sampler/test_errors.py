@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from torch_collate_kit.errors import StateError
-from torch_collate_kit.loading import TokenizedDataset
-from torch_collate_kit.loading.sampler import MixedSampler, PrefetchingSampler
+from torch_collate_kit.loading import MixedSampler, PrefetchingSampler, TokenizedDataset
 
 
 def order_of(indices):

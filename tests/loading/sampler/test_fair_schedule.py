@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from fractions import Fraction
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -37,23 +39,6 @@ def test_a_jump_comes_to_where_the_picks_come(
     assert mixture.after(start, first + count) == after
 
 
-def test_a_jump_of_two_sources_by_hand() -> None:
-    mixture = mixture_of([3, 1])
-    assert mixture.after(mixture.place([0, 0]), 6).taken == (5, 1)
-
-
-def test_a_jump_to_each_place_of_a_rare_source() -> None:
-    """Its one example is taken somewhere in 3,000 others, which only the others decide."""
-    mixture = mixture_of([1, 700, 1300, 999])
-    start = mixture.place([0] * 4)
-    place, taken = start, set()
-    for num_taken in range(1, 3001, 7):
-        place = mixture.picks(place, num_taken - place.num_taken)[1]
-        assert mixture.after(start, num_taken) == place
-        taken.add(place.taken[0])
-    assert taken == {0, 1}
-
-
 @pytest.mark.parametrize("weights", [[0.7, 0.25, 0.05], [0.123456, 1 / 3, 7, 0.001]])
 def test_any_step_of_a_mixture_of_many_examples_is_found_at_once(weights: list[float]) -> None:
     sampler = MixedSampler(
@@ -68,3 +53,35 @@ def test_any_step_of_a_mixture_of_many_examples_is_found_at_once(weights: list[f
     following = [*sampler][1]
     assert following == batch.tolist()
     assert sampler.when(following[3], 0) == [(0, step)]
+
+
+def counted_picks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list that grows by the number of picks of every call."""
+    counts: list[int] = []
+    picks = Mixture.picks
+
+    def counted(mixture: Mixture, place: Any, count: int) -> Any:
+        counts.append(count)
+        return picks(mixture, place, count)
+
+    monkeypatch.setattr(Mixture, "picks", counted)
+    return counts
+
+
+def test_a_resumed_run_does_not_pick_again_what_was_picked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By tokens a state costs the picks since the last known place, and loading one costs none."""
+
+    def make() -> MixedSampler:
+        lengths = [np.arange(1, 41), np.arange(5, 75)]
+        return MixedSampler([40, 70], batch_size=8, by="tokens", lengths=lengths, num_steps=3000)
+
+    sampler, resumed = make(), make()
+    list(sampler)
+    resumed.load_state_dict(sampler.state_at(0, 2999))
+    count = counted_picks(monkeypatch)
+    assert len(list(resumed)) == 1
+    assert count == [8]
+    assert sampler.state_at(0, 2990)["step"] == 2990
+    assert 8 < sum(count) <= 8 + 4096

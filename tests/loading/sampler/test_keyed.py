@@ -116,20 +116,6 @@ def test_reshuffles_keep_what_is_done(kind: str, size: int, done: list[int], dat
     assert [order.places(int(i)) for i in indices] == [[place] for place in range(size)]
 
 
-def test_any_part_of_a_keyed_order_in_any_sequence() -> None:
-    order = KeyedOrder(50_000, (0, 0))
-    whole = KeyedPermutation(50_000, 0, 0)(np.arange(50_000))
-    for start, stop in [
-        (0, 5),
-        (8190, 8200),
-        (3, 40_000),
-        (49_990, 60_000),
-        (5, 5),
-        (49_999, 50_000),
-    ]:
-        assert np.array_equal(order.take(start, stop), whole[start:stop])
-
-
 MAKERS = {
     "prefetching": lambda **o: PrefetchingSampler(23, batch_size=4, tail="wrap", **o),
     "packed": lambda **o: packed_sampler(np.arange(1, 24), batch_size=4, max_tokens=30, **o),

@@ -2,47 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import time
 from typing import Any
 
 import pytest
 
 from tests.loading.sampler.sampler_oracle import curriculum
-from tests.loading.sampler.test_elastic import MAKERS, packed, place, prefetching, served
+from tests.loading.sampler.test_elastic import packed, prefetching
 from torch_collate_kit import MixedSampler, PrefetchingSampler
-
-
-def read(part: Any) -> list[int]:
-    return part if isinstance(part, list) else part.indices
-
-
-def recorded_run(make: Any, legs: list[tuple[int, int]]) -> tuple[list[list[Any]], Any]:
-    """What a run of (ranks, steps) served, and a sampler that has its last state."""
-    state, steps = None, []
-    for dp_size, num_steps in legs:
-        samplers = [make(rank, dp_size) for rank in range(dp_size)]
-        for sampler in samplers if state else []:
-            sampler.load_state_dict(json.loads(state))
-        if hasattr(samplers[0], "reshuffle") and len(steps) == 4:
-            for sampler in samplers:
-                sampler.reshuffle()
-        steps += served(samplers, num_steps)
-        state = json.dumps(samplers[0].state_at(*place(samplers, len(steps))))
-    last = make(0, 3)
-    last.load_state_dict(json.loads(state))
-    return steps, last
-
-
-@pytest.mark.parametrize("name", MAKERS)
-@pytest.mark.parametrize("legs", [[(2, 25)], [(4, 4), (2, 6), (8, 11)], [(1, 4), (3, 4)]])
-def test_every_step_of_a_recorded_run(name: str, legs: list[tuple[int, int]]) -> None:
-    steps, last = recorded_run(MAKERS[name], legs)
-    for count, parts in enumerate(steps):
-        at = place([last], count)
-        assert sorted(last.examples(*at)) == sorted(i for part in parts for i in read(part))
-    with pytest.raises(ValueError, match=r"^step must be below \d+, the steps of epoch 0;"):
-        last.examples(0, 99)
 
 
 def by_hand(sampler: Any, example: int, epoch: int) -> list[tuple[int, int]]:

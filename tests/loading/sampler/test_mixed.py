@@ -7,14 +7,10 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-import torch
-from torch.utils.data import ConcatDataset, DataLoader
 
 from tests.loading.sampler.sampler_oracle import flat, generator, read
 from torch_collate_kit.errors import StateError
-from torch_collate_kit.loading.sampler import MixedSampler
-from torch_collate_kit.loading.sampler.mixture import Mixture
-from torch_collate_kit.loading.sampler.resumable import ResumableSampler
+from torch_collate_kit.loading import MixedSampler
 
 LENGTHS = [[5, 9, 2, 40], [3] * 7, [1, 30, 1, 30, 8]]
 WEIGHTS = [[0.5, 0.3, 0.2], [1, 1, 1], [0.9, 0.09, 0.01], [1 / 3, 0.123456, 7], [100, 1, 1]]
@@ -78,26 +74,6 @@ def test_written_out_by_hand():
     assert list(sampler) == [[2, 0, 3, 2, 1, 3]]
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_every_prefix_is_within_one_example_of_the_weights(seed):
-    rng = np.random.default_rng(seed)
-    num_sources = int(rng.integers(2, 12))
-    weights = np.round(rng.dirichlet(np.full(num_sources, 0.5)) + 1e-3, 4)
-    sizes = rng.integers(1, 50, num_sources).tolist()
-    sampler = MixedSampler(sizes, batch_size=5, weights=weights, num_steps=100)
-    sources = np.array([source for source, _ in picks_of(sampler, sizes, 1)])
-    counts = np.cumsum(sources[:, None] == np.arange(num_sources), axis=0)
-    shares = np.arange(1, 501)[:, None] * (weights / weights.sum())
-    assert np.abs(counts - shares).max() < 1
-    assert len(sources) == 500
-
-
-def test_without_weights_it_is_the_sources_own_share():
-    sizes = [30, 10]
-    picks = picks_of(MixedSampler(sizes, batch_size=4, stop="all"), sizes, 1)
-    assert sorted(picks) == [(0, i) for i in range(30)] + [(1, i) for i in range(10)]
-
-
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("size", [1, 4])
 def test_stop_is_exact_in_the_first_epoch(weights, size):
@@ -159,58 +135,6 @@ def test_resume_at_every_step(case, monkeypatch):
             jumped = make()
             jumped.set_epoch(epoch, step=step)
             assert flat(read(jumped, 5 - jumped.epoch)) == flat(got)
-
-
-def counted_picks(monkeypatch):
-    """A list that grows by the number of picks of every call."""
-    counts, picks = [], Mixture.picks
-
-    def counted(mixture, place, count):
-        counts.append(count)
-        return picks(mixture, place, count)
-
-    monkeypatch.setattr(Mixture, "picks", counted)
-    return counts
-
-
-def test_a_resumed_run_does_not_pick_again_what_was_picked(monkeypatch):
-    """By tokens a state costs the picks since the last known place, and loading one costs none."""
-
-    def make():
-        lengths = [np.arange(1, 41), np.arange(5, 75)]
-        return MixedSampler([40, 70], batch_size=8, by="tokens", lengths=lengths, num_steps=3000)
-
-    sampler, resumed = make(), make()
-    read(sampler, 1)
-    resumed.load_state_dict(sampler.state_at(0, 2999))
-    count = counted_picks(monkeypatch)
-    assert len(list(resumed)) == 1
-    assert count == [8]
-    assert sampler.state_at(0, 2990)["step"] == 2990
-    assert 8 < sum(count) <= 8 + 4096
-
-
-@pytest.mark.parametrize("by", ["examples", "tokens"])
-def test_one_batch_after_the_other_costs_its_own_picks_alone(by, monkeypatch):
-    lengths = [[3, 1, 2] * 4, [5, 9, 1] * 5]
-    options = {"lengths": lengths} if by == "tokens" else {}
-    sampler = MixedSampler([12, 15], batch_size=4, weights=[2, 1], by=by, num_steps=9, **options)
-    count = counted_picks(monkeypatch)
-    for _ in range(3):
-        assert len(list(sampler)) == 9
-    assert sum(count) == 3 * 9 * 4
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_as_a_dataloaders_batch_sampler(num_workers):
-    data = ConcatDataset([torch.arange(10), torch.arange(100, 105)])
-    sampler = MixedSampler(data.datasets, batch_size=4, weights=[1, 1], num_steps=5, seed=4)
-    assert isinstance(sampler, ResumableSampler)
-    assert not hasattr(sampler, "batch_size")
-    loader = DataLoader(data, batch_sampler=sampler, num_workers=num_workers)
-    got = [[batch.tolist() for batch in loader] for _ in range(2)]
-    whole = read(MixedSampler([10, 5], batch_size=4, weights=[1, 1], num_steps=5, seed=4), 2)
-    assert got == [[[int(data[i]) for i in batch] for batch in epoch] for epoch in whole]
 
 
 def test_lengths_are_taken_from_the_sources():

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.loading.sampler import MixedSampler
+from torch_collate_kit.loading import MixedSampler
 
 BAD_ARGUMENTS = [
     ({"sources": []}, ValueError, "sources must be a sequence of at least one dataset or number"),

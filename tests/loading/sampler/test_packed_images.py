@@ -12,7 +12,7 @@ from tests.building import packed_sampler
 from tests.packing.image_mixes import mix, totals
 from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading import PackedBatchSampler
-from torch_collate_kit.packing import PackingOptions, ParallelLayout, pack
+from torch_collate_kit.packing import ParallelLayout
 from torch_collate_kit.ragged import Ragged
 
 LENGTHS, IMAGES = mix("several images", 200)
@@ -48,14 +48,6 @@ def test_all_ranks_have_parts_of_the_plan_of_the_whole_batch() -> None:
             assert part.patches.tolist() == patches[part.indices].tolist()
             part.check_patches(patches[part.indices])
     assert sorted(read) == list(range(200))
-
-
-def test_a_batch_is_planned_as_pack_plans_its_examples() -> None:
-    found = next(iter(sampler(shuffle=False))).plan
-    packing = {key: OPTIONS[key] for key in OPTIONS if key != "batch_size"}
-    expected = pack(LENGTHS[:64], patches=IMAGES[:64], packing=PackingOptions(**packing))
-    for name in ("example_indices", "row_offsets", "patches", "vision_costs"):
-        assert getattr(found, name).tolist() == getattr(expected, name).tolist()
 
 
 @pytest.mark.parametrize("form", [totals(IMAGES), Ragged.from_rows(IMAGES, dtype=np.int64)])

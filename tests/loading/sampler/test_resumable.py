@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tests.loading.sampler.sampler_oracle import curriculum, epochs_of, flat, read
-from torch_collate_kit.loading.sampler import PrefetchingSampler
+from torch_collate_kit.loading import PrefetchingSampler
 
 CASES = {
     "keep": {"tail": "keep"},
@@ -73,21 +73,6 @@ def test_iter_begins_an_epoch_and_abandons_the_one_before():
     assert next(iter(sampler)) == whole[1][0]
     assert list(first) == whole[0][1:], "what an iterator yields is fixed when it is made"
     assert list(sampler) == whole[2]
-
-
-def test_an_iterator_not_drawn_from_does_not_count():
-    """DataLoader with workers makes two for its first epoch."""
-    sampler = PrefetchingSampler(8, batch_size=2, seed=1)
-    sampler.set_epoch(1, step=1)
-    whole = epochs_of(8, 2, 3, tail="keep", seed=1)
-    first, second = iter(sampler), iter(sampler)
-    assert sampler.epoch == 2
-    assert sampler.state_dict()["epoch"] == 1
-    assert list(second) == list(first) == whole[1][1:]
-    assert list(sampler) == whole[2]
-    iter(sampler)
-    sampler.set_epoch(0)
-    assert list(sampler) == whole[0]
 
 
 RESHUFFLED = {

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from tests.loading.sampler.sampler_oracle import curriculum, dealt, epochs_of, flat, read
-from torch_collate_kit.loading.sampler import PrefetchingSampler, ResumableSampler
+from tests.loading.sampler.sampler_oracle import curriculum, epochs_of, read
+from torch_collate_kit.loading import PrefetchingSampler, ResumableSampler
 
 TAILS = ["keep", "drop", "wrap"]
 SIZES = [(12, 4), (13, 4), (10, 3), (7, 7), (9, 8), (5, 1)]
@@ -29,17 +29,6 @@ def test_batches_are_those_of_the_loops(n, size, shuffle, tail):
         assert got == batches
         assert all(type(i) is int for batch in got for i in batch)
     assert lengths == [len(batches) for batches in expected]
-
-
-def test_a_wrapped_tail_written_out_by_hand():
-    sampler = PrefetchingSampler(5, batch_size=3, shuffle=False, tail="wrap")
-    assert [len(sampler), *read(sampler, 4)] == [
-        1,
-        [[0, 1, 2]],
-        [[3, 4, 0], [1, 2, 3]],
-        [[4, 0, 1], [2, 3, 4]],
-        [[0, 1, 2]],
-    ]
 
 
 @pytest.mark.parametrize("tail", ["keep", "wrap"])
@@ -72,23 +61,6 @@ def test_no_global_random_state():
     assert read(PrefetchingSampler(20, batch_size=4)) == first
 
 
-@pytest.mark.parametrize("tail", TAILS)
-@pytest.mark.parametrize("dp_size", [1, 2, 4])
-@pytest.mark.parametrize("n", [24, 28, 29, 30, 31])  # a kept tail of fewer than ranks is refused
-def test_ranks_in_turn_are_one_rank(n, dp_size, tail):
-    expected = epochs_of(n, 8, 3, tail=tail)
-    ranks = [
-        read(PrefetchingSampler(n, batch_size=8, tail=tail, dp_rank=rank, dp_size=dp_size))
-        for rank in range(dp_size)
-    ]
-    for epoch, batches in enumerate(expected):
-        for step, batch in enumerate(batches):
-            parts = [rank[epoch][step] for rank in ranks]
-            assert parts == dealt(batch, dp_size)
-            assert flat(parts) == batch
-        assert all(len(rank[epoch]) == len(batches) for rank in ranks)
-
-
 @pytest.mark.parametrize(("num_workers", "persistent"), [(0, False), (2, False), (2, True)])
 def test_as_a_dataloaders_batch_sampler(num_workers, persistent):
     sampler = PrefetchingSampler(11, batch_size=4, seed=1, tail="wrap")
@@ -102,29 +74,6 @@ def test_as_a_dataloaders_batch_sampler(num_workers, persistent):
     for batches in expected:
         assert len(loader) == len(batches)
         assert [batch.tolist() for batch in loader] == batches
-
-
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-@pytest.mark.parametrize("tail", TAILS)
-def test_inside_a_stateful_dataloader(tail):
-    """It saves the state of the iterator: that of the sampler is an epoch ahead."""
-    stateful = pytest.importorskip("torchdata.stateful_dataloader")
-
-    def make():
-        sampler = PrefetchingSampler(11, batch_size=4, seed=3, tail=tail)
-        return stateful.StatefulDataLoader(torch.arange(11), batch_sampler=sampler)
-
-    loader, states, batches = make(), [], []
-    for _ in range(3):
-        for batch in loader:
-            batches.append(batch.tolist())
-            states.append(loader.state_dict())
-    assert batches == flat(epochs_of(11, 4, 3, tail=tail, seed=3))
-    for step, state in enumerate(states[:-1], start=1):
-        resumed = make()
-        resumed.load_state_dict(state)
-        rest = [batch.tolist() for _ in range(4) for batch in resumed]
-        assert rest[: len(batches) - step] == batches[step:]
 
 
 def test_the_protocol_has_no_batch_size():

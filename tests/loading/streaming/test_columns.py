@@ -18,17 +18,10 @@ from tests.collators.test_cost import num_calls
 from tests.loading.streaming.column_sources import FORMS, SOURCES, dataset_of, examples_of, table_of
 from tests.loading.streaming.streaming_oracle import EXAMPLES, SETTINGS, moved
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.loading import TokenizedDataset
 from torch_collate_kit.loading.dataset.columns import ListColumn
-from torch_collate_kit.loading.streaming.shards import Stream
-from torch_collate_kit.loading.streaming.states import Place
 from torch_collate_kit.packing import ParallelLayout
 from torch_collate_kit.ragged import Ragged
-
-pa = pytest.importorskip("pyarrow")
-
-COLLATOR = PackedCollator(0, max_tokens=8)
 
 
 def passes(
@@ -148,15 +141,6 @@ def plain() -> Any:
     return dataset_of(examples_of("loss_mask", [3, 5, 2, 4]))
 
 
-@pytest.mark.parametrize("name", SOURCES)
-def test_columns_are_read_as_columns(name: str) -> None:
-    source = SOURCES[name](examples_of("loss_mask", [3, 5, 2, 4]))
-    stream = Stream(source, 1, 2, presharded=False, collate=COLLATOR)
-    part = stream.part(1)
-    assert stream.columns(part, Place(1)) is not None
-    assert part.after(Place(1), 4) == range(1, 4, 2)
-
-
 @pytest.mark.parametrize(
     "source",
     [
@@ -169,8 +153,6 @@ def test_columns_are_read_as_columns(name: str) -> None:
     ],
 )
 def test_what_gives_something_else_is_iterated_over(source: Any) -> None:
-    stream = Stream(source, 0, 1, presharded=False, collate=COLLATOR)
-    assert stream.columns(stream.part(0), Place()) is None
     expected = packed_stream([dict(example) for example in source], **SETTINGS)
     found = list(packed_stream(source, **SETTINGS))
     assert found

@@ -79,13 +79,3 @@ def test_within_one_percent_of_offline_on_real_lengths(
     lengths = np.load(shared_data / "lengths" / f"{name}.qwen.npy")[:6000]
     stream, offline = stream_efficiency(lengths, max_tokens, buffer_size=1000, rows=4)
     assert offline - stream <= 0.01, (stream, offline)
-
-
-@pytest.mark.parametrize(("max_tokens", "rows", "seed"), [(200, 32, 0), (512, 16, 1), (2048, 8, 2)])
-def test_within_one_percent_of_offline_on_lengths_spread_evenly(
-    max_tokens: int, rows: int, seed: int
-) -> None:
-    lengths = np.random.default_rng(seed).integers(1, max_tokens + 1, 8000)
-    settings = {"buffer_size": 1000, "rows": rows}
-    stream, offline = stream_efficiency(lengths, max_tokens, **settings)
-    assert offline - stream <= 0.01, (stream, offline)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from torch.utils.data import DataLoader
 
-from tests.batch_checks import assert_same_batch
 from tests.building import packed_stream
 from tests.loading.streaming.streaming_oracle import (
     EXAMPLES,
@@ -21,7 +20,7 @@ from tests.loading.streaming.streaming_oracle import (
     tokens_of,
 )
 from torch_collate_kit.errors import StateError
-from torch_collate_kit.loading.dataset import TokenizedDataset
+from torch_collate_kit.loading import TokenizedDataset
 from torch_collate_kit.packing import ParallelLayout
 
 split_dataset_by_node = pytest.importorskip("datasets.distributed").split_dataset_by_node
@@ -43,6 +42,7 @@ split_dataset_by_node = pytest.importorskip("datasets.distributed").split_datase
         ({"normalize_loss": False}, "normalize_loss=True, the dataset has normalize_loss=False"),
         ({"balance": "tokens"}, "balance='attention', the dataset has balance='tokens'"),
         ({"balance": None}, "balance='attention', the dataset has balance=None"),
+        ({"train_all": True}, "train_all=False, the dataset has train_all=True"),
         ({"fixed_width": True}, "fixed_width=False, the dataset has fixed_width=True"),
         ({"parallel": ParallelLayout(dp=2), "rows": 2}, "rows_per_rank=1, the dataset has rows_p"),
     ],
@@ -56,22 +56,6 @@ def test_a_state_of_other_settings_is_refused(change: dict[str, Any], message: s
         other.load_state_dict(dataset.state_dict())
     assert other.state_dict() == before
     assert tokens_of(list(other)) == all_tokens(EXAMPLES[:: change.get("dp_size", 1)])
-
-
-def test_a_state_that_trains_other_tokens_is_refused() -> None:
-    source = [{"input_ids": [7] * n} for n in (3, 2, 4)]
-    state = packed_stream(source, **SETTINGS).state_dict()
-    other = packed_stream(source, **SETTINGS, train_all=True)
-    with pytest.raises(StateError, match="of train_all=False, the dataset has train_all=True; res"):
-        other.load_state_dict(state)
-
-
-def test_a_state_of_another_number_of_ranks_is_refused() -> None:
-    settings = SETTINGS | {"rows": 2}
-    state = packed_stream(EXAMPLES, **settings).state_dict()
-    other = packed_stream(EXAMPLES, **settings, parallel=ParallelLayout(dp=2))
-    with pytest.raises(StateError, match="the state is of dp=1, the dataset has dp=2; resume with"):
-        other.load_state_dict(state)
 
 
 @pytest.mark.parametrize(
@@ -152,37 +136,6 @@ def test_a_start_after_the_end_of_its_example_is_refused(source, num_read, start
     dataset.load_state_dict(moved(dataset.state_dict(), num_read=num_read, start=start))
     with pytest.raises(StateError, match=message):
         list(dataset)
-
-
-@pytest.mark.parametrize("source", [as_list, TokenizedDataset])
-def test_a_start_between_two_pieces_goes_on_there(source) -> None:
-    dataset = packed_stream(source(LONG), **SPLIT)
-    dataset.load_state_dict(moved(dataset.state_dict(), num_read=2, start=8))
-    assert tokens_of(list(dataset)) == all_tokens([{"input_ids": [3008]}, LONG[3]])
-
-
-def test_the_epoch_of_the_source_must_agree() -> None:
-    stream = SOURCES["shuffled"]()
-    stream.set_epoch(3)
-    dataset = packed_stream(stream, **SETTINGS)
-    batches = iter(dataset)
-    next(batches)
-    state, expected = dataset.state_dict(), next(batches)
-    resumed = packed_stream(fresh := SOURCES["shuffled"](), **SETTINGS)
-    with pytest.raises(StateError, match="epoch=3, the dataset has epoch=0"):
-        resumed.load_state_dict(state)
-    fresh.set_epoch(3)
-    resumed.load_state_dict(state)
-    assert_same_batch(next(iter(resumed)), expected)
-
-
-def test_the_rank_of_a_source_split_by_node_must_agree() -> None:
-    parts = [
-        packed_stream(split_dataset_by_node(SOURCES["shards"](), rank, 2), **SETTINGS)
-        for rank in range(2)
-    ]
-    with pytest.raises(StateError, match=r"has 1 shards, but not \[1\], which this rank reads"):
-        parts[1].load_state_dict(parts[0].state_dict())
 
 
 def test_a_state_taken_without_workers_is_refused_in_a_worker() -> None:

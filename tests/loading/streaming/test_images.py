@@ -96,15 +96,6 @@ def test_rows_are_within_both_budgets(strategy: str) -> None:
     assert sorted(read) == list(range(60))
 
 
-def test_rows_are_nearly_as_full_as_offline() -> None:
-    examples = make_examples(1500)
-    plans = plans_of(packed_stream(examples, **SETTINGS | {"buffer_size": 200}))
-    patches = sum(sum(patches_of(example)) for example in examples)
-    tokens = sum(len(example["input_ids"]) for example in examples)
-    least = max(patches / 40, tokens / 24)
-    assert sum(plan.num_rows for plan, _ in plans) < 1.12 * least
-
-
 def test_columns_with_images_are_read_by_example() -> None:
     none = {"pixel_values": None, "image_grid_thw": None}  # Dataset.from_list asks the first row
     rows = [
@@ -151,12 +142,6 @@ def test_an_image_that_does_not_fit_is_named_by_its_position(overflow: str, mess
     stream = packed_stream([*EXAMPLES[:7], wrong], **SETTINGS | {"overflow": overflow})
     with pytest.raises(DataError, match=f"^example 7 of the stream {message}"):
         list(stream)
-
-
-def test_dropped_images_are_counted() -> None:
-    wrong = with_images([1, 2], [[1, 2, 22]])
-    stream = packed_stream([*EXAMPLES[:7], wrong], **SETTINGS | {"overflow": "drop"})
-    assert sum(batch.metadata["num_dropped"] for batch in stream) == 1
 
 
 @pytest.mark.parametrize("grids", [[[1, 2]], [1, 2, 3], [[1.5, 2, 2]], [[[1, 2, 3]]]])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.building import packed_stream
-from tests.loading.streaming.streaming_oracle import EXAMPLES, SETTINGS, datasets
+from tests.loading.streaming.streaming_oracle import SETTINGS, datasets
 from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading import TokenizedDataset
 
@@ -83,26 +83,6 @@ def test_other_data_are_noticed(name: str, change: str, num_shards: int | None) 
         assert other.state_dict() == before
     else:
         other.load_state_dict(state)
-
-
-def test_the_message_says_what_differs() -> None:
-    state = packed_stream(Sized(DATA), **SETTINGS).state_dict()
-    message = (
-        "the state is of data with num_examples=100, the source has num_examples=40; resume with "
-        "the data of the run that saved it, or start without the state"
-    )
-    with pytest.raises(StateError, match=message):
-        packed_stream(Sized(DATA[:40]), **SETTINGS).load_state_dict(state)
-
-
-def test_data_of_a_list_may_change_between_epochs() -> None:
-    data = list(EXAMPLES)
-    dataset = packed_stream(data, **SETTINGS)
-    before = dataset.state_dict()["fingerprint"]
-    data[0] = {"input_ids": [5] * 8}
-    state = dataset.state_dict()
-    assert state["fingerprint"] != before
-    packed_stream(list(data), **SETTINGS).load_state_dict(state)
 
 
 def test_wrong_examples_have_a_fingerprint_too() -> None:

@@ -25,7 +25,6 @@ from tests.loading.streaming.streaming_oracle import (
     plain_loop,
     tokens_of,
 )
-from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing import ParallelLayout
@@ -71,25 +70,6 @@ def test_equals_the_plain_loop(
     assert all(b["cu_seq_lens"].values.max() <= 12 for b in found)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 6])
-@pytest.mark.parametrize("strategy", ["best_fit_decreasing", "sequential"])
-@pytest.mark.parametrize("most", [8, 14])
-def test_equals_the_plain_loop_over_many_windows(strategy: str, rows: int, most: int) -> None:
-    lengths = np.random.default_rng(most).integers(1, most + 1, size=500).tolist()
-    examples = make_examples(lengths)
-    options: dict[str, Any] = {"max_tokens": 12, "strategy": strategy, "overflow": "drop"}
-    settings = {"buffer_size": 12, "rows": rows}
-    dataset = packed_stream(examples, tokenizer=0, **settings, **options)
-    found, begun = [], set()
-    for batch in dataset:
-        found.append(batch)
-        begun.add(place_of(dataset)["num_read"])
-    assert len(begun) >= 5
-    expected = plain_loop(examples, packed_collator(0, **options), 12, rows)
-    for batch, wanted in zip(found, expected, strict=True):
-        assert_same_batch(batch, wanted)
-
-
 def test_batches_by_hand() -> None:
     lengths = [4, 8, 12, 5, 6, 2, 9, 3]
     dataset = packed_stream(make_examples(lengths), **SETTINGS | {"buffer_size": 6})
@@ -107,33 +87,6 @@ def test_rows_are_a_multiple_of_dp() -> None:
     assert {len(batch) % 2 for batch in batches} == {0}
     assert {len(batch) for batch in batches[:-1]} == {4}
     assert tokens_of(batches) == all_tokens(EXAMPLES)
-
-
-def test_a_buffer_of_less_than_a_batch_gives_what_it_has() -> None:
-    examples = make_examples([1] * 20)
-    dataset = packed_stream(examples, **SETTINGS | {"rows": 3})
-    assert [b["sub_seq_lengths"].tolist() for b in dataset] == [[[1] * 7], [[1] * 7], [[1] * 6]]
-
-
-def test_rows_do_not_come_longest_first() -> None:
-    lengths = np.clip(np.random.default_rng(3).lognormal(3, 1, size=8000), 1, 200).astype(int)
-    dataset = packed_stream(
-        make_examples(lengths.tolist()), tokenizer=0, max_tokens=200, buffer_size=500, rows=4
-    )
-    windows: list[list[Batch]] = [[]]
-    for batch in dataset:
-        windows[-1].append(batch)
-        if place_of(dataset)["num_batches"] == 0:
-            windows.append([])
-    assert len(windows) >= 3
-    for window in windows[:2]:
-        quarter = len(window) // 4
-        means = [
-            np.concatenate([b["sub_seq_lengths"].values for b in part]).mean()
-            for part in (window[:quarter], window[quarter:-quarter], window[-quarter:])
-        ]
-        assert quarter > 15
-        assert max(means) < 1.25 * min(means), means  # longest first: 2 times
 
 
 def test_an_empty_stream_has_no_batches() -> None:
@@ -169,7 +122,7 @@ def test_split_pieces_are_those_of_the_collator(form: str, rows: int) -> None:
                 example["num_actions"] = size
     settings = SETTINGS | {"overflow": "split", "normalize_loss": False, "buffer_size": 4}
     dataset = packed_stream(examples, **settings, rows=rows)
-    whole = PackedCollator(0, max_tokens=12, overflow="split", normalize_loss=False)(examples)
+    whole = packed_collator(0, max_tokens=12, overflow="split", normalize_loss=False)(examples)
 
     def cells(batches: list[Any]) -> list[tuple[Any, ...]]:
         """Of every token: position, label, loss weight; and how long its piece is."""
@@ -196,13 +149,6 @@ def test_split_pieces_are_those_of_the_collator(form: str, rows: int) -> None:
     assert all(len(b.metadata["cut"]) == b.metadata["num_cut"] for b in found)
 
 
-def test_dropped_examples_alone_make_one_dummy_row() -> None:
-    dataset = packed_stream(make_examples([13, 20]), **SETTINGS, overflow="drop")
-    (batch,) = dataset
-    assert (batch.metadata["num_dropped"], batch.metadata["num_dummy_rows"]) == (2, 1)
-    assert not batch["loss_mask"].any()
-
-
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
@@ -224,12 +170,6 @@ def test_a_bad_example_is_named_by_its_position(
     examples[23] = bad
     with pytest.raises(DataError, match=message):
         list(packed_stream(examples, **SETTINGS, **shard))
-
-
-def test_a_bad_over_long_example_is_named_before_it_is_split() -> None:
-    examples = [*EXAMPLES[:5], {"input_ids": [1] * 30, "labels": [1] * 31}]
-    with pytest.raises(DataError, match="example 5 of the stream: labels has 31 entries"):
-        list(packed_stream(examples, **SETTINGS, overflow="split"))
 
 
 @pytest.mark.parametrize("num_shards", [None, 2])
@@ -270,3 +210,22 @@ def test_an_error_of_the_source_comes_through_and_the_state_goes_on() -> None:
     state = dataset.state_dict()
     dataset.load_state_dict(state)
     assert tokens_of([*found, *dataset]) == all_tokens(EXAMPLES)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 6])
+@pytest.mark.parametrize("strategy", ["best_fit_decreasing", "sequential"])
+@pytest.mark.parametrize("most", [8, 14])
+def test_equals_the_plain_loop_over_many_windows(strategy: str, rows: int, most: int) -> None:
+    lengths = np.random.default_rng(most).integers(1, most + 1, size=500).tolist()
+    examples = make_examples(lengths)
+    options: dict[str, Any] = {"max_tokens": 12, "strategy": strategy, "overflow": "drop"}
+    settings = {"buffer_size": 12, "rows": rows}
+    dataset = packed_stream(examples, tokenizer=0, **settings, **options)
+    found, begun = [], set()
+    for batch in dataset:
+        found.append(batch)
+        begun.add(place_of(dataset)["num_read"])
+    assert len(begun) >= 5
+    expected = plain_loop(examples, packed_collator(0, **options), 12, rows)
+    for batch, wanted in zip(found, expected, strict=True):
+        assert_same_batch(batch, wanted)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import json
 from itertools import islice
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.batch_checks import assert_same_batch
@@ -21,60 +19,38 @@ from tests.loading.streaming.streaming_oracle import (
     place_of,
     tokens_of,
 )
-from torch_collate_kit.loading.streaming import PackedIterableDataset
-from torch_collate_kit.loading.streaming.readers import ENTRY
-from torch_collate_kit.loading.streaming.states import Place
-from torch_collate_kit.loading.streaming.windows import Windows
-from torch_collate_kit.packing import PackingOptions
+from torch_collate_kit.loading import PackedIterableDataset
 from torch_collate_kit.testing import assert_exact_resume
 
+CASES: list[tuple[str, dict[str, Any], int]] = [
+    *((name, {}, 1) for name in SOURCES),
+    ("stateful", {"rows": 3, "buffer_size": 16}, 1),
+    ("stateful", {"dp_rank": 1, "dp_size": 2}, 1),
+    ("stateful", {"overflow": "split", "max_tokens": 5}, 1),
+    ("stateful", {"overflow": "drop", "max_tokens": 5}, 1),
+    ("stateful", {"buffer_size": 1}, 1),
+    ("stateful", {"buffer_size": 1000}, 1),
+    ("list", {"buffer_size": 4}, 5),  # many windows
+    ("list", {"buffer_size": 12, "rows": 3}, 5),  # batches often end in what was held back
+    ("list", {"buffer_size": 12, "rows": 3, "overflow": "split", "max_tokens": 7}, 5),
+]
 
-@pytest.mark.parametrize("name", SOURCES)
-def test_exact_resume(name: str) -> None:
-    num_batches = len(list(packed_stream(SOURCES[name](), **SETTINGS)))
-    assert num_batches > 12
+
+@pytest.mark.parametrize(("name", "more", "times"), CASES, ids=str)
+def test_exact_resume(name: str, more: dict[str, Any], times: int) -> None:
+    def make() -> PackedIterableDataset:
+        source = EXAMPLES * 5 if times == 5 else SOURCES[name]()
+        return packed_stream(source, **SETTINGS | more)
+
+    batches = list(make())
+    if "dp_rank" not in more and more.get("overflow") != "drop":
+        assert tokens_of(batches) == all_tokens(EXAMPLES * times)
     assert_exact_resume(
-        lambda: packed_stream(SOURCES[name](), **SETTINGS),
-        num_steps=num_batches + 3,  # into the second pass
-        stops=range(num_batches) if name == "list" else range(0, num_batches, 4),
+        make,
+        num_steps=len(batches) + 3,  # into the second pass
+        stops=range(len(batches)) if (name, times) == ("list", 1) else range(0, len(batches), 5),
         max_state_bytes=2000,
     )
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"rows": 3, "buffer_size": 16},
-        {"dp_rank": 1, "dp_size": 2},
-        {"overflow": "split", "max_tokens": 5},
-        {"overflow": "drop", "max_tokens": 5},
-        {"buffer_size": 1},
-        {"buffer_size": 1000},
-    ],
-)
-def test_exact_resume_with(settings: dict[str, Any]) -> None:
-    def make() -> PackedIterableDataset:
-        return packed_stream(StatefulSource(EXAMPLES[:25]), **SETTINGS | settings)
-
-    assert_exact_resume(make, num_steps=len(list(make())), max_state_bytes=1000)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"buffer_size": 4},
-        {"buffer_size": 9, "rows": 2},
-        {"buffer_size": 12, "rows": 3},  # whole batches often end in what was held back
-        {"buffer_size": 12, "rows": 3, "overflow": "split", "max_tokens": 7},
-    ],
-)
-def test_exact_resume_over_many_windows(settings: dict[str, Any]) -> None:
-    def make() -> PackedIterableDataset:
-        return packed_stream(StatefulSource(EXAMPLES * 5), **SETTINGS | settings)
-
-    num_batches = len(list(make()))
-    assert tokens_of(list(make())) == all_tokens(EXAMPLES * 5)
-    assert_exact_resume(make, num_steps=num_batches, stops=range(0, num_batches, 7))
 
 
 @pytest.mark.parametrize(
@@ -101,16 +77,6 @@ def test_resume_reads_at_most_one_window_again(settings: dict[str, Any], num_buf
     assert most <= num_buffers * options["buffer_size"]
     assert len(places) >= 3
     assert place_of(dataset)["num_read"] == len(examples)
-
-
-def test_a_window_ends_behind_all_that_was_held_back() -> None:
-    settings = {"rows_per_batch": 1, "buffer_size": 10, "num_buffers": 8}
-    nothing = np.empty(0, dtype=ENTRY)
-    windows = Windows(lambda n: nothing, PackingOptions(12), **settings)
-    entry = (0, 0, 1, False, 0, 0, *Place(9), {}, ())
-    windows._buffer, windows._num_broken = np.array([entry] * 10, dtype=ENTRY), 6
-    assert windows._window_after(4) is None
-    assert windows._window_after(3) == Place(9)  # 2 of the 6 were left
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -158,31 +124,3 @@ def set_to_zero(state: Any) -> None:
             set_to_zero(value)
         elif isinstance(value, int):
             state[key] = 0
-
-
-@pytest.mark.parametrize("name", ["list", "shards", "mapped"])
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_exact_resume_in_a_stateful_data_loader(name: str, num_workers: int) -> None:
-    reason = "torchdata is not installed (pip install torchdata==0.11.0)"
-    stateful = pytest.importorskip("torchdata.stateful_dataloader", reason=reason)
-
-    def make() -> Any:
-        source = SOURCES[name]()
-        dataset = packed_stream(source, **SETTINGS | {"buffer_size": 12})
-        return stateful.StatefulDataLoader(
-            dataset, batch_size=None, num_workers=num_workers, collate_fn=dataset.as_is
-        )
-
-    expected, states = [], []
-    for batch in (loader := make()):
-        expected.append(batch)
-        states.append(json.loads(json.dumps(loader.state_dict())))
-    assert tokens_of(expected) == all_tokens(EXAMPLES)
-    every = range(0, len(expected), 1 if name == "list" else 7)
-    for stop in every if not num_workers else (0, 1, 8, len(expected) - 2):
-        resumed = make()
-        resumed.load_state_dict(states[stop])
-        rest = list(resumed)
-        assert len(rest) == len(expected) - stop - 1 or stop == len(expected) - 1
-        for batch, wanted in zip(rest, expected[stop + 1 :], strict=False):
-            assert_same_batch(batch, wanted)

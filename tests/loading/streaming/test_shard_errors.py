@@ -116,34 +116,6 @@ def saved(**more: Any) -> dict[str, Any]:
     return dataset.state_dict()
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"num_shards": 8}, "the state is of num_shards=4, the dataset has num_shards=8; resume"),
-        ({"num_shards": None}, "state is of num_shards=4, the dataset has num_shards=None; resume"),
-        ({"max_tokens": 13}, "the state is of max_tokens=12, the dataset has max_tokens=13"),
-        ({"buffer_size": 8}, "buffer_size=7, the dataset has buffer_size=8"),
-    ],
-)
-def test_a_state_of_other_settings_is_refused(change: dict[str, Any], message: str) -> None:
-    other = make(**change)
-    before = other.state_dict()
-    with pytest.raises(StateError, match=message):
-        other.load_state_dict(saved())
-    assert other.state_dict() == before
-
-
-def test_a_state_without_shards_is_refused() -> None:
-    dataset = packed_stream(EXAMPLES, **SETTINGS)
-    list(islice(dataset, 2))
-    with pytest.raises(
-        StateError, match="the state is of num_shards=None, the dataset has num_shards=4"
-    ):
-        make().load_state_dict(dataset.state_dict())
-    with pytest.raises(StateError, match="has version None, this one reads version 5; pass what"):
-        make().load_state_dict({})
-
-
 def test_the_state_of_another_rank_is_refused() -> None:
     state = saved(dp_rank=1, dp_size=4)
     message = r"the state has 1 shards, but not \[0\], which this rank reads; it is the state of"

@@ -31,7 +31,7 @@ from torch_collate_kit.loading import (
     TokenizedDataset,
     merge_states,
 )
-from torch_collate_kit.testing import assert_exact_resume, batch_digest
+from torch_collate_kit.testing import batch_digest
 
 NUM_SHARDS = 6
 
@@ -182,14 +182,6 @@ def test_names_shard_and_round_and_the_epoch_of_the_source() -> None:
 # --- resuming ---
 
 
-@pytest.mark.parametrize("name", [*WHOLE, *PRESHARDED])
-def test_exact_resume(name: str) -> None:
-    num_batches = len(list(make(name)))
-    assert num_batches > 12
-    stops = None if name == "list" else range(0, num_batches, 5)
-    assert_exact_resume(lambda: make(name), num_steps=num_batches + 3, stops=stops)
-
-
 def served(
     states: list[dict[str, Any]] | None,
     dp_size: int,
@@ -273,23 +265,3 @@ def test_states_by_hand() -> None:
         with PrefetchLoader(DataLoader(dataset, batch_size=None)) as loader:
             list(islice(loader, 3))
             assert loader.state_dict()["stream"] == expected
-
-
-def test_a_stateful_data_loader_resumes_with_the_same_number_of_workers() -> None:
-    reason = "torchdata is not installed (pip install torchdata==0.11.0)"
-    stateful = pytest.importorskip("torchdata.stateful_dataloader", reason=reason)
-
-    def loader() -> Any:
-        dataset = make("shards", 1, 2)  # three shards over two workers
-        return stateful.StatefulDataLoader(
-            dataset, batch_size=None, num_workers=2, collate_fn=dataset.as_is
-        )
-
-    expected, states = [], []
-    for batch in (whole := loader()):
-        expected.append(batch_digest(batch))
-        states.append(whole.state_dict())
-    assert len(set(expected)) == len(expected) == len(list(make("shards", 1, 2)))
-    resumed = loader()
-    resumed.load_state_dict(json.loads(json.dumps(states[4])))
-    assert [batch_digest(batch) for batch in resumed] == expected[5:]

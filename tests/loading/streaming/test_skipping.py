@@ -150,40 +150,6 @@ def test_skipped_examples_are_counted_once_and_logged_once(caplog: Any) -> None:
     assert num_given == len(NAMED)
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_shards_count_for_themselves_with_any_ranks_and_workers(num_workers: int) -> None:
-    def loader(rank: int, dp_size: int) -> PrefetchLoader:
-        dataset = make(examples(), num_shards=4, dp_rank=rank, dp_size=dp_size)
-        return PrefetchLoader(
-            DataLoader(dataset, batch_size=None, num_workers=num_workers, collate_fn=dataset.as_is)
-        )
-
-    with loader(0, 1) as whole:
-        expected = [batch_digest(batch) for batch in whole]
-    states, found = [], []
-    for rank in range(2):
-        with loader(rank, 2) as part:
-            found += [batch_digest(batch) for batch in islice(part, 8)]
-            states.append(part.state_dict())
-    merged = json.loads(json.dumps(merge_states(states)))
-    skipped = merged["stream"]["skipped"]
-    assert sum(num_skipped for num_skipped, _ in skipped.values()) >= 4
-    with loader(0, 1) as rest:
-        rest.load_state_dict(merged)
-        assert rest.state_dict()["stream"]["skipped"] == skipped
-        found += [batch_digest(batch) for batch in rest]
-    assert sorted(found) == sorted(expected)
-
-
-def test_the_whole_of_a_batch_may_be_wrong() -> None:
-    wrong = {"input_ids": [1, -1, 2]}
-    source = [GOOD[0], wrong, wrong, {"input_ids": []}, GOOD[4], wrong]
-    batches = list(make(source, buffer_size=1, max_tokens=8))
-    assert tokens_of(batches) == all_tokens([GOOD[0], GOOD[4]])
-    assert [batch.metadata.get("skipped") for batch in batches] == [None, [1, 2, 3, 5]]
-    assert_exact_resume(lambda: make(source, buffer_size=1, max_tokens=8), num_steps=4)
-
-
 EMPTY, NEGATIVE = {"input_ids": np.arange(0)}, {"input_ids": np.array([5, -9])}
 
 
@@ -267,13 +233,6 @@ def test_too_many_in_a_row_raise(source: Any) -> None:
     assert tokens_of(batches) == all_tokens([GOOD[0], GOOD[3], GOOD[5], GOOD[9]])
 
 
-def test_too_many_in_a_row_raise_before_a_buffer_is_full() -> None:
-    source = StatefulSource([{"input_ids": []}] * 50)
-    with pytest.raises(DataError, match="4 examples in a row are wrong"):
-        list(make(source, max_skipped_in_a_row=3))
-    assert source.num_reads == 4
-
-
 @pytest.mark.parametrize("resumed_after", [None, 3])
 def test_too_many_raise(resumed_after: int | None) -> None:
     options = {"max_skipped": 4, "max_skipped_in_a_row": 100}
@@ -287,23 +246,6 @@ def test_too_many_raise(resumed_after: int | None) -> None:
     with pytest.raises(DataError, match=message):
         list(dataset)
     assert dataset.state_dict().get("skipped", {"0": [0]})["0"][0] <= 4
-
-
-def test_nothing_changes_where_nothing_is_wrong() -> None:
-    for more in ({}, {"rows": 2}, {"overflow": "split", "max_tokens": 5}):
-        settings = {"buffer_size": 9} | more
-        expected = list(make(GOOD, **settings, on_error="raise"))
-        for batch, wanted in zip(make(GOOD, **settings), expected, strict=True):
-            assert batch_digest(batch) == batch_digest(wanted)
-
-
-def test_of_a_split_example_the_wrong_pieces_are_left_out() -> None:
-    long = {"input_ids": [*range(9000, 9018), -1, 9019, 9020, -2]}
-    options = {"overflow": "split", "max_tokens": 5, "rows": 2}
-    batches = list(make([*GOOD[:3], long, *GOOD[4:9]], **options))
-    pieces = {"input_ids": range(9000, 9015)}
-    assert tokens_of(batches) == all_tokens([*GOOD[:3], pieces, *GOOD[4:9]])
-    assert set(skipped_in(batches)) == {3}
 
 
 @pytest.mark.parametrize("more", [{}, {"num_shards": 2}, {"rows": 2}])
@@ -323,19 +265,6 @@ def test_an_example_that_overflow_drops_may_be_wrong_too(more: dict[str, Any]) -
     assert (skipped_in(first), tokens_of(first)) == ([0], all_tokens(GOOD[:3]))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"on_error": "drop"}, "on_error must be one of 'raise', 'skip'; got 'drop'"),
-        ({"max_skipped": 0}, "max_skipped must be at least 1, got 0"),
-        ({"max_skipped_in_a_row": 0}, "max_skipped_in_a_row must be at least 1, got 0"),
-    ],
-)
-def test_bad_arguments(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make(GOOD, **options)
-
-
 @pytest.mark.parametrize("damaged", [3, None, [1], [1, -1], ["a", 1], [1, 2]])
 def test_damaged_counts_are_refused(damaged: Any) -> None:
     for more in ({}, {"num_shards": 2}):
@@ -346,3 +275,36 @@ def test_damaged_counts_are_refused(damaged: Any) -> None:
     for of_shards in (3, {"2": [1, 0]}, {"a": [1, 0]}):  # there are the shards 0 and 1
         with pytest.raises(StateError, match=r"the state has skipped=.*; it is damaged"):
             dataset.load_state_dict(state | {"skipped": of_shards})
+
+
+def test_shards_count_for_themselves_with_any_ranks_and_workers() -> None:
+    def loader(rank: int, dp_size: int) -> PrefetchLoader:
+        dataset = make(examples(), num_shards=4, dp_rank=rank, dp_size=dp_size)
+        return PrefetchLoader(
+            DataLoader(dataset, batch_size=None, num_workers=1, collate_fn=dataset.as_is)
+        )
+
+    with loader(0, 1) as whole:
+        expected = [batch_digest(batch) for batch in whole]
+    states, found = [], []
+    for rank in range(2):
+        with loader(rank, 2) as part:
+            found += [batch_digest(batch) for batch in islice(part, 8)]
+            states.append(part.state_dict())
+    merged = json.loads(json.dumps(merge_states(states)))
+    skipped = merged["stream"]["skipped"]
+    assert sum(num_skipped for num_skipped, _ in skipped.values()) >= 4
+    with loader(0, 1) as rest:
+        rest.load_state_dict(merged)
+        assert rest.state_dict()["stream"]["skipped"] == skipped
+        found += [batch_digest(batch) for batch in rest]
+    assert sorted(found) == sorted(expected)
+
+
+def test_of_a_split_example_the_wrong_pieces_are_left_out() -> None:
+    long = {"input_ids": [*range(9000, 9018), -1, 9019, 9020, -2]}
+    options = {"overflow": "split", "max_tokens": 5, "rows": 2}
+    batches = list(make([*GOOD[:3], long, *GOOD[4:9]], **options))
+    pieces = {"input_ids": range(9000, 9015)}
+    assert tokens_of(batches) == all_tokens([*GOOD[:3], pieces, *GOOD[4:9]])
+    assert set(skipped_in(batches)) == {3}
