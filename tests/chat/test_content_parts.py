@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from tests.chat.test_chat import NO_TAGS, USER, byte_tokenizer
+from tests.chat.chats import NO_TAGS, USER, byte_tokenizer
 from torch_collate_kit import tokenize_chat, tokenize_chat_dataset
 from torch_collate_kit.errors import DataError
 
