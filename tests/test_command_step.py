@@ -10,7 +10,7 @@ import pytest
 from datasets import Dataset
 
 from tests.building import packed_sampler
-from tests.chat.test_chat import byte_tokenizer
+from tests.chat.chats import byte_tokenizer
 from tests.test_command_line import CHATS, TEMPLATE, Run, folder, run
 from torch_collate_kit import (
     ChatOptions,

@@ -33,81 +33,38 @@ class Family:
 
 
 _IM, _THINK, _NO_THINK = "<|im_start|>assistant\n", "<think>\n", "<think>\n\n</think>\n\n"
-_COHERE = "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>"
+_COHERE, _COHERE_END = "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>", "<|END_OF_TURN_TOKEN|>"
+_DEEPSEEK_END, _LLAMA = (
+    "<\uff5cend▁of▁sentence\uff5c>",
+    "<|start_header_id|>assistant<|end_header_id|>",
+)
+_IM_END, _UTTERANCE = "<|im_end|>", "<end_of_utterance>"
 FAMILIES = [
-    Family("cohere*", _COHERE, ("<|END_OF_TURN_TOKEN|>",), "<|END_OF_TURN_TOKEN|>"),
-    Family(
-        "cohere2*",
-        _COHERE + "<|START_RESPONSE|>",
-        ("<|END_OF_TURN_TOKEN|>",),
-        "<|END_OF_TURN_TOKEN|>",
-    ),
-    Family(
-        "deepseek_r1_distill* deepseekv3*",
-        "<\uff5cAssistant\uff5c>",
-        ("<\uff5cend▁of▁sentence\uff5c>",),
-        "<\uff5cend▁of▁sentence\uff5c>",
-        opens=(_THINK,),
-        after_tool=("<\uff5ctool▁outputs▁end\uff5c>",),
-        verbatim="deepseek_r1_distill* deepseekv3",
-    ),
+    Family("cohere*", _COHERE, (_COHERE_END,), _COHERE_END),
+    Family("cohere2*", _COHERE + "<|START_RESPONSE|>", (_COHERE_END,), _COHERE_END),
+    Family("deepseek_r1_distill* deepseekv3*", "<\uff5cAssistant\uff5c>", (_DEEPSEEK_END,),
+           _DEEPSEEK_END, opens=(_THINK,), after_tool=("<\uff5ctool▁outputs▁end\uff5c>",),
+           verbatim="deepseek_r1_distill* deepseekv3"),
     Family("gemma* gemma3*", "<start_of_turn>model\n", ("<end_of_turn>",), "<eos>"),
-    Family(
-        "gemma4 gemma4_v3 gemma4_v4 gemma4_v5 diffusion_gemma*",
-        "<|turn>model\n",
-        ("<turn|>", "<|tool_response>"),
-        "<turn|>",
-        opens=("", "<|channel>thought\n"),
-        after_tool=("<tool_response|>", "<turn|>\n"),  # text beside the call is written after it
-    ),
+    Family("gemma4 gemma4_v3 gemma4_v4 gemma4_v5 diffusion_gemma*", "<|turn>model\n",
+           ("<turn|>", "<|tool_response>"), "<turn|>", opens=("", "<|channel>thought\n"),
+           after_tool=("<tool_response|>", "<turn|>\n")),  # text beside the call is after it
     Family("gemma4_v2", "<|turn>model\n", ("<turn|>",), "<turn|>"),
-    Family(
-        "glm4moe*",
-        "<|assistant|>",
-        ("<|user|>", "<|observation|>", "<|system|>"),
-        "<|endoftext|>",
-        opens=("", "\n<think></think>"),
-    ),
+    Family("glm4moe*", "<|assistant|>", ("<|user|>", "<|observation|>", "<|system|>"),
+           "<|endoftext|>", opens=("", "\n<think></think>")),
     Family("gptoss*", "<|start|>assistant", ("<|return|>", "<|call|>"), "<|return|>"),
-    Family(
-        "idefics3* smolvlm*",
-        "Assistant:",
-        ("<end_of_utterance>",),
-        "<end_of_utterance>",
-        only_parts=True,
-    ),
-    Family("lfm2* lfm2_2_5 lfm2_2_5_v2 lfm2_2_5_vl lfm2_v2*", _IM, ("<|im_end|>",), "<|im_end|>"),
-    Family(
-        "llama3* llama3_1 llama3_2",
-        "<|start_header_id|>assistant<|end_header_id|>\n\n",
-        ("<|eot_id|>",),
-        "<|eot_id|>",
-    ),
+    Family("idefics3* smolvlm*", "Assistant:", (_UTTERANCE,), _UTTERANCE, only_parts=True),
+    Family("lfm2* lfm2_2_5 lfm2_2_5_v2 lfm2_2_5_vl lfm2_v2*", _IM, (_IM_END,), _IM_END),
+    Family("llama3* llama3_1 llama3_2", _LLAMA + "<|end_header_id|>\n\n", ("<|eot_id|>",), "<|eot_id|>"),
     Family("llava_next*", " [/INST]", ("</s>",), "</s>", only_parts=True),
     Family("muse_glimmer*", "<|start|>assistant", ("<|eot|>",), "<|eot|>"),
-    Family(
-        "nemotron_3_nano* nemotron_3_super* nemotron_3_ultra* nemotron_3_5_lightning*",
-        _IM,
-        ("<|im_end|>",),
-        "<|im_end|>",
-        opens=(_THINK, "<think></think>"),
-    ),
+    Family("nemotron_3_nano* nemotron_3_super* nemotron_3_ultra* nemotron_3_5_lightning*", _IM,
+           (_IM_END,), _IM_END, opens=(_THINK, "<think></think>")),
     Family("phi3* phi3_5*", "<|assistant|>\n", ("<|end|>",), "<|endoftext|>"),
-    Family(
-        "qwen2_5* qwen2_5_vl* qwen3* qwen3_instruct_2507* qwen3_vl*",
-        _IM,
-        ("<|im_end|>",),
-        "<|im_end|>",
-        opens=("", _NO_THINK),
-        verbatim="qwen3* qwen3_instruct_2507* qwen3_vl*",
-    ),
-    Family(
-        "qwen3_5_think* qwen3_5_nothink* qwen3_6* qwen3_8*",
-        _IM,
-        ("<|im_end|>",),
-        "<|im_end|>",
-        opens=(_THINK, _NO_THINK),
-    ),
+    Family("qwen2_5* qwen2_5_vl* qwen3* qwen3_instruct_2507* qwen3_vl*", _IM, (_IM_END,), _IM_END,
+           opens=("", _NO_THINK), verbatim="qwen3* qwen3_instruct_2507* qwen3_vl*"),
+    Family("qwen3_5_think* qwen3_5_nothink* qwen3_6* qwen3_8*", _IM, (_IM_END,), _IM_END,
+           opens=(_THINK, _NO_THINK)),
 ]  # fmt: skip
 
 

@@ -108,38 +108,22 @@ _ASCII = (
 )
 
 _IM = "<|im_start|>assistant\n"
+_V3 = ("<\uff5cAssistant\uff5c></think>", ("<\uff5cend▁of▁sentence\uff5c>",))
+_ROLE = "<|start_of_role|>assistant<|end_of_role|>"
+_CHATML = Family("", _IM, ("<|im_end|>",), "<|im_end|>")
 OTHERS = {
-    "deepseek_v3_1": (
-        _DEEPSEEK,
-        Family(
-            "",
-            "<\uff5cAssistant\uff5c></think>",
-            ("<\uff5cend▁of▁sentence\uff5c>",),
-            "<\uff5cend▁of▁sentence\uff5c>",
-            after_tool=("<\uff5ctool▁output▁end\uff5c>",),
-            verbatim="deepseek_v3_1",
-        ),
-    ),
+    "deepseek_v3_1": (_DEEPSEEK, Family("", *_V3, "<\uff5cend▁of▁sentence\uff5c>",
+        after_tool=("<\uff5ctool▁output▁end\uff5c>",), verbatim="deepseek_v3_1")),
     "llama_2": (_LLAMA_2, Family("", " [/INST]", ("</s>",), "</s>")),
     "vicuna": (_VICUNA, Family("", "ASSISTANT:", ("</s>",), "</s>")),
     "alpaca": (_ALPACA, Family("", "### Response:\n", ("</s>",), "</s>")),
     "apertus": (_APERTUS, Family("", "<|assistant_start|>", ("<|assistant_end|>",), "</s>")),
     "no second prompt": (
-        _NO_SECOND_PROMPT,
-        Family("", "<|role|>assistant<|message|>", ("<|end|>",), "</s>"),
-    ),
-    "granite": (
-        _GRANITE,
-        Family(
-            "", "<|start_of_role|>assistant<|end_of_role|>", ("<|end_of_text|>",), "<|end_of_text|>"
-        ),
-    ),
+        _NO_SECOND_PROMPT, Family("", "<|role|>assistant<|message|>", ("<|end|>",), "</s>")),
+    "granite": (_GRANITE, Family("", _ROLE, ("<|end_of_text|>",), "<|end_of_text|>")),
     "laguna": (_LAGUNA, Family("", "<assistant>\n", ("</assistant>",), "</assistant>")),
-    "qwq": (
-        _QWQ,
-        Family("", _IM, ("<|im_end|>",), "<|im_end|>", opens=("<think>\n",)),
-    ),
+    "qwq": (_QWQ, Family("", _IM, ("<|im_end|>",), "<|im_end|>", opens=("<think>\n",))),
     "two ends": (_TWO_ENDS, Family("", _IM, ("<|im_end|>",), "</s>")),
-    "merging": (_MERGING, Family("", _IM, ("<|im_end|>",), "<|im_end|>")),
-    "ascii": (_ASCII, Family("", _IM, ("<|im_end|>",), "<|im_end|>")),
-}
+    "merging": (_MERGING, _CHATML),
+    "ascii": (_ASCII, _CHATML),
+}  # fmt: skip

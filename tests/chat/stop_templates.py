@@ -26,7 +26,6 @@ _KIMI = (
     "{{ block('call ' + c.function.name, args(c)) }}{% endfor %}{{ CLOSE + '<|end_of_msg|>' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|open|>assistant<|sep|>' }}{% endif %}"
 )
-_KIMI_END = Family("", "<|open|>assistant<|sep|>", ("<|end_of_msg|>",), "<|end_of_msg|>")
 _KIMI_PLAIN = "{% set CLOSE = '<|close|>' %}" + _KIMI
 # The name of what is closed is text after the tag, and a tag of the header follows.
 _KIMI_NAMED = "{% set CLOSE = '<|close|>it<|sep|>' %}" + _KIMI
@@ -65,7 +64,6 @@ _COMMAND_A = (
     " if m.role == 'user' else '<|SYSTEM_TOKEN|>') + m.content + '<|END_OF_TURN_TOKEN|>' + HEAD }}"
     "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ OPEN }}{% endif %}"
 )
-_TURN_END = "<|END_OF_TURN_TOKEN|>"
 _COMMAND_A_PROMPT = f"{{% set HEAD, OPEN = '{_BOT}', '<|START_RESPONSE|>' %}}" + _COMMAND_A
 _COMMAND_A_BARE = f"{{% set HEAD, OPEN = '{_BOT}<|START_RESPONSE|>', '' %}}" + _COMMAND_A
 
@@ -127,7 +125,6 @@ _MISTRAL_V15 = (
     "{{ '[MODEL_SETTINGS]{\"reasoning_effort\": \"' + (reasoning_effort or 'none')"
     " + '\"}[/MODEL_SETTINGS]' }}" + _mistral(_CALLS_ALONE, at="loop.index0 < 2", thinks=True)
 )
-_AFTER_RESULT = ("[/TOOL_RESULTS]", "</s>")
 
 # ---- gpt-oss: one end for a message, one for a call, one for the last answer.
 _GPT_OSS = (
@@ -187,53 +184,33 @@ _HEADER_IN_QUESTION = (
 )
 
 _S = "</s>"
+
+
+def _of(header: str, *ends: str, eos: str = "", after_tool: tuple[str, ...] = ()) -> Family:
+    return Family("", header, ends, eos or ends[0], after_tool=after_tool)
+
+
+_KIMI_END = _of("<|open|>assistant<|sep|>", "<|end_of_msg|>")
+_RESPONSE = _of(_BOT + "<|START_RESPONSE|>", "<|END_OF_TURN_TOKEN|>")
+_INST = _of("[/INST]", _S, after_tool=("[/TOOL_RESULTS]", _S))
+_GEMMA = _of("<|turn>model\n", "<turn|>", "<|tool_response>", after_tool=("<tool_response|>",))
 STOPS = {
     "kimi_k3": (_KIMI_PLAIN, _KIMI_END),
     "kimi_k3, names after tags": (_KIMI_NAMED, _KIMI_END),
     # Which of the two tags stops a model is not to be told, so nothing may be accepted.
     "kimi_k3, names after tags, no EOS": (_KIMI_NAMED.replace("<|end_of_msg|>", "\n"), _KIMI_END),
-    "nameless closing tag alone": (
-        _CLOSE_ALONE,
-        Family("", "<|open|>assistant<|sep|>", ("<|close|>",), _S),
-    ),
-    "command_r7b": (_R7B, Family("", _BOT, (_TURN_END,), _TURN_END)),
-    "command_a": (
-        _COMMAND_A_PROMPT,
-        Family("", _BOT + "<|START_RESPONSE|>", (_TURN_END,), _TURN_END),
-    ),
-    "command_a, no prompt": (
-        _COMMAND_A_BARE,
-        Family("", _BOT + "<|START_RESPONSE|>", (_TURN_END,), _TURN_END),
-    ),
-    "mistral_v3": (_MISTRAL_V3, Family("", "[/INST]", (_S,), _S, after_tool=_AFTER_RESULT)),
-    "mistral_v7": (_MISTRAL_V7, Family("", "[/INST]", (_S,), _S, after_tool=_AFTER_RESULT)),
-    "mistral_v11": (_MISTRAL_V11, Family("", "[/INST]", (_S,), _S, after_tool=_AFTER_RESULT)),
-    "mistral_v13": (_MISTRAL_V13, Family("", "[/INST]", (_S,), _S, after_tool=_AFTER_RESULT)),
-    "mistral_v15": (_MISTRAL_V15, Family("", "[/INST]", (_S,), _S, after_tool=_AFTER_RESULT)),
-    "gpt_oss": (
-        _GPT_OSS,
-        Family("", "<|start|>assistant", ("<|return|>", "<|call|>"), "<|return|>"),
-    ),
-    "gemma_4": (
-        _GEMMA_4,
-        Family(
-            "",
-            "<|turn>model\n",
-            ("<turn|>", "<|tool_response>"),
-            "<turn|>",
-            after_tool=("<tool_response|>",),
-        ),
-    ),
-    "two stops": (
-        _TWO_STOPS,
-        Family("", "<|head|>assistant<|/head|>", ("<|eot|>", "<|eom|>"), "<|eot|>"),
-    ),
-    "a named closing tag, then EOS": (
-        _NAMED_THEN_EOS,
-        Family("", "<s><|assistant_start|>", (_S,), _S),
-    ),
-    "header in the question": (
-        _HEADER_IN_QUESTION,
-        Family("", "<|start_reply|>", ("<|stop|>",), "<|stop|>"),
-    ),
+    "nameless closing tag alone": (_CLOSE_ALONE, _of(_KIMI_END.header, "<|close|>", eos=_S)),
+    "command_r7b": (_R7B, _of(_BOT, "<|END_OF_TURN_TOKEN|>")),
+    "command_a": (_COMMAND_A_PROMPT, _RESPONSE),
+    "command_a, no prompt": (_COMMAND_A_BARE, _RESPONSE),
+    "mistral_v3": (_MISTRAL_V3, _INST),
+    "mistral_v7": (_MISTRAL_V7, _INST),
+    "mistral_v11": (_MISTRAL_V11, _INST),
+    "mistral_v13": (_MISTRAL_V13, _INST),
+    "mistral_v15": (_MISTRAL_V15, _INST),
+    "gpt_oss": (_GPT_OSS, _of("<|start|>assistant", "<|return|>", "<|call|>")),
+    "gemma_4": (_GEMMA_4, _GEMMA),
+    "two stops": (_TWO_STOPS, _of("<|head|>assistant<|/head|>", "<|eot|>", "<|eom|>")),
+    "a named closing tag, then EOS": (_NAMED_THEN_EOS, _of("<s><|assistant_start|>", _S)),
+    "header in the question": (_HEADER_IN_QUESTION, _of("<|start_reply|>", "<|stop|>")),
 }

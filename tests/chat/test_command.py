@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from tests.chat.chats import CHATML, THINKS
 from tests.chat.families import templates
-from tests.chat.test_supervision import CHATML, THINKS
 from torch_collate_kit.__main__ import main
 from torch_collate_kit.chat.preview import verdict_table
 
@@ -18,17 +18,15 @@ def test_marked_tokens_and_verdicts(tmp_path: Path, capsys: pytest.CaptureFixtur
     path.write_text(THINKS)
     assert main(["template", str(path)]) == 0
     printed = capsys.readouterr().out
-    assert (
-        "one turn: accepted with train_on='all'\n    '<|im_start|>user\\nHi.<|im_end|>" in printed
-    )
-    assert "<|im_start|>assistant\\n⟦Hello!<|im_end|>⟧\\n'" in printed
-    assert "thinking twice: accepted with train_on='each'\n" in printed
-    assert (
-        "all: messages[1]: the chat template drops its reasoning_content; pass train_on='each'"
-        in printed
-    )
-    assert "tool call: refused\n" in printed
-    assert "tool_calls[0] name; set a tokenizer.chat_template" in printed
+    for text in (
+        "one turn: accepted with train_on='all'\n    '<|im_start|>user\\nHi.<|im_end|>",
+        "<|im_start|>assistant\\n⟦Hello!<|im_end|>⟧\\n'",
+        "thinking twice: accepted with train_on='each'\n",
+        "all: messages[1]: the chat template drops its reasoning_content; pass train_on='each'",
+        "tool call: refused\n",
+        "tool_calls[0] name; set a tokenizer.chat_template",
+    ):
+        assert text in printed
 
 
 def test_a_mode_that_trains_no_call_says_so(tmp_path: Path, capsys: Any) -> None:

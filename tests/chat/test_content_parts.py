@@ -7,16 +7,22 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from tests.chat.test_chat import NO_TAGS, USER, byte_tokenizer
-from torch_collate_kit import tokenize_chat, tokenize_chat_dataset
+from tests.chat.chats import (
+    CHATML,
+    NO_TAGS,
+    USER,
+    YO,
+    byte_tokenizer,
+    refused,
+    tokenize,
+    trained_text,
+)
+from torch_collate_kit import tokenize_chat_dataset
 from torch_collate_kit.errors import DataError
 
 SAYS = {"type": "text", "text": "yo"}
 THINKS = {"type": "thinking", "thinking": "hm", "signature": "x1"}
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\nCONTENT<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+TEXT = "{{ m.content }}"
 
 
 def template(part: str, before: str = "") -> str:
@@ -26,27 +32,25 @@ def template(part: str, before: str = "") -> str:
         "{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% else %}"
         f"{part}{{% endif %}}{{% endfor %}}{{% endif %}}"
     )
-    return CHATML.replace("CONTENT", content)
+    return CHATML.replace(TEXT, content)
 
 
 BY_KEY = template("", "{% if m.reasoning_content %}[{{ m.reasoning_content }}]{% endif %}")
 BY_PART = template("{% if p.type == 'thinking' %}[{{ p.thinking }}]{% endif %}")
 TEXT_ONLY = template("")
-AS_STRING = CHATML.replace("CONTENT", "{{ m.content }}")
-JOINED = CHATML.replace("CONTENT", "{{ '' + m.content }}")
+JOINED = CHATML.replace(TEXT, "{{ '' + m.content }}")
 
 
 def trained(content: Any, tokenizer: Any, **keys: Any) -> str:
     record = {"messages": [USER, {"role": "assistant", "content": content, **keys}]}
-    found = tokenize_chat(record, tokenizer)
+    found = tokenize(record, tokenizer)
     if not isinstance(content, str):  # a column of Arrow holds one type
         content = [{"type": "text", "text": p} if isinstance(p, str) else p for p in content]
         record["messages"][0] = {"role": "user", "content": [{"type": "text", "text": "hi"}]}
         record["messages"][1] = {**record["messages"][1], "content": content}
     whole, _ = tokenize_chat_dataset(Dataset.from_list([record]), tokenizer)
     assert whole["input_ids"] == [found["input_ids"]]
-    pairs = zip(found["input_ids"], found["loss_mask"], strict=True)
-    return str(tokenizer.decode([token for token, kept in pairs if kept]))
+    return trained_text(found, tokenizer)
 
 
 @pytest.mark.parametrize("source", [BY_KEY, BY_PART], ids=["by key", "by part"])
@@ -82,7 +86,7 @@ def test_earlier_thinking_is_written_where_the_template_writes_it(source: str) -
     first = {"role": "assistant", "content": [THINKS, SAYS], "weight": 0}
     record = {"messages": [USER, first, USER, {"role": "assistant", "content": "bye"}]}
     tokenizer = byte_tokenizer(source)
-    assert "[hm]yo" in tokenizer.decode(tokenize_chat(record, tokenizer)["input_ids"])
+    assert "[hm]yo" in tokenizer.decode(tokenize(record, tokenizer)["input_ids"])
 
 
 @pytest.mark.parametrize(
@@ -102,9 +106,8 @@ def test_parts_that_cannot_be_read(content: Any, message: str) -> None:
 
 
 def test_two_texts_of_thinking_contradict_each_other() -> None:
-    with pytest.raises(
-        DataError, match=r"messages\[1\] has a thinking part and other reasoning; k"
-    ):
+    message = r"messages\[1\] has a thinking part and other reasoning; k"
+    with pytest.raises(DataError, match=message):
         trained([THINKS, SAYS], byte_tokenizer(BY_KEY), reasoning_content="no")
 
 
@@ -122,7 +125,7 @@ LOST = {
 
 
 @pytest.mark.parametrize("kind", LOST)
-@pytest.mark.parametrize("source", [TEXT_ONLY, AS_STRING, JOINED, NO_TAGS])
+@pytest.mark.parametrize("source", [TEXT_ONLY, CHATML, JOINED, NO_TAGS])
 def test_a_part_that_does_not_arrive_is_refused_by_name(kind: str, source: str) -> None:
     """Beside text and alone, as an answer and as the question."""
     part, name = LOST[kind]
@@ -132,11 +135,8 @@ def test_a_part_that_does_not_arrive_is_refused_by_name(kind: str, source: str) 
         with pytest.raises(DataError, match=name):
             trained(content, byte_tokenizer(source))
     if source == TEXT_ONLY and kind != "thinking":
-        asked = {
-            "messages": [{"role": "user", "content": [part, SAYS]}, {**USER, "role": "assistant"}]
-        }
-        with pytest.raises(DataError, match=rf"messages\[0\].*{name}"):
-            tokenize_chat(asked, byte_tokenizer(source))
+        asked = {"messages": [{"role": "user", "content": [part, SAYS]}, YO]}
+        refused(asked, source, rf"messages\[0\].*{name}")
 
 
 def test_a_part_that_arrives_is_trained() -> None:
@@ -148,11 +148,9 @@ def test_a_part_that_arrives_is_trained() -> None:
 
 def test_a_result_that_is_printed_whole_arrives() -> None:
     """As by Llama 3.1, for results that are lists of any data."""
-    source = CHATML.replace(
-        "CONTENT", "{{ m.content if m.content is string else m.content|tojson }}"
-    )
+    whole = "{{ m.content if m.content is string else m.content|tojson }}"
+    tokenizer = byte_tokenizer(CHATML.replace(TEXT, whole))
     result = {"role": "tool", "content": [{"city": "Lima", "warm": True, "hour": 12}]}
-    record = {"messages": [USER, result, {"role": "assistant", "content": "yo"}]}
-    found = tokenize_chat(record, byte_tokenizer(source))
-    text = byte_tokenizer(source).decode(found["input_ids"])
-    assert '[{"city": "Lima", "warm": true, "hour": 12}]' in text
+    found = tokenize({"messages": [USER, result, YO]}, tokenizer)
+    text = '[{"city": "Lima", "warm": true, "hour": 12}]'
+    assert text in tokenizer.decode(found["input_ids"])

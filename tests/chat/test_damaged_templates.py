@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 
+from tests.chat.chats import END as OFF
+from tests.chat.chats import TAG as ON
+from tests.chat.chats import tokenize, trained_text
 from tests.chat.conversations import CONVERSATIONS
 from tests.chat.families import tokenizer_for
-from tests.chat.test_tokenizers import CHATML, NAMES, TAGGED, byte_level, rendered
-from torch_collate_kit.chat import ChatOptions, tokenize_chat
+from tests.chat.test_tokenizers import CHATML, NAMES, TAGGED, byte_level, expected, rendered
 from torch_collate_kit.errors import DataError
 
-ON, OFF = "{% generation %}", "{% endgeneration %}"
 UNCHANGED = {
     "tags in a comment": "{# {% generation %} x {% endgeneration %} #}" + CHATML,
     "tags in a comment and in place": "{#- {% generation %} -#}" + TAGGED,
@@ -65,30 +66,12 @@ DAMAGED = {
 }
 
 REFUSED = {  # where no answer can be trained as the model would write it
-    "no end of turn",
-    "an end that is no token",
-    "the answer twice",
-    "the answer upside down",
-    "the answer in capitals",
-    "the answer cut",
-    "the question in the answer",
-    "no header",
-    "another prompt",
-    "in another order",
-    "only the last message",
-}
+    "no end of turn", "an end that is no token", "the answer twice", "the answer upside down",
+    "the answer in capitals", "the answer cut", "the question in the answer", "no header",
+    "another prompt", "in another order", "only the last message",
+}  # fmt: skip
 SKIPPED = {"tags in raw text", "tags that are never reached", "tags around nothing", "only the end",
            "around the user's"}  # fmt: skip
-
-
-def expected(tokenizer: Any, record: dict[str, Any]) -> dict[str, Any]:
-    text, spans = rendered(record)
-    encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
-    mask = [
-        int(any(first < end and start < stop for start, end in spans))
-        for first, stop in encoding.offsets
-    ]
-    return {"input_ids": encoding.ids, "loss_mask": mask, "num_cut_tokens": 0, "skip_reason": ""}
 
 
 @pytest.mark.parametrize("damage", UNCHANGED)
@@ -96,8 +79,9 @@ def test_tags_that_print_nothing_change_nothing(damage: str) -> None:
     tokenizer = byte_level()
     tokenizer.chat_template = UNCHANGED[damage]
     for name in NAMES:
-        found = tokenize_chat(CONVERSATIONS[name], tokenizer, ChatOptions(allow_empty=True))
-        assert found == expected(tokenizer, CONVERSATIONS[name]), name
+        found = tokenize(CONVERSATIONS[name], tokenizer, allow_empty=True)
+        wanted = expected(tokenizer, *rendered(CONVERSATIONS[name]))
+        assert (found["input_ids"], found["loss_mask"]) == wanted, name
 
 
 @pytest.mark.parametrize("mode", ["all", "last", "each"])
@@ -110,16 +94,13 @@ def test_a_damaged_template_trains_nothing_wrong(damage: str, mode: Any) -> None
         answers = [m["content"] for m in record["messages"] if m["role"] == "assistant"]
         answers = answers[-1:] if mode == "last" else answers
         try:
-            result: Any = tokenize_chat(record, tokenizer, ChatOptions(train_on=mode))
+            result = tokenize(record, tokenizer, train_on=mode)
         except DataError:
             continue
         assert damage not in REFUSED, name
-        first = result[0] if mode == "each" else result
-        if damage in SKIPPED and first["skip_reason"] == "no_trained_tokens":
+        examples = result if mode == "each" else [result]
+        if damage in SKIPPED and examples[0]["skip_reason"] == "no_trained_tokens":
             continue
-        trained = ""
-        for example in [result] if mode != "each" else result:
-            assert not example["skip_reason"]
-            pairs = zip(example["input_ids"], example["loss_mask"], strict=True)
-            trained += tokenizer.decode([i for i, kept in pairs if kept])
+        assert not any(example["skip_reason"] for example in examples)
+        trained = "".join(trained_text(example, tokenizer) for example in examples)
         assert trained == "".join(answer + "<|im_end|>" for answer in answers), name

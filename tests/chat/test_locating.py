@@ -7,10 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.chat.test_chat import byte_tokenizer, chat
-from tests.chat.test_supervision import CHATML
-from torch_collate_kit import ChatOptions, tokenize_chat
-from torch_collate_kit.errors import DataError
+from tests.chat.chats import CHATML, SAID, byte_tokenizer, chat, refused, tokenize, trained_text
 
 THINKING = "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
 CALLS = (
@@ -28,22 +25,16 @@ def test_order_and_escapes_are_those_of_the_marks(template: str) -> None:
     tokenizer = byte_tokenizer(template)
     for letter in "abcdef":
         call = {"function": {"name": f"f{letter}", "arguments": {"q": f'"{letter}"\n{letter}'}}}
-        answer = {
-            "role": "assistant",
-            "content": f"answer {letter}",
-            "reasoning_content": f"thought {letter}",
-        }
+        texts = {"content": f"answer {letter}", "reasoning_content": f"thought {letter}"}
+        answer = {"role": "assistant", **texts}
         for more in ({}, {"tool_calls": [call]}):
             messages = [{"role": "user", "content": letter}, {**answer, **more}]
-            result = tokenize_chat({"messages": messages}, tokenizer, ChatOptions(train_on="last"))
-            pairs = zip(result["input_ids"], result["loss_mask"], strict=True)
-            trained = tokenizer.decode([token for token, kept in pairs if kept])
-            thought = f"<think>thought {letter}</think>"
-            texts = (
-                [thought, f"answer {letter}"] if ORDERS[template] else [f"answer {letter}", thought]
-            )
+            result = tokenize({"messages": messages}, tokenizer, train_on="last")
+            thought, said = f"<think>thought {letter}</think>", f"answer {letter}"
+            whole = thought + said if ORDERS[template] else said + thought
             called = f"<call>f{letter} {json.dumps(call['function']['arguments'])}</call>"
-            assert trained == "".join([*texts, called if more else "", "<|im_end|>"])
+            whole += called if more else ""
+            assert trained_text(result, tokenizer) == whole + "<|im_end|>"
 
 
 @pytest.mark.parametrize(
@@ -58,12 +49,10 @@ def test_order_and_escapes_are_those_of_the_marks(template: str) -> None:
 def test_what_depends_on_a_text_is_refused_also_after_a_record_that_was_not(template: str) -> None:
     tokenizer = byte_tokenizer(template)
     record, odd = (chat("user: hi", f"assistant: {text}") for text in ("abc", "axc"))
-    before = tokenize_chat(record, tokenizer)
-    with pytest.raises(DataError, match=r"changes messages|depends on its text|twice"):
-        tokenize_chat(odd, byte_tokenizer(template))
-    with pytest.raises(DataError, match=r"changes messages|depends on its text|twice"):
-        tokenize_chat(odd, tokenizer)
-    assert tokenize_chat(record, tokenizer) == before
+    before = tokenize(record, tokenizer)
+    for other in (byte_tokenizer(template), tokenizer):
+        refused(odd, other, r"changes messages|depends on its text|twice")
+    assert tokenize(record, tokenizer) == before
 
 
 def test_a_template_that_asks_for_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,5 +61,5 @@ def test_a_template_that_asks_for_the_time(monkeypatch: pytest.MonkeyPatch) -> N
     for hour in ("01", "02"):
         fixed = SimpleNamespace(now=lambda hour=hour: SimpleNamespace(strftime=lambda _: hour))
         monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", fixed)
-        result = tokenize_chat(chat("user: hi", "assistant: yo"), tokenizer)
+        result = tokenize(SAID, tokenizer)
         assert tokenizer.decode(result["input_ids"]).startswith(hour)

@@ -1,87 +1,129 @@
-"""The real conversations through train_on="each": no record lost, no turn trained twice."""
+"""Real conversations: the trained text is the answers, and train_on="each" loses no turn."""
 
 from __future__ import annotations
 
+import copy
+import itertools
 import json
+import logging
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
+from tests.chat.chats import tokenize, trained_text
 from tests.chat.families import FAMILY_OF, templates, tokenizer_for
 from tests.chat.other_templates import OTHERS
 from tests.chat.truth import Case
-from torch_collate_kit.chat import ChatOptions, tokenize_chat, tokenize_chat_dataset
+from torch_collate_kit.chat import ChatOptions, tokenize_chat_dataset
 from torch_collate_kit.errors import DataError
+from torch_collate_kit.loading import read_records
 
-TEMPLATES = templates()
+EVERY = bool(os.environ.get("CHECK_EVERY_CHAT"))  # else a part of each file, for time
+FILES = {  # for train_on="each": how many records the slow truth judges, of how many in all; a step
+    "gsm8k_train_2k.jsonl": (12, 100, 4),
+    "chat_tools_tm4_900.jsonl": (8, 60, 2),
+    "chat_tools_tau_airline_128.jsonl": (1, 4, 2),
+    "chat_long_squality_50.jsonl": (1, 2, 7),
+}
+
+
+def records(folder: Path, name: str) -> list[dict[str, Any]]:
+    lines = (folder / name).read_text(encoding="utf-8").splitlines()
+    found: list[dict[str, Any]] = [{"messages": json.loads(line)["messages"]} for line in lines]
+    if "tau" not in name:
+        return found
+    tools = json.loads((folder / "chat_tools_tau_airline.tools.json").read_text())
+    return [{**record, "tools": tools} for record in found]
+
+
+# ---- the shipped template, with and without generation tags
+
+
+@pytest.fixture(scope="module")
+def mistral(shared_data: Path) -> Any:
+    return AutoTokenizer.from_pretrained(shared_data / "tokenizers" / "mistral-32k-chatml")
+
+
+def answer_text(message: dict[str, Any]) -> str:
+    """What the shipped template writes for an assistant message, without the template."""
+    text = message["content"] or ""
+    for call in message.get("tool_calls") or []:
+        function = call["function"]
+        text += "\n" if text else ""
+        text += f'<tool_call>\n{{"name": "{function["name"]}", "arguments": '
+        text += f"{function['arguments']}}}\n</tool_call>"
+    return text + "<|im_end|>"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_answers_are_trained(shared_data: Path, mistral: Any, name: str) -> None:
+    without_tags = copy.deepcopy(mistral)
+    for tag in ("{%- generation -%}", "{%- endgeneration -%}"):
+        assert tag in without_tags.chat_template
+        without_tags.chat_template = without_tags.chat_template.replace(tag, "")
+    for i, record in enumerate(records(shared_data, name)[:: 1 if EVERY else FILES[name][2]]):
+        answers = [answer_text(m) for m in record["messages"] if m["role"] == "assistant"]
+        result = tokenize(record, mistral)
+        assert trained_text(result, mistral) == "".join(answers), i
+        if i % 8 and not EVERY:
+            continue
+        last = tokenize(record, mistral, train_on="last")
+        assert last["input_ids"] == result["input_ids"]
+        assert trained_text(last, mistral) == answers[-1], i
+        assert tokenize(record, without_tags) == result, i
+        assert tokenize(record, without_tags, train_on="last") == last, i
+
+
+def test_dropped_and_cut_examples(shared_data: Path, mistral: Any, caplog: Any) -> None:
+    """18 of 900 are longer than 1,024 tokens; cut, 17 of them end without their end mark."""
+    chats = read_records(shared_data / "chat_tools_tm4_900.jsonl")
+    end = mistral.convert_tokens_to_ids("<|im_end|>")
+    with caplog.at_level(logging.WARNING, logger="torch_collate_kit.chat"):
+        found, skips = tokenize_chat_dataset(chats, mistral, ChatOptions(max_length=1024))
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages == ["skipped 18 of 900 examples: {'too_long': 18}"]
+    assert skips == {"too_long": 18}
+    assert {ids[-2] for ids in found["input_ids"]} == {end}  # and a line break
+    truncate = ChatOptions(max_length=1024, overflow="truncate")
+    cut, _ = tokenize_chat_dataset(chats, mistral, truncate)
+    rows = list(zip(cut["input_ids"], cut["num_cut_tokens"], strict=True))
+    assert sum(num > 0 for _, num in rows) == 18
+    without_end = [num for ids, num in rows if end not in ids[-2:]]
+    assert len(without_end) == 17
+    assert min(without_end) > 0
+
+
+# ---- train_on="each": no record lost, no turn trained twice
 
 KINDS = ["qwen3", "gptoss", "llama3_1", "deepseek_v3_1"]
-FILES = {  # how many records the slow truth is asked about, of how many that are counted
-    "gsm8k_train_2k.jsonl": (12, 100),
-    "chat_tools_tm4_900.jsonl": (8, 60),
-    "chat_tools_tau_airline_128.jsonl": (1, 4),
-    "chat_long_squality_50.jsonl": (1, 2),
-}
 REFUSED = {  # how many of the counted, and what all their messages say
     ("llama3_1", "chat_tools_tau_airline_128.jsonl"): (2, "content"),  # text beside a call
 }
 
 
-def records(folder: Path, name: str, count: int) -> list[dict[str, Any]]:
-    lines = (folder / name).read_text(encoding="utf-8").splitlines()[:count]
-    found: list[dict[str, Any]] = [{"messages": json.loads(line)["messages"]} for line in lines]
-    if "tau" in name:
-        tools = json.loads((folder / "chat_tools_tau_airline.tools.json").read_text())
-        found = [{**record, "tools": tools} for record in found]
-    return found
-
-
-def tokenizer_of(kind: str) -> Any:
-    if kind in OTHERS:
-        return tokenizer_for(OTHERS[kind][0], OTHERS[kind][1].eos)
-    return tokenizer_for(TEMPLATES[kind], FAMILY_OF[kind].eos)
-
-
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_each(kind: str, name: str, shared_data: Path) -> None:
-    judged, counted = FILES[name]
-    tokenizer = tokenizer_of(kind)
+    template, family = OTHERS.get(kind) or (templates()[kind], FAMILY_OF[kind])
+    tokenizer = tokenizer_for(template, family.eos)
+    judged, counted, _ = FILES[name]
     refused: list[str] = []
-    for i, record in enumerate(records(shared_data, name, counted)):
+    for i, record in enumerate(records(shared_data, name)[:counted]):
         turns = sum(message["role"] == "assistant" for message in record["messages"])
         try:
-            examples = tokenize_chat(record, tokenizer, ChatOptions(train_on="each"))
+            examples = tokenize(record, tokenizer, train_on="each")
         except DataError as error:
             refused.append(str(error))
             continue
-        runs = sum(
-            now > before
-            for example in examples
-            for before, now in zip([0, *example["loss_mask"]], example["loss_mask"], strict=False)
-        )
+        masks = [[0, *example["loss_mask"]] for example in examples]
+        runs = sum(b > a for mask in masks for a, b in itertools.pairwise(mask))
         assert runs == turns, i
         if i < judged:
-            case = Case(kind, tokenizer, record, False, OTHERS[kind][1] if kind in OTHERS else None)
-            verdict = case.verdict("each", examples)
+            verdict = Case(kind, tokenizer, record, False, family).verdict("each", examples)
             assert verdict.kind == "right", (i, verdict.why)
     count, word = REFUSED.get((kind, name), (0, ""))
     assert len(refused) <= count, refused
     assert all(word in message for message in refused), refused
-
-
-def test_a_dataset_says_which_record_an_example_came_from(shared_data: Path) -> None:
-    from datasets import Dataset
-
-    found = records(shared_data, "chat_tools_tm4_900.jsonl", 40)
-    tokenizer = tokenizer_of("qwen3")
-    columns = {"messages": [json.dumps(record["messages"]) for record in found]}
-    dataset = Dataset.from_dict(columns).map(lambda row: {"messages": json.loads(row["messages"])})
-    examples, skipped = tokenize_chat_dataset(dataset, tokenizer, ChatOptions(train_on="each"))
-    assert not skipped
-    alone = [tokenize_chat(record, tokenizer, ChatOptions(train_on="each")) for record in dataset]
-    indices = [i for i, examples_of in enumerate(alone) for _ in examples_of]
-    assert list(examples["record_index"]) == indices
-    assert set(indices) == set(range(len(found)))
-    assert [row["loss_mask"] for row in examples] == [e["loss_mask"] for es in alone for e in es]

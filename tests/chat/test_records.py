@@ -1,4 +1,4 @@
-"""The forms of records: each gives what the same conversation gives as `messages`."""
+"""Records in all forms: the result of the same conversation as `messages`, or a refusal."""
 
 from __future__ import annotations
 
@@ -10,10 +10,28 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
-from tests.chat.test_chat import CALL, NO_TAGS, USER, YO, byte_tokenizer, chat, check
-from torch_collate_kit import tokenize_chat, tokenize_chat_dataset
-from torch_collate_kit.chat.options import ChatOptions
+from tests.chat.chats import (
+    CALL,
+    HEAD,
+    NO_TAGS,
+    SAID,
+    TOOL,
+    TWO,
+    USER,
+    YO,
+    byte_tokenizer,
+    chat,
+    check,
+    refused,
+    tokenize,
+    trained_text,
+    with_call,
+)
+from tests.chat.conversations import CONVERSATIONS
+from torch_collate_kit.chat import tokenize_chat_dataset
 from torch_collate_kit.errors import DataError
+
+Record = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
@@ -21,133 +39,202 @@ def tokenizer() -> Any:
     return byte_tokenizer(NO_TAGS)
 
 
-def test_sharegpt(tokenizer: Any) -> None:
-    call = {"name": "f", "arguments": {"a": "é"}}
-    turns = [
-        {"from": "system", "value": "be kind"},
-        {"from": "human", "value": "hi"},
-        {"from": "function_call", "value": json.dumps(call)},
-        {"from": "observation", "value": "42"},
-        {"from": "gpt", "value": "yo", "weight": 1},
-    ]
-    messages = [
-        {"role": "system", "content": "be kind"},
-        USER,
-        {"role": "assistant", "content": None, "tool_calls": [{**CALL, "function": call}]},
-        {"role": "tool", "content": "42"},
-        YO,
-    ]
-    expected = tokenize_chat({"messages": messages}, tokenizer)
-    assert tokenize_chat({"conversations": turns}, tokenizer) == expected
-    assert tokenize_chat({"conversations": messages}, tokenizer) == expected
-    turns[4]["weight"] = 0
-    first = tokenize_chat({"messages": messages[:3]}, tokenizer)
-    assert tokenize_chat({"conversations": turns}, tokenizer) == first
+# ---- the same conversation
+
+SYSTEM = {"role": "system", "content": "be kind"}
+FUNCTION = {"name": "f", "arguments": {"a": "é"}}
+CALLED = [
+    SYSTEM,
+    USER,
+    {"role": "assistant", "content": None, "tool_calls": [{**CALL, "function": FUNCTION}]},
+    {"role": "tool", "content": "42"},
+]
+SHARED = [
+    {"from": "system", "value": "be kind"},
+    {"from": "human", "value": "hi"},
+    {"from": "function_call", "value": json.dumps(FUNCTION)},
+    {"from": "observation", "value": "42"},
+]
+GPT = {"from": "gpt", "value": "yo"}
+OTHERS = {"prompt": "a", "completion": "b", "instruction": "x", "output": "y"}
+ABSENT = {"role": "user", "content": "hi", "contents": None, "tool_call": None}
+UNTRAINED = {**YO, "weight": 0}
+SAYS = {**YO, "weight": 1, "train": True, "trainable": None, "function_call": None}
+SAME: list[tuple[Record, list[Record]]] = [
+    ({"conversations": [*SHARED, {**GPT, "weight": 1}]}, [*CALLED, YO]),
+    ({"conversations": [*SHARED, {**GPT, "weight": 0}]}, CALLED[:3]),
+    ({"conversations": [*CALLED, YO]}, [*CALLED, YO]),
+    ({"messages": [USER, YO], **OTHERS}, [USER, YO]),
+    ({"conversations": [USER, YO], **OTHERS}, [USER, YO]),
+    ({**OTHERS, "prompt": [USER], "completion": [YO]}, [USER, YO]),
+    ({"prompt": [USER, YO, USER], "completion": [YO]}, [USER, UNTRAINED, USER, YO]),
+    ({"prompt": [USER, YO, USER], "completion": [YO], "system": "be kind"},
+     [SYSTEM, USER, UNTRAINED, USER, YO]),
+    ({"prompt": [USER, YO], "completion": [YO], "system": "be kind"},
+     [SYSTEM, USER, UNTRAINED, YO]),
+    ({"messages": [USER, UNTRAINED, USER, YO], "system": "be kind"},
+     [SYSTEM, USER, UNTRAINED, USER, YO]),
+    ({"messages": [ABSENT, YO]}, [USER, YO]),  # Arrow gives each message the keys of all others
+    ({"messages": [{**USER, "weight": 0, "train": False}, SAYS]}, [USER, YO]),
+    ({"messages": [USER, {**SAYS, "function_call": {"name": None}}]}, [USER, YO]),
+    (SAID | {"label": None, "chosen": None, "rejected": None}, [USER, YO]),
+    (SAID | {"label": "greeting"}, [USER, YO]),
+    (SAID | {"label": 7}, [USER, YO]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("record", "messages"), SAME)
+def test_the_same_as_messages(tokenizer: Any, record: Record, messages: list[Record]) -> None:
+    for train_on in ("all", "each"):
+        expected = tokenize({"messages": messages}, tokenizer, train_on=train_on)
+        assert tokenize(record, tokenizer, train_on=train_on) == expected
+
+
+@pytest.mark.parametrize("mode", ["all", "last", "each"])
+@pytest.mark.parametrize("roles", [("human", "gpt"), ("user", "assistant")])
+def test_share_gpt(mode: Any, roles: tuple[str, str], tokenizer: Any) -> None:
+    names = dict(zip(("user", "assistant"), roles, strict=True)) | {"system": "system"}
+    for name in ("one turn", "system, three turns", "consecutive answers", "emoji"):
+        record = CONVERSATIONS[name]
+        turns = [{"from": names[m["role"]], "value": m["content"]} for m in record["messages"]]
+        expected = tokenize(record, tokenizer, train_on=mode)
+        assert tokenize({"conversations": turns}, tokenizer, train_on=mode) == expected
 
 
 @pytest.mark.parametrize(
-    ("turn", "message"),
-    [
-        ({"from": "narrator", "value": "x"}, r"conversations\[1\] is from 'narrator', .*; rename"),
-        ({"from": "gpt", "text": "x"}, r"conversations\[1\] `value` must be text, got None"),
-        ({"from": "gpt", "value": 3}, r"`value` must be text, got 3; convert or rename it"),
-        ({"from": "function_call", "value": "f()"}, r"value 'f\(\)' is no JSON .*; fix it, or giv"),
-        ({"from": "function_call", "value": '{"f": 1}'}, r"JSON of a dict with `name` and `argum"),
-    ],
+    ("prompt", "completion"),
+    [("1+1=", "2<|im_end|>"), ("a1\n", "\nb2"), ("", "b2"), ("a1 <|im_end|>", "é\U0001f981")],
 )
-def test_sharegpt_that_cannot_be_carried_over(
-    tokenizer: Any, turn: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(DataError, match=message):
-        tokenize_chat({"conversations": [{"from": "human", "value": "hi"}, turn]}, tokenizer)
-
-
-def test_prompt_and_completion_as_strings() -> None:
+def test_strings_are_joined_as_they_are(prompt: str, completion: str) -> None:
     tokenizer = byte_tokenizer(None)  # no template is needed
-    record = {"prompt": "1+1=", "completion": "2<|im_end|>"}
-    check(tokenize_chat(record, tokenizer), tokenizer, "1+1=", "2<|im_end|>")
-    assert tokenize_chat(record, tokenizer, ChatOptions(train_on="each")) == [
-        tokenize_chat(record, tokenizer)
-    ]
-    nothing = tokenize_chat({"prompt": "1+1="}, tokenizer)
-    assert nothing["skip_reason"] == "no_assistant_turn"
-    for name in ("system", "tools", "documents"):
-        message = f"are strings, which no template renders, so `{name}` would be lost; write it in"
-        with pytest.raises(DataError, match=message):
-            tokenize_chat({**record, name: "x"}, tokenizer)
+    record = {"prompt": prompt, "completion": completion}
+    check(tokenize(record, tokenizer), tokenizer, prompt, completion)
+    assert tokenize(record, tokenizer, train_on="each") == [tokenize(record, tokenizer)]
 
 
-def test_prompt_and_completion_as_messages(tokenizer: Any) -> None:
-    whole = chat("user: hi", "assistant: yo", "user: a", "assistant: b")
-    for system in (None, "be kind"):
-        record = {"prompt": whole["messages"][:3], "completion": whole["messages"][3:]}
-        last = tokenize_chat({**whole, "system": system}, tokenizer, ChatOptions(train_on="last"))
-        assert tokenize_chat({**record, "system": system}, tokenizer) == last
-    empty = {"prompt": whole["messages"][:2], "completion": []}
-    assert tokenize_chat(empty, tokenizer)["skip_reason"] == "no_assistant_turn"
-    with pytest.raises(DataError, match=r"two strings or two lists .* got list and str; convert"):
-        tokenize_chat({"prompt": [USER], "completion": "yo"}, tokenizer)
+SKIPPED = [
+    {"messages": []},
+    chat("user: hi"),
+    chat("system: s", "user: hi", "tool: 3"),
+    chat("system: a", "developer: b", "user: c", "tool: d", "function: e"),
+    {"instruction": "hi", "output": None},
+    {"instruction": "hi"},
+    {"prompt": "1+1="},
+    {"prompt": [USER, YO], "completion": []},
+]
 
 
-def test_the_first_form_is_read(tokenizer: Any) -> None:
-    record = chat("user: hi", "assistant: yo")
-    expected = tokenize_chat(record, tokenizer)
-    others = {"prompt": "a", "completion": "b", "instruction": "x", "output": "y"}
-    for column in ("messages", "conversations"):
-        assert tokenize_chat({column: record["messages"], **others}, tokenizer) == expected
-    lists = {"prompt": record["messages"][:1], "completion": record["messages"][1:]}
-    assert tokenize_chat({**others, **lists}, tokenizer) == expected
+@pytest.mark.parametrize("record", SKIPPED)
+def test_no_assistant_turn(tokenizer: Any, record: Record) -> None:
+    empty = {"input_ids": [], "loss_mask": [], "num_cut_tokens": 0}
+    assert tokenize(record, tokenizer) == {**empty, "skip_reason": "no_assistant_turn"}
 
 
-@pytest.mark.parametrize(
-    ("message", "expected"),
-    [
-        (
-            {"tool_calls": [{"function": {"arguments": {}}}]},
-            r"messages\[1\] has a tool call without",
-        ),
-        (
-            {"reasoning_content": ["x"]},
-            r"messages\[1\] `reasoning_content` must be text, got \['x'\]",
-        ),
-    ],
-)
-def test_messages_that_cannot_be_read(tokenizer: Any, message: Any, expected: str) -> None:
-    with pytest.raises(DataError, match=expected):
-        tokenize_chat({"messages": [USER, {**YO, **message}]}, tokenizer)
+# ---- records that cannot be read
 
 
-def test_documents_must_be_dicts(tokenizer: Any) -> None:
-    with pytest.raises(DataError, match=r"`documents` must be a list .*; give each document as"):
-        tokenize_chat({**chat("user: hi", "assistant: yo"), "documents": [3]}, tokenizer)
+def gpt(**turn: Any) -> Record:
+    return {"conversations": [{"from": "human", "value": "hi"}, turn]}
 
 
-def test_weights_beside_a_system_column_belong_to_their_own_turns(tokenizer: Any) -> None:
-    messages = [USER, {**YO, "weight": 0}, USER, YO]
-    system = {"role": "system", "content": "be kind"}
-    expected = tokenize_chat({"messages": [system, *messages]}, tokenizer)
-    both = tokenize_chat({"messages": [system, USER, YO, USER, YO]}, tokenizer)
-    assert 0 < sum(expected["loss_mask"]) < sum(both["loss_mask"])
-    assert tokenize_chat({"messages": messages, "system": "be kind"}, tokenizer) == expected
+def answer(**keys: Any) -> Record:
+    return {"messages": [USER, {**YO, **keys}]}
 
 
-@pytest.mark.parametrize(
-    ("message", "expected"),
-    [
-        ({"role": "user", "contents": "hi"}, "has no content, but 'contents' looks like it"),
-        ({"role": "user", "Content": "hi"}, "has no content, but 'Content' looks like it"),
-        ({"role": "user", "text": "hi"}, "has no `content`, only 'text' and its role"),
-        (
-            {"role": "assistant", "content": "x", "tool_call": [{"name": "f"}]},
-            "has no tool_calls, but 'tool_call' looks like it",
-        ),
-    ],
-)
-def test_a_text_under_another_name_is_not_lost(message: dict[str, Any], expected: str) -> None:
-    """No template would write it, and the rest of the record would be trained as if it were all."""
-    record = {"messages": [message, {"role": "assistant", "content": "hello"}]}
-    with pytest.raises(DataError, match=re.escape(f"messages[0] {expected}")):
-        tokenize_chat(record, byte_tokenizer(NO_TAGS))
+SCHEMA, DOCUMENTS = {"name": "f"}, [{"title": "a", "text": "b"}]
+REFUSED: list[tuple[Record, str]] = [
+    ({"messages": "[]"}, r"`messages` must be a list of dicts, got str; decode a JSON string"),
+    ({"messages": {"role": ["user"]}}, r"got dict; .*turn a dict of lists into a list of dicts"),
+    ({"messages": [USER, "yo"]}, r"messages\[1\] must be a dict with a `role`.*got str"),
+    ({"messages": [{"from": "human"}]}, r"messages\[0\].*got keys \['from'\]; rename .*ShareG"),
+    ({"messages": [{"role": 3, "content": ""}]}, r"messages\[0\] must be .* `role` string"),
+    ({"messages": [{**USER, "content": 3}]}, r"messages\[0\] `content` must .* got 3"),
+    (answer(tool_calls=3), r"messages\[1\] `tool_calls` must be a list of"),
+    (answer(tool_calls="[{"), r"`tool_calls`: invalid JSON '\[\{'.*fix it"),
+    (answer(tool_calls=[{"function": {"arguments": {}}}]), r"messages\[1\] has a tool call witho"),
+    (answer(reasoning_content=["x"]), r"messages\[1\] `reasoning_content` must be text, got"),
+    (answer(function_call=SCHEMA), r"messages\[1\] has a `function_call`, .*; convert it to `tool"),
+    (answer(weight=0.5), r"messages\[1\] has weight 0.5, but .*; set `weight` to 0 or 1"),
+    (answer(weight=2), r"messages\[1\] has weight 2"),
+    (answer(weight="0"), r"messages\[1\] has weight '0'"),
+    (answer(weight=[1]), r"messages\[1\] has weight \[1\]"),
+    (answer(weight=1, train=False), r"messages\[1\] has .* which contradict .*; keep one"),
+    (answer(tool_call=[SCHEMA]), r"messages\[1\] has no tool_calls, but 'tool_call' looks like it"),
+    ({"messages": [{"role": "user", "contents": "hi"}, YO]}, r"\[0\] has no content, but 'conte"),
+    ({"messages": [{"role": "user", "Content": "hi"}, YO]}, r"\[0\] has no content, but 'Content"),
+    ({"messages": [{"role": "user", "text": "hi"}, YO]}, r"\[0\] has no `content`, only 'text' "),
+    (SAID | {"tools": TOOL}, r"`tools` must be a list of dicts .*got \{'type"),
+    (SAID | {"tools": [3]}, r"`tools` must be .* got \[3\]; .*get_json_schema"),
+    (SAID | {"tools": ["f("]}, r"`tools`: invalid JSON 'f\(' \(Expecting"),
+    (SAID | {"tools": '{"name": "f"}'}, r"`tools` must be a list of dicts"),
+    (SAID | {"documents": [3]}, r"`documents` must be a list .*; give each document as"),
+    (SAID | {"system": 3}, r"`system` must be a string, got int; convert it"),
+    (chat("system: a", "assistant: b", system="c"), r"`system` column and a system .* differ"),
+    (SAID | {"chat_template_kwargs": 3}, r"`chat_template_kwargs` must be"),
+    (SAID | {"chat_template_kwargs": {"tokenize": True}}, r"has 'tokenize', which tokenize_chat s"),
+    (SAID | {"chat_template_kwargs": {"tools": DOCUMENTS}}, r"has 'tools', .* a column `tools`"),
+    (SAID | {"chat_template_kwargs": {"documents": DOCUMENTS}}, r", .* a column `documents`"),
+    ({"instruction": 3, "output": "x"}, r"`instruction` must be a string, got int; convert it"),
+    ({"instruction": "x", "output": ["y"]}, r"`output` must be a string, got list; convert it"),
+    ({"messages": None, "text": "x"}, r"no `messages` and no .* columns \['text'\]; rename"),
+    ({"completion": "b2"}, r"no `messages` and no `instruction`"),
+    ({"instruction": "x", "context": "y", "response": "z", "output": None},
+     r"a `response` but no `output`; rename `response` to `output` \(and `context`"),
+    (gpt(**{"from": "narrator"}, value="x"), r"conversations\[1\] is from 'narrator', .*; rename"),
+    (gpt(value="x"), r"conversations\[1\] is from None"),
+    (gpt(**{"from": "gpt"}, text="x"), r"conversations\[1\] `value` must be text, got None"),
+    (gpt(**{"from": "gpt"}, value=3), r"`value` must be text, got 3; convert or rename it"),
+    (gpt(**{"from": "function_call"}, value="f()"), r"value 'f\(\)' is no JSON .*; fix it, or giv"),
+    (gpt(**{"from": "function_call"}, value='{"f": 1}'), r"JSON of a dict with `name` and `argum"),
+    ({"conversations": ["a1", "c3"]}, r"messages\[0\] must be a dict"),
+    ({"conversations": "a1"}, r"`conversations` must be a list of dicts, got str"),
+    ({"prompt": [USER], "completion": "yo"}, r"two strings or two lists .* got list and str; conv"),
+    ({"prompt": "a", "completion": [YO]}, r"two strings or two lists .* got str and list; conv"),
+    ({"prompt": "a", "completion": 3}, r"two strings or two lists .* got str and int; conv"),
+    *(({"prompt": "a", "completion": "b", column: "x"},
+       f"are strings, which no template renders, so `{column}` would be lost; write it in")
+      for column in ("system", "tools", "documents")),
+    *((chat("user: hi", f"{role}: yo"), rf"\[1\] has the unknown role '{role}', .* rename .* answ")
+      for role in ("gpt", "model", "bot", "Assistant", "chatgpt", "human")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("record", "message"), REFUSED)
+def test_records_that_cannot_be_read(tokenizer: Any, record: Record, message: str) -> None:
+    for train_on in ("all", "each"):
+        refused(record, tokenizer, message, train_on=train_on)
+
+
+def test_a_role_of_the_users_own_is_fine_beside_an_assistant(tokenizer: Any) -> None:
+    assert tokenize(chat("bot: hi", "assistant: yo"), tokenizer)["skip_reason"] == ""
+
+
+@pytest.mark.parametrize("where", ["content", "tools", "tool_calls", "documents"])
+def test_a_record_nested_too_deep(where: str, tokenizer: Any) -> None:
+    deep: Any = []
+    for _ in range(20_000):
+        deep = [deep]
+    text = "[" * 100_000 + "]" * 100_000
+    records = {
+        "content": answer(content=deep),
+        "tools": SAID | {"tools": text},
+        "tool_calls": answer(tool_calls=[text]),
+        "documents": SAID | {"documents": deep},
+    }
+    refused(records[where], tokenizer, "the record is nested too deep")
+
+
+# ---- weights, preference data, empty answers
+
+
+@pytest.mark.parametrize("key", ["weight", "train", "trainable"])
+@pytest.mark.parametrize("values", [(0, 1), (1, 0), (False, True), (0.0, 1.0), (None, 0)])
+def test_weights_select_turns(key: str, values: tuple[Any, Any], tokenizer: Any) -> None:
+    first, second = ({**YO, key: value} for value in values)
+    result = tokenize({"messages": [USER, first, USER, {**second, "content": "b"}]}, tokenizer)
+    texts = zip(values, ("yo<|im_end|>", "b<|im_end|>"), strict=True)
+    kept = [text for value, text in texts if value is None or value]
+    assert trained_text(result, tokenizer) == "".join(kept)
 
 
 ANSWERED = {"prompt": "1+1=", "completion": "2<|im_end|>"}
@@ -161,51 +248,42 @@ PAIR = {"prompt": [USER], "chosen": [YO], "rejected": [{**YO, "content": "no"}]}
         ({**ANSWERED, "label": False}, "label"),
         ({**ANSWERED, "label": "bad"}, "label"),
         ({"prompt": [USER], "completion": [YO], "label": False}, "label"),
-        ({"messages": [USER, YO], "label": False}, "label"),
+        (SAID | {"label": False}, "label"),
         ({"conversations": [USER, YO], "label": 0}, "label"),
         ({"instruction": "a", "output": "b", "label": np.bool_(True)}, "label"),
         (PAIR, "chosen"),
         ({"chosen": [USER, YO], "rejected": [USER, YO]}, "chosen"),
-        ({"messages": [USER, YO], "rejected": "no"}, "rejected"),
+        (SAID | {"rejected": "no"}, "rejected"),
         ({**ANSWERED, "rejected": "3"}, "rejected"),
     ],
 )
-def test_preference_data_are_refused_by_name(record: Any, column: str) -> None:
+def test_preference_data_are_refused_by_name(tokenizer: Any, record: Any, column: str) -> None:
     """Their bad answers would be trained. In a mixed set other rows have None in these columns."""
-    tokenizer = byte_tokenizer(NO_TAGS)
     message = rf"`{column}` is .* column of preference data.*; keep .* and remove the column"
-    with pytest.raises(DataError, match=message):
-        tokenize_chat(record, tokenizer)
-    rows = [{**dict.fromkeys(record), "messages": [USER, YO]}, {"messages": None, **record}]
+    refused(record, tokenizer, message)
+    rows = [{**dict.fromkeys(record), **SAID}, {"messages": None, **record}]
     with pytest.raises(DataError, match=f"example 1: {message}"):
         tokenize_chat_dataset(Dataset.from_list(rows), tokenizer)
 
 
-def test_columns_that_are_no_preference_data(tokenizer: Any) -> None:
-    absent = {"label": None, "chosen": None, "rejected": None}
-    record = chat("user: hi", "assistant: yo")
-    for columns in (absent, {"label": "greeting"}, {"label": 7}):
-        assert tokenize_chat({**record, **columns}, tokenizer) == tokenize_chat(record, tokenizer)
-
-
 ASKED = chat("user: a", "assistant: b", "user: c")["messages"]
 PARTS = [{"type": "text", "text": " "}, {"type": "text", "text": "hi"}]
-SAID = {"role": "assistant", "content": " "}
+BLANK = {"role": "assistant", "content": " "}
 
 
 @pytest.mark.parametrize(
     ("record", "where"),
     [
-        ({"messages": [USER, {**SAID, "content": None}]}, r"messages\[1\] is an .* \(None\)"),
-        ({"messages": [USER, {**SAID, "content": ""}]}, r"messages\[1\] is an .* \(''\)"),
-        ({"messages": [{**USER, "content": PARTS}, {**SAID, "content": []}]}, r"messages\[1\]"),
-        ({"messages": [{**USER, "content": PARTS}, {**SAID, "content": PARTS[:1]}]}, r"\[1\]"),
-        ({"messages": [USER, SAID, *ASKED, YO]}, r"messages\[1\]"),
-        ({"messages": [*ASKED, {**SAID, "reasoning_content": "hm"}]}, r"messages\[3\]"),
-        ({"messages": [*ASKED, {**SAID, "tool_calls": []}]}, r"messages\[3\]"),
-        ({"system": "be kind", "messages": [USER, SAID]}, r"messages\[2\]"),
-        ({"prompt": [USER], "completion": [SAID]}, r"messages\[1\]"),
-        ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": ""}]}, "1"),
+        (answer(content=None), r"messages\[1\] is an .* \(None\)"),
+        (answer(content=""), r"messages\[1\] is an .* \(''\)"),
+        ({"messages": [{**USER, "content": PARTS}, {**BLANK, "content": []}]}, r"messages\[1\]"),
+        ({"messages": [{**USER, "content": PARTS}, {**BLANK, "content": PARTS[:1]}]}, r"\[1\]"),
+        ({"messages": [USER, BLANK, *ASKED, YO]}, r"messages\[1\]"),
+        ({"messages": [*ASKED, {**BLANK, "reasoning_content": "hm"}]}, r"messages\[3\]"),
+        ({"messages": [*ASKED, {**BLANK, "tool_calls": []}]}, r"messages\[3\]"),
+        ({"system": "be kind", "messages": [USER, BLANK]}, r"messages\[2\]"),
+        ({"prompt": [USER], "completion": [BLANK]}, r"messages\[1\]"),
+        (gpt(**{"from": "gpt"}, value=""), r"messages\[1\]"),
         ({"instruction": "a", "output": ""}, r"messages\[1\]"),
         ({"prompt": "1+1=", "completion": " \n"}, "`completion`"),
     ],
@@ -214,57 +292,24 @@ def test_an_empty_answer_is_trained_only_on_request(record: Any, where: str) -> 
     tokenizer = byte_tokenizer(NO_TAGS.replace("-}}\n{", "}}{"))
     message = f"{where}.* say nothing; remove it, .*, or pass allow_empty=True"
     for train_on in ("all", "each"):
-        with pytest.raises(DataError, match=message):
-            tokenize_chat(record, tokenizer, ChatOptions(train_on=train_on))
-    with pytest.raises(DataError, match=f"example 0: .*{message}"):
-        tokenize_chat_dataset(Dataset.from_list([record]), tokenizer)
+        refused(record, tokenizer, message, train_on=train_on)
     if not any("reasoning_content" in m for m in record.get("messages", ())):
-        assert sum(tokenize_chat(record, tokenizer, ChatOptions(allow_empty=True))["loss_mask"]) > 0
-        tokenize_chat_dataset(Dataset.from_list([record]), tokenizer, ChatOptions(allow_empty=True))
+        assert sum(tokenize(record, tokenizer, allow_empty=True)["loss_mask"]) > 0
 
 
 def test_an_empty_message_that_is_not_trained_is_no_answer(tokenizer: Any) -> None:
-    both = {"messages": [USER, SAID, *ASKED, YO]}
-    last = tokenize_chat(both, tokenizer, ChatOptions(train_on="last"))
-    assert (
-        sum(last["loss_mask"])
-        == sum(tokenize_chat({"messages": ASKED[:2]}, tokenizer)["loss_mask"]) + 1
-    )
+    both = tokenize({"messages": [USER, BLANK, *ASKED, YO]}, tokenizer, train_on="last")
+    assert trained_text(both, tokenizer) == "yo<|im_end|>"
+    call = with_call()["messages"][1]
     for key in ("weight", "train"):
-        untrained = {"messages": [USER, {**SAID, key: 0}, USER, YO]}
-        assert tokenize_chat(untrained, tokenizer)["skip_reason"] == ""
-    call = {"messages": [USER, {**SAID, "content": None, "tool_calls": [CALL]}]}
-    assert tokenize_chat(call, tokenizer)["skip_reason"] == ""
+        for context in ({**BLANK, key: 0}, {**call, "content": " "}):
+            record = {"messages": [USER, context, *TWO["messages"]]}
+            assert tokenize(record, tokenizer)["skip_reason"] == ""
 
 
-def test_documents_and_tools_belong_in_columns() -> None:
-    for name in ("documents", "tools"):
-        message = rf"`chat_template_kwargs` has '{name}', .*; give the record a column `{name}`"
-        kwargs = {name: [{"title": "a", "text": "b"}]}
-        record, tokenizer = chat("user: hi", "assistant: yo"), byte_tokenizer(NO_TAGS)
-        with pytest.raises(DataError, match=message):
-            tokenize_chat(record, tokenizer, ChatOptions(chat_template_kwargs=kwargs))
-
-
-@pytest.mark.parametrize("where", ["content", "tools", "tool_calls", "documents"])
-def test_a_record_nested_too_deep(where: str, tokenizer: Any) -> None:
-    deep: Any = []
-    for _ in range(20_000):
-        deep = [deep]
-    text = "[" * 100_000 + "]" * 100_000
-    records = {
-        "content": {"messages": [USER, {**YO, "content": deep}]},
-        "tools": {"messages": [USER, YO], "tools": text},
-        "tool_calls": {"messages": [USER, {**YO, "tool_calls": [text]}]},
-        "documents": {"messages": [USER, YO], "documents": deep},
-    }
-    with pytest.raises(DataError, match="the record is nested too deep"):
-        tokenize_chat(records[where], tokenizer)
-
-
-def test_keys_that_are_none_are_absent() -> None:
-    """Arrow gives each message the keys of all others."""
-    message = {"role": "user", "content": "hi", "contents": None, "tool_call": None}
-    tokenizer = byte_tokenizer(NO_TAGS)
-    found = tokenize_chat({"messages": [message, YO]}, tokenizer)
-    assert found == tokenize_chat({"messages": [USER, YO]}, tokenizer)
+def test_documents_stand_in_the_text(tokenizer: Any) -> None:
+    printing = "{% for d in documents or [] %}{{ d.title + d.text }}{% endfor %}" + NO_TAGS
+    for documents in (DOCUMENTS, json.dumps(DOCUMENTS)):
+        result = tokenize(SAID | {"documents": documents}, printing)
+        assert tokenizer.decode(result["input_ids"]).startswith("ab" + HEAD)
+    refused(SAID | {"documents": DOCUMENTS}, tokenizer, re.escape("drops documents[0]['title']"))

@@ -8,9 +8,22 @@ from unittest.mock import patch
 import pytest
 from datasets import Dataset
 
-from tests.chat.test_chat import USER, YO, byte_tokenizer, chat
-from tests.chat.test_supervision import CALLS, CHATML, THINKS, TWO, for_assistant, refused, thinking
-from torch_collate_kit import ChatOptions, tokenize_chat, tokenize_chat_dataset
+from tests.chat.chats import (
+    CALLS,
+    CHATML,
+    SAID,
+    THINKS,
+    TWO,
+    USER,
+    YO,
+    byte_tokenizer,
+    chat,
+    for_assistant,
+    refused,
+    thinking,
+    tokenize,
+)
+from torch_collate_kit import tokenize_chat_dataset
 from torch_collate_kit.chat.template import ChatTemplate
 from torch_collate_kit.errors import DataError
 
@@ -21,31 +34,40 @@ LOGS = "{{ 'log' if messages | selectattr('role', 'equalto', 'tool') | list }}" 
     ("character", "message"),
     [("\U000ffffd", r"character U\+FFFFD, .*; replace"), ("\ud83d", r"has U\+D83D, .*; replace")],
 )
-@pytest.mark.parametrize(
-    "place", ["question", "answer", "key", "end of a key", "argument", "tool", "completion"]
-)
-def test_characters_that_no_text_can_have_are_named(
-    place: str, character: str, message: str
-) -> None:
+@pytest.mark.parametrize("place", ["question", "answer", "key", "end of a key", "argument", "tool"])
+def test_characters_that_no_text_has_are_named(place: str, character: str, message: str) -> None:
     """Neither blamed on the template nor removed from the text."""
     texts = dict.fromkeys(("question", "answer", "key", "argument", "tool"), "x") | {
-        place: f"a{character}b"
-    }
-    if place == "completion":
-        record: dict[str, Any] = {"prompt": "x", "completion": texts[place]}
-        if character == "\U000ffffd":  # no template, no mark
-            assert tokenize_chat(record, byte_tokenizer(CHATML))["skip_reason"] == ""
-            return
-    else:
-        key = f"a{character}" if place == "end of a key" else texts["key"]
-        call = {"function": {"name": "f", "arguments": {key: texts["argument"]}}}
-        turns = [
-            {"role": "user", "content": texts["question"]},
-            {"role": "assistant", "content": texts["answer"], "tool_calls": [call]},
-        ]
-        record = {"messages": turns, "tools": [{"name": "f", "description": texts["tool"]}]}
+        place: f"a{character}b", "end of a key": f"a{character}"
+    }  # fmt: skip
+    key = texts[place if place == "end of a key" else "key"]
+    call = {"function": {"name": "f", "arguments": {key: texts["argument"]}}}
+    asked = {"role": "user", "content": texts["question"]}
+    turns = [asked, {"role": "assistant", "content": texts["answer"], "tool_calls": [call]}]
+    record = {"messages": turns, "tools": [{"name": "f", "description": texts["tool"]}]}
     template = "{{ tools | tojson }}" + CALLS.replace("arguments }}", "arguments | tojson }}")
     refused(record, template, message)
+
+
+def test_characters_of_a_completion() -> None:
+    """There is no mark without a template."""
+    refused({"prompt": "x", "completion": "a\ud83db"}, CHATML, r"has U\+D83D, .*; replace")
+    assert not tokenize({"prompt": "x", "completion": "\U000ffffd"}, CHATML)["skip_reason"]
+
+
+@pytest.mark.parametrize("broken", ["{% if %}", "{{ 'a' | nofilter }}"])
+def test_a_template_that_is_no_jinja_or_missing(broken: str) -> None:
+    """The template is named, not the record: no DataError, no index, no roles."""
+    for template in (broken, "{% generation %}{% endgeneration %}" + broken):
+        tokenizer = byte_tokenizer("\n" + template)
+        message = r"^the chat template is not valid Jinja, line 2: .*fix tokenizer\.chat_template$"
+        with pytest.raises(ValueError, match=message) as caught:
+            tokenize(SAID, tokenizer)
+        assert not isinstance(caught.value, DataError)
+        with pytest.raises(ValueError, match=message):
+            tokenize_chat_dataset(Dataset.from_list([SAID]), tokenizer)
+    with pytest.raises(ValueError, match=r"no chat_template; .*set tokenizer\.chat_template"):
+        tokenize(SAID, byte_tokenizer(None))
 
 
 @pytest.mark.parametrize(
@@ -69,23 +91,13 @@ def test_errors_of_python_in_a_template_are_of_the_record(broken: str, error: st
             tokenize_chat_dataset(dataset, byte_tokenizer(template))
 
 
-def test_a_record_that_is_nested_too_deeply_is_refused() -> None:
-    deep: dict[str, Any] = {}
-    for _ in range(5000):
-        deep = {"a": deep}
-    call = {"function": {"name": "f", "arguments": deep}}
-    record = {"messages": [USER, {"role": "assistant", "content": "", "tool_calls": [call]}]}
-    refused(record, CALLS, "nested too deeply .*; flatten it")
-
-
 def test_a_template_that_needs_tools_is_given_them() -> None:
     for needs in (
         "{% for t in tools %}{{ t | tojson }}{% endfor %}",
         "{{ (tools | tojson) if tools else raise_exception('I want tools') }}",
     ):
         refused(TWO, needs + CHATML, "cannot render the roles .*; give its tools, in a column")
-        result = tokenize_chat({**TWO, "tools": [{"name": "f"}]}, byte_tokenizer(needs + CHATML))
-        assert not result["skip_reason"]
+        assert not tokenize({**TWO, "tools": [{"name": "f"}]}, needs + CHATML)["skip_reason"]
     given = {**TWO, "tools": [{"name": "f"}]}
     refused(given, "{{ tools[0].function.name }}" + CHATML, "cannot render .*; change the record")
     hopeless = (
@@ -100,14 +112,12 @@ def test_a_refusal_costs_no_more_than_the_record() -> None:
     for turns in (10, 40):
         for thoughts in (["hm"] * turns, [None] * (turns - 3) + ["hm", "hm", None]):
             tokenizer = byte_tokenizer(THINKS)
-            with patch.object(
-                ChatTemplate, "render", autospec=True, side_effect=ChatTemplate.render
-            ) as spy:
+            render = ChatTemplate.render
+            with patch.object(ChatTemplate, "render", autospec=True, side_effect=render) as spy:
                 message = r"drops its reasoning_content; try train_on='each' \(an"
-                with pytest.raises(DataError, match=message):
-                    tokenize_chat(thinking(*thoughts), tokenizer)
+                refused(thinking(*thoughts), tokenizer, message)
             renderings.append(spy.call_count)
-    assert tokenize_chat(thinking(*["hm"] * 10), tokenizer, ChatOptions(train_on="each"))
+    assert tokenize(thinking(*["hm"] * 10), THINKS, train_on="each")
     assert renderings[:2] == renderings[2:]
     no_way = CHATML.replace("m.content", "m.content if m.role == 'user' or loop.last")
     refused(thinking(*[None] * 20), no_way, r"messages\[1\]: .* drops its content; try train_on")
@@ -141,21 +151,12 @@ def weighed(role: str, **keys: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("template", "records", "mode"),
     [
-        (
-            opened_if("tools", "{{ tools | tojson if tools }}"),
-            [TWO, {**TWO, "tools": [{"name": "f"}]}],
-            "all",
-        ),
-        (
-            opened_if("documents", "{% for d in documents or [] %}{{ d.text }}{% endfor %}"),
-            [TWO, {**TWO, "documents": [{"text": "facts"}]}],
-            "all",
-        ),
-        (
-            LOGS,
-            [TWO, {"messages": [*TWO["messages"], {"role": "tool", "content": "r"}, YO]}],
-            "all",
-        ),
+        (opened_if("tools", "{{ tools | tojson if tools }}"),
+         [TWO, {**TWO, "tools": [{"name": "f"}]}], "all"),
+        (opened_if("documents", "{% for d in documents or [] %}{{ d.text }}{% endfor %}"),
+         [TWO, {**TWO, "documents": [{"text": "facts"}]}], "all"),
+        (LOGS, [TWO, {"messages": [*TWO["messages"], {"role": "tool", "content": "r"}, YO]}],
+         "all"),
         (DEEP, [weighed("user"), weighed("user", reasoning_content="hm")], "all"),
         (DEEP, [weighed("assistant"), weighed("assistant", reasoning_content="hm")], "all"),
         (  # as Qwen3: the last answer has thinking, and any that quotes its end
@@ -168,7 +169,7 @@ def weighed(role: str, **keys: str) -> dict[str, Any]:
             "last",
         ),
     ],
-)
+)  # fmt: skip
 def test_what_is_known_of_a_turn_holds_in_its_context(
     template: str, records: list[dict[str, Any]], mode: Any
 ) -> None:
@@ -176,7 +177,7 @@ def test_what_is_known_of_a_turn_holds_in_its_context(
 
     def outcome(tokenizer: Any, record: dict[str, Any]) -> Any:
         try:
-            return tokenize_chat(record, tokenizer, ChatOptions(train_on=mode))
+            return tokenize(record, tokenizer, train_on=mode)
         except DataError as error:
             return str(error)
 

@@ -12,71 +12,49 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AddedToken, ByT5Tokenizer, PreTrainedTokenizerFast
 
+from tests.chat.chats import MARKS, tokenize, trained_ids, trained_text
 from tests.chat.conversations import CONVERSATIONS
-from torch_collate_kit.chat import tokenize_chat, tokenize_chat_dataset
 from torch_collate_kit.chat.examples import TextExample
 from torch_collate_kit.chat.options import ChatOptions, ChatSetup
 from torch_collate_kit.chat.tokenize import _encode, _tokenized
 
-HEADER, END = "<|im_start|>assistant\n", "<|im_end|>"
+END = "<|im_end|>"
+PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% endfor %}" + PROMPT
 )
 TAGGED = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}"
     "{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}{% else %}"
-    "{{ m.content + '<|im_end|>' }}{% endif %}{{ '\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{{ m.content + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}" + PROMPT
 )
-SPECIAL = ["<|im_start|>", "<|im_end|>"]
-NAMES = [
-    "one turn",
-    "five turns",
-    "consecutive answers",
-    "assistant first",
-    "last turn by the user",
-    "empty answer",
-    "emoji",
-    "combining marks",
-    "Chinese and Japanese",
-    "right to left",
-    "white space",
-    "line breaks first",
-    "looks like a header",
-    "markup",
-    "echo",
-]
+NAMES = ["one turn", "five turns", "consecutive answers", "assistant first", "echo", "markup",
+         "last turn by the user", "empty answer", "emoji", "combining marks", "right to left",
+         "Chinese and Japanese", "white space", "line breaks first", "looks like a header",
+         ]  # fmt: skip
 CORPUS = [
     "assistant\n\nlion3 sleeps4 user\nzebra1 walks2\n\n",
     " \n lion3\n\nsleeps4  \n \U0001f981",
 ]
 
 
+# ---- tokenizers
+
+
 def wrapped(backend: Tokenizer) -> Any:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END)
-    tokenizer.add_tokens(SPECIAL, special_tokens=True)
+    tokenizer.add_tokens(MARKS, special_tokens=True)
     return tokenizer
 
 
-def byte_level() -> Any:
-    """Byte-level BPE whose merges cross line breaks, words and spaces."""
+def byte_level(size: int = 340, *, words: bool = False) -> Any:
+    """Byte-level BPE whose merges cross line breaks, words and spaces; or ``words``, as GPT-2's."""
     backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words)
     backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=340, initial_alphabet=alphabet, show_progress=False)
-    backend.train_from_iterator(CORPUS * 9, trainer)
-    return wrapped(backend)
-
-
-def gpt_like() -> Any:
-    """Byte-level BPE that splits words as GPT-2 does."""
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
     backend.train_from_iterator(CORPUS * 9, trainer)
     return wrapped(backend)
 
@@ -86,14 +64,13 @@ def metaspace(prepend_scheme: str) -> Any:
     vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"<unk>": 256}
     for text in ("▁", *"\nabcdefghijklmnopqrstuvwxyz1234567890", "▁l", "\n\n"):
         vocab.setdefault(text, len(vocab))
-    merges = [("▁", "l"), ("\n", "\n")]
-    backend = Tokenizer(
-        models.BPE(vocab=vocab, merges=merges, byte_fallback=True, unk_token="<unk>")
+    model = models.BPE(
+        vocab=vocab, merges=[("▁", "l"), ("\n", "\n")], byte_fallback=True, unk_token="<unk>"
     )
+    backend = Tokenizer(model)
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prepend_scheme, split=False)
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence(steps)
     return wrapped(backend)
 
 
@@ -101,9 +78,8 @@ def llama_2_like() -> Any:
     """Spaces are replaced by a normalizer, which also puts one before the text."""
     tokenizer = metaspace("never")
     backend = tokenizer.backend_tokenizer
-    backend.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
+    steps = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    backend.normalizer = normalizers.Sequence(steps)
     backend.pre_tokenizer = None
     return tokenizer
 
@@ -123,20 +99,18 @@ def unigram() -> Any:
 
 FAST: dict[str, Callable[[], Any]] = {
     "byte-level BPE": byte_level,
-    "GPT-2-like": gpt_like,
+    "GPT-2-like": lambda: byte_level(300, words=True),
     "Metaspace, first": lambda: metaspace("first"),
     "Metaspace, always": lambda: metaspace("always"),
     "Metaspace, never": lambda: metaspace("never"),
     "Llama-2-like": llama_2_like,
     "Unigram": unigram,
 }
-
-
 tokenizer_of = cache(lambda kind: FAST[kind]())
 
 
-class WordByT5(ByT5Tokenizer):
-    """A slow tokenizer in which a line break and what follows it are one token."""
+class PairingByT5(ByT5Tokenizer):
+    """A slow tokenizer in which two line breaks are one token."""
 
     def _tokenize(self, text: str, **kwargs: Any) -> list[str]:
         return super()._tokenize(text.replace("\n\n", "\1"))
@@ -144,8 +118,11 @@ class WordByT5(ByT5Tokenizer):
 
 def slow(kind: type[ByT5Tokenizer]) -> Any:
     tokenizer = kind()
-    tokenizer.add_tokens(SPECIAL, special_tokens=True)
+    tokenizer.add_tokens(MARKS, special_tokens=True)
     return tokenizer
+
+
+# ---- whole conversations
 
 
 def rendered(record: dict[str, Any]) -> tuple[str, list[tuple[int, int]]]:
@@ -162,25 +139,27 @@ def rendered(record: dict[str, Any]) -> tuple[str, list[tuple[int, int]]]:
     return text, spans
 
 
-@pytest.mark.parametrize("template", [CHATML, TAGGED], ids=["plain", "tagged"])
+def expected(tokenizer: Any, text: str, spans: list[tuple[int, int]]) -> tuple[list[int], Any]:
+    """Ids and mask: a token that has at least one character of the spans is trained, no other."""
+    encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
+    return encoding.ids, [
+        int(any(first < end and start < stop for start, end in spans))
+        for first, stop in encoding.offsets
+    ]
+
+
+plain_and_tagged = pytest.mark.parametrize("template", [CHATML, TAGGED], ids=["plain", "tagged"])
+
+
+@plain_and_tagged
 @pytest.mark.parametrize("kind", FAST)
 def test_the_same_characters_are_trained(kind: str, template: str) -> None:
-    """A token that has at least one of the assistant's characters is trained, no other."""
     tokenizer = FAST[kind]()
     tokenizer.chat_template = template
     for name in NAMES:
-        record = CONVERSATIONS[name]
-        text, spans = rendered(record)
-        encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
-        expected = [
-            int(any(first < end and start < stop for start, end in spans))
-            for first, stop in encoding.offsets
-        ]
-        for mode in ("all",):
-            result = tokenize_chat(record, tokenizer, ChatOptions(train_on=mode, allow_empty=True))
-            [result] = result if isinstance(result, list) else [result]
-            assert result["input_ids"] == encoding.ids, (name, mode)
-            assert result["loss_mask"] == expected, (name, mode, encoding.tokens)
+        result = tokenize(CONVERSATIONS[name], tokenizer, allow_empty=True)
+        wanted = expected(tokenizer, *rendered(CONVERSATIONS[name]))
+        assert (result["input_ids"], result["loss_mask"]) == wanted, name
 
 
 @given(
@@ -194,19 +173,15 @@ def test_any_spans_of_any_text(kind: str, text: str, cuts: list[int]) -> None:
     spans = list(zip(edges[::2], edges[1::2], strict=False))
     setup = ChatSetup(tokenizer_of(kind), ChatOptions())
     [tokens] = _encode(setup.tokenizer, [text])
-    encoding = setup.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
-    expected = [
-        int(any(first < end and start < stop for start, end in spans))
-        for first, stop in encoding.offsets
-    ]
+    ids, mask = expected(setup.tokenizer, text, spans)
     result = _tokenized(TextExample(text, spans), tokens, setup)
-    if any(expected[1:]):
-        assert (result["input_ids"], result["loss_mask"]) == (encoding.ids, expected)
+    if any(mask[1:]):
+        assert (result["input_ids"], result["loss_mask"]) == (ids, mask)
     else:
         assert result["skip_reason"] == "no_trained_tokens"
 
 
-@pytest.mark.parametrize("template", [CHATML, TAGGED], ids=["plain", "tagged"])
+@plain_and_tagged
 def test_bytes_of_a_slow_tokenizer(template: str) -> None:
     tokenizer = slow(ByT5Tokenizer)
     tokenizer.chat_template = template
@@ -218,89 +193,55 @@ def test_bytes_of_a_slow_tokenizer(template: str) -> None:
                 ids += tokenizer(piece, add_special_tokens=False)["input_ids"]
                 mask += [kept] * (len(ids) - len(mask))
             done = end
-        result = tokenize_chat(CONVERSATIONS[name], tokenizer, ChatOptions(allow_empty=True))
+        result = tokenize(CONVERSATIONS[name], tokenizer, allow_empty=True)
         assert (result["input_ids"], result["loss_mask"]) == (ids, mask), name
 
 
-def straddling() -> list[tuple[Any, str]]:
-    """Tokenizers in which two line breaks are one token, and how it is called."""
-    return [(byte_level(), "\n\n"), (metaspace("never"), "\n\n"), (slow(WordByT5), "\1")]
-
-
-@pytest.mark.parametrize("template", [CHATML, TAGGED], ids=["plain", "tagged"])
+@plain_and_tagged
 def test_a_token_that_straddles_header_and_text(template: str) -> None:
     """It belongs to the turn; the header's other tokens do not."""
-    record = CONVERSATIONS["line breaks first"]
-    for tokenizer, pair in straddling():
+    for tokenizer, pair in (
+        (byte_level(), "\n\n"), (metaspace("never"), "\n\n"), (slow(PairingByT5), "\1")
+    ):  # fmt: skip
         tokenizer.chat_template = template
-        result = tokenize_chat(record, tokenizer)
-        trained = [
-            i for i, kept in zip(result["input_ids"], result["loss_mask"], strict=True) if kept
-        ]
-        before = [
-            i for i, kept in zip(result["input_ids"], result["loss_mask"], strict=True) if not kept
-        ]
+        result = tokenize(CONVERSATIONS["line breaks first"], tokenizer)
+        trained = trained_ids(result)
         assert pair in tokenizer.decode(trained[:1]), tokenizer.decode(trained)
         assert tokenizer.decode(trained[-1:]) == END
         assert "lion3" in tokenizer.decode(trained)
-        assert "lion3" not in tokenizer.decode(before)
+        assert "lion3" not in tokenizer.decode(result["input_ids"][: -len(trained) - 1])
 
+
+# ---- added tokens
 
 PHI = (
     "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
 )
+BOTH = {"lstrip": True, "rstrip": True}
 
 
-@pytest.mark.parametrize(
-    "strips", [{"rstrip": True}, {"lstrip": True}, {"lstrip": True, "rstrip": True}]
-)
+@pytest.mark.parametrize("strips", [{"rstrip": True}, {"lstrip": True}, BOTH])
 def test_an_added_token_that_takes_white_space(strips: dict[str, bool]) -> None:
     """As Phi-3's: the header's token is not trained, though it reaches into the turn."""
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_level().backend_tokenizer)
-    tokens = [
-        AddedToken(f"<|{t}|>", normalized=False, **strips) for t in ("user", "assistant", "end")
-    ]
+    names = ("user", "assistant", "end")
+    tokens = [AddedToken(f"<|{name}|>", normalized=False, **strips) for name in names]
     tokenizer.add_tokens(tokens, special_tokens=True)
     tokenizer.chat_template = PHI
     for name in ("line breaks first", "white space", "one turn", "five turns"):
-        for mode in ("all", "each"):
-            result = tokenize_chat(CONVERSATIONS[name], tokenizer, ChatOptions(train_on=mode))
-            [result] = result if isinstance(result, list) else [result]
-            text = tokenizer.decode(result["input_ids"])
-            answers = [t.split("<|end|>")[0] for t in text.split("<|assistant|>")[1:]]
-            trained = [
-                i for i, k in zip(result["input_ids"], result["loss_mask"], strict=True) if k
-            ]
-            got = tokenizer.decode(trained).split("<|end|>")
-            assert [t.strip() for t in got] == [t.strip() for t in [*answers, ""]]
+        result = tokenize(CONVERSATIONS[name], tokenizer)
+        assert tokenize(CONVERSATIONS[name], tokenizer, train_on="each") == [result]
+        text = tokenizer.decode(result["input_ids"])
+        answers = [t.split("<|end|>")[0].strip() for t in text.split("<|assistant|>")[1:]]
+        got = trained_text(result, tokenizer).split("<|end|>")
+        assert [t.strip() for t in got] == [*answers, ""]
 
 
-@pytest.mark.parametrize("added", ["special", "not special"])
-def test_the_end_of_turn_is_any_added_token(added: str) -> None:
+@pytest.mark.parametrize("special", [True, False])
+def test_the_end_of_turn_is_any_added_token(special: bool) -> None:
     tokenizer = byte_level()
-    template = CHATML.replace("<|im_end|>", "[END]")
-    tokenizer.add_tokens(["[END]"], special_tokens=added == "special")
-    tokenizer.chat_template = template
-    result = tokenize_chat(CONVERSATIONS["five turns"], tokenizer)
-    kept = [i for i, k in zip(result["input_ids"], result["loss_mask"], strict=True) if k]
+    tokenizer.add_tokens(["[END]"], special_tokens=special)
+    tokenizer.chat_template = CHATML.replace("<|im_end|>", "[END]")
+    kept = trained_ids(tokenize(CONVERSATIONS["five turns"], tokenizer))
     assert kept.count(tokenizer.convert_tokens_to_ids("[END]")) == 5
-
-
-def test_a_real_tokenizer_over_a_dataset(shared_data: Any) -> None:
-    """One tokenization for the whole batch gives what one record at a time gives."""
-    from datasets import Dataset
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(shared_data / "tokenizers" / "mistral-32k-chatml")
-    records = [{"messages": CONVERSATIONS[name]["messages"]} for name in NAMES]
-    for mode in ("all", "last", "each"):
-        options: Any = {"train_on": mode, "allow_empty": True}
-        dataset, skipped = tokenize_chat_dataset(
-            Dataset.from_list(records), tokenizer, ChatOptions(**options)
-        )
-        assert not skipped
-        alone = [tokenize_chat(record, tokenizer, ChatOptions(**options)) for record in records]
-        flat = [e for found in alone for e in (found if isinstance(found, list) else [found])]
-        assert [row["input_ids"] for row in dataset] == [e["input_ids"] for e in flat]
-        assert [row["loss_mask"] for row in dataset] == [e["loss_mask"] for e in flat]

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.chat_images.truth import KINDS, chat, image, random_chat, text
+from tests.chat.chats import tokenize
+from tests.chat_images.truth import KINDS, chat, question, random_chat, text
 from tests.vision.families import FAMILIES
 from tests.vision.images import draw
-from torch_collate_kit import ChatOptions, DataError, tokenize_chat, tokenize_chat_dataset
+from torch_collate_kit import ChatOptions, DataError, tokenize_chat_dataset
 
 datasets = pytest.importorskip("datasets")
 IMAGES = datasets.Sequence(datasets.Image())
@@ -46,34 +47,36 @@ def assert_rows(dataset: Any, wanted: list[dict[str, Any]]) -> None:
                     assert row[name].dtype == value.dtype, name
 
 
+def of_images(records: list[dict[str, Any]]) -> Any:
+    return datasets.Dataset.from_list(records).cast_column("images", IMAGES)
+
+
+def check(dataset: Any, records: list[dict[str, Any]], processor: Any, **options: Any) -> Any:
+    """Return the rows of the dataset, which are those of its records."""
+    found, skipped = tokenize_chat_dataset(dataset, processor, ChatOptions(**options))
+    wanted: list[Any] = [tokenize(record, processor, **options) for record in records]
+    if options.get("train_on") == "each":
+        wanted = [{**row, "record_index": i} for i, rows in enumerate(wanted) for row in rows]
+    kept = [row for row in wanted if not row["skip_reason"]]
+    assert sum(skipped.values()) == len(wanted) - len(kept)
+    assert_rows(found, kept)
+    return found
+
+
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("pixels", [True, False])
 def test_rows_are_those_of_tokenize_chat(name: str, pixels: bool) -> None:
     records = random_records(12)
-    processor = FAMILIES[name].processor()
-    dataset = datasets.Dataset.from_list(records).cast_column("images", IMAGES)
-    found, skipped = tokenize_chat_dataset(dataset, processor, ChatOptions(pixels=pixels))
-    assert not skipped
+    found = check(of_images(records), records, FAMILIES[name].processor(), pixels=pixels)
+    assert len(found) == 12
     assert ("pixel_values" in found.column_names) == pixels
-    assert_rows(
-        found, [tokenize_chat(record, processor, ChatOptions(pixels=pixels)) for record in records]
-    )
 
 
 @pytest.mark.parametrize("train_on", ["all", "last", "each"])
 def test_options_reach_the_records(train_on: Any) -> None:
-    records = random_records(12)
-    processor = FAMILIES["qwen3_vl"].processor()
-    dataset = datasets.Dataset.from_list(records).cast_column("images", IMAGES)
-    options: Any = {"train_on": train_on, "labels": True, "max_length": 60}
-    options["overflow"] = "truncate"
-    found, skipped = tokenize_chat_dataset(dataset, processor, ChatOptions(**options))
-    wanted: list[Any] = [tokenize_chat(r, processor, ChatOptions(**options)) for r in records]
-    if train_on == "each":
-        wanted = [{**row, "record_index": i} for i, rows in enumerate(wanted) for row in rows]
-    kept = [row for row in wanted if not row["skip_reason"]]
-    assert sum(skipped.values()) == len(wanted) - len(kept) > 0
-    assert_rows(found, kept)
+    records, processor = random_records(12), FAMILIES["qwen3_vl"].processor()
+    options: Any = {"train_on": train_on, "max_length": 60, "overflow": "truncate"}
+    assert len(check(of_images(records), records, processor, labels=True, **options)) < 12
 
 
 def test_files_under_image_root_and_one_image_column(tmp_path: Path) -> None:
@@ -87,9 +90,7 @@ def test_files_under_image_root_and_one_image_column(tmp_path: Path) -> None:
     records.append({"conversations": only_text, "image": None})
     processor = FAMILIES["idefics3"].processor()
     dataset = datasets.Dataset.from_list(records)
-    found, _ = tokenize_chat_dataset(dataset, processor, ChatOptions(image_root=tmp_path))
-    wanted = [tokenize_chat(r, processor, ChatOptions(image_root=tmp_path)) for r in records]
-    assert_rows(found, wanted)
+    check(dataset, records, processor, image_root=tmp_path)
     with pytest.raises(DataError, match=r"example 0: `image`, '0.png': the file .* does not exist"):
         tokenize_chat_dataset(dataset, processor)
     with pytest.raises(DataError, match="example 0: `image` has 40 x 60 = 2400 pixels, more than"):
@@ -100,7 +101,7 @@ def test_relative_paths_in_another_working_directory(tmp_path: Path, monkeypatch
     """The cache of datasets does not give the images of another folder."""
     processor = FAMILIES["qwen3_vl"].processor()
     found = []
-    record = {"messages": chat([image(), text("What?")], [text("A cat.")]), "images": ["a.png"]}
+    record = question("a.png", [text("A cat.")])
     datasets.Dataset.from_list([record]).to_json(tmp_path / "data.jsonl")
     for side in (40, 200):
         folder = tmp_path / str(side)
@@ -110,29 +111,24 @@ def test_relative_paths_in_another_working_directory(tmp_path: Path, monkeypatch
         dataset = datasets.Dataset.from_json(
             str(tmp_path / "data.jsonl"), cache_dir=str(tmp_path / "cache")
         )
-        found.append(tokenize_chat_dataset(dataset, processor)[0])
-        assert_rows(found[-1], [tokenize_chat(record, processor)])
+        found.append(check(dataset, [record], processor))
     assert found[0][0]["image_grid_thw"] != found[1][0]["image_grid_thw"]
 
 
 def test_images_inside_the_messages(tmp_path: Path) -> None:
     """Arrow gives every part all keys, so that those that are None do not count."""
-    rng = np.random.default_rng(0)
-    draw(rng, 60, 90).save(tmp_path / "a.png")
+    draw(np.random.default_rng(0), 60, 90).save(tmp_path / "a.png")
     parts = [{"type": "image", "path": str(tmp_path / "a.png")}, text("What?")]
     records = [{"messages": chat(parts, [text("A cat.")])}]
-    processor = FAMILIES["qwen3_vl"].processor()
-    found, _ = tokenize_chat_dataset(datasets.Dataset.from_list(records), processor)
-    assert_rows(found, [tokenize_chat(records[0], processor)])
+    check(datasets.Dataset.from_list(records), records, FAMILIES["qwen3_vl"].processor())
 
 
 def test_a_column_of_images_is_not_decoded_for_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     from PIL import ImageFile
 
     records = random_records(4)
-    dataset = datasets.Dataset.from_list(records).cast_column("images", IMAGES)
-    processor = FAMILIES["qwen3_vl"].processor()
-    wanted = [tokenize_chat(r, processor, ChatOptions(pixels=False)) for r in records]
+    dataset, processor = of_images(records), FAMILIES["qwen3_vl"].processor()
+    wanted = [tokenize(record, processor, pixels=False) for record in records]
 
     def fail(self: Any) -> None:
         raise RuntimeError("decoded")
@@ -147,32 +143,25 @@ def test_a_column_of_images_is_not_decoded_for_sizes(monkeypatch: pytest.MonkeyP
 def test_only_text_and_nothing() -> None:
     processor = FAMILIES["internvl"].processor()
     records = [{"messages": chat("Hi.", "Hello!")}] * 3
-    found, _ = tokenize_chat_dataset(datasets.Dataset.from_list(records), processor)
-    assert found.column_names == ["input_ids", "loss_mask", "pixel_values"]
-    assert_rows(found, [tokenize_chat(record, processor) for record in records])
-    empty = datasets.Dataset.from_dict({"messages": []})
-    found, _ = tokenize_chat_dataset(empty, processor)
-    assert found.column_names == ["input_ids", "loss_mask", "pixel_values"]
-    assert len(found) == 0
+    columns = ["input_ids", "loss_mask", "pixel_values"]
+    assert check(datasets.Dataset.from_list(records), records, processor).column_names == columns
+    found = check(datasets.Dataset.from_dict({"messages": []}), [], processor)
+    assert (found.column_names, len(found)) == (columns, 0)
 
 
 def test_two_processes() -> None:
     """The processor travels to the workers."""
-    records = random_records(6)
-    processor = FAMILIES["llava_next"].processor()
-    dataset = datasets.Dataset.from_list(records).cast_column("images", IMAGES)
-    found, _ = tokenize_chat_dataset(dataset, processor, num_proc=2)
-    assert_rows(found, [tokenize_chat(record, processor) for record in records])
+    records, processor = random_records(6), FAMILIES["llava_next"].processor()
+    found, _ = tokenize_chat_dataset(of_images(records), processor, num_proc=2)
+    assert_rows(found, [tokenize(record, processor) for record in records])
 
 
 def test_the_processor_is_not_changed() -> None:
     processor = FAMILIES["llava_next"].make_processor()
-    before = processor.tokenizer.get_vocab(), repr(processor)
-    parts = [image(), text("What?")]
-    record = {"messages": chat(parts, "A cat."), "images": [draw(np.random.default_rng(0), 60, 90)]}
     tokenizer, images = processor.tokenizer, processor.image_processor
-    tokenize_chat(record, processor)
-    tokenize_chat(record, processor, ChatOptions(pixels=False))
+    before = tokenizer.get_vocab(), repr(processor)
+    for pixels in (True, False):
+        tokenize(question(draw(np.random.default_rng(0), 60, 90)), processor, pixels=pixels)
     assert processor.tokenizer is tokenizer
     assert processor.image_processor is images
-    assert (processor.tokenizer.get_vocab(), repr(processor)) == before
+    assert (tokenizer.get_vocab(), repr(processor)) == before

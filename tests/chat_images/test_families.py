@@ -9,94 +9,65 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.chat.chats import tokenize, trained_text
 from tests.chat_images.truth import (
     KINDS,
     NAMES,
     assert_fields,
+    assert_right,
     chat,
-    count_images,
     expected,
     image,
+    question,
     random_chat,
     text,
+    turns_of,
 )
 from tests.vision.families import FAMILIES
 from tests.vision.images import draw
-from torch_collate_kit import ChatOptions, tokenize_chat
 from torch_collate_kit.vision.expansion import image_processing
 from torch_collate_kit.vision.images import image_files
-
-
-def turns_of(messages: list[dict[str, Any]]) -> list[int]:
-    return [i for i, message in enumerate(messages) if message["role"] == "assistant"]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_one_image_and_several(name: str) -> None:
     rng = np.random.default_rng(1)
     images = [draw(rng, 60, 90), draw(rng, 200, 33, "L"), draw(rng, 40, 40, "RGBA")]
-    messages = chat(
-        [image(), text("What is it?")],
-        "A cat.",
-        [text("And these,"), image(), image(), text("what?")],
-        "Dogs.",
-    )
-    family = FAMILIES[name]
-    found = tokenize_chat({"messages": messages, "images": images}, family.processor())
-    ids, mask, fields = expected(family, messages, images, [1, 3])
-    assert found["input_ids"] == ids
-    assert found["loss_mask"] == mask
-    assert_fields(found, fields)
+    both = [text("And these,"), image(), image(), text("what?")]
+    messages = chat([image(), text("What is it?")], "A cat.", both, "Dogs.")
+    found = assert_right(FAMILIES[name], messages, images, [1, 3])
     assert (found["num_cut_tokens"], found["skip_reason"]) == (0, "")
-    kept = [token for token, trained in zip(ids, mask, strict=True) if trained]
-    assert family.processor().tokenizer.decode(kept) == "A cat.<|im_end|>Dogs.<|im_end|>"
-    assert family.image_token_id not in kept
+    tokenizer = FAMILIES[name].processor().tokenizer
+    assert trained_text(found, tokenizer) == "A cat.<|im_end|>Dogs.<|im_end|>"
 
 
 @settings(max_examples=150)
 @given(st.sampled_from(KINDS), st.integers(0, 2**32 - 1), st.sampled_from(["all", "last", "each"]))
 def test_random_chats(name: str, seed: int, train_on: Any) -> None:
     messages, images = random_chat(np.random.default_rng(seed))
-    turns = turns_of(messages)
-    family = FAMILIES[name]
-    record = {"messages": messages, "images": images}
-    found: Any = tokenize_chat(record, family.processor(), ChatOptions(train_on=train_on))
-    if train_on == "each":
-        [found] = found  # the template never rewrites a turn, so that one example holds all
-    ids, mask, fields = expected(
-        family, messages, images, turns[-1:] if train_on == "last" else turns
-    )
-    assert found["input_ids"] == ids
-    assert found["loss_mask"] == mask
-    assert_fields(found, fields)
+    turns = turns_of(messages)[-1:] if train_on == "last" else turns_of(messages)
+    assert_right(FAMILIES[name], messages, images, turns, train_on=train_on)
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_text_only_records_have_no_vision_field(name: str) -> None:
     messages = chat("Hi.", "Hello!")
     processor = FAMILIES[name].processor()
-    found = tokenize_chat({"messages": messages, "images": []}, processor)
+    found = tokenize({"messages": messages, "images": []}, processor)
     assert set(found) == {"input_ids", "loss_mask", "num_cut_tokens", "skip_reason"}
     processor.tokenizer.chat_template = processor.chat_template
     try:
-        assert found == tokenize_chat({"messages": messages}, processor.tokenizer)
+        assert found == tokenize({"messages": messages}, processor.tokenizer)
     finally:
         processor.tokenizer.chat_template = None
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_labels(name: str) -> None:
-    messages, images = (
-        chat([image(), text("What?")], "A cat."),
-        [draw(np.random.default_rng(0), 60, 90)],
-    )
-    family = FAMILIES[name]
-    record = {"messages": messages, "images": images}
-    found = tokenize_chat(record, family.processor(), ChatOptions(labels=True))
-    ids, mask, fields = expected(family, messages, images, [1])
-    assert found["labels"] == [
-        token if kept else -100 for token, kept in zip(ids, mask, strict=True)
-    ]
+    record = question(draw(np.random.default_rng(0), 60, 90))
+    found = tokenize(record, FAMILIES[name].processor(), labels=True)
+    ids, mask, fields = expected(FAMILIES[name], record["messages"], record["images"], [1])
+    assert found["labels"] == [i if kept else -100 for i, kept in zip(ids, mask, strict=True)]
     assert "loss_mask" not in found
     assert_fields(found, fields)
 
@@ -104,14 +75,11 @@ def test_labels(name: str) -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_an_image_of_the_assistant_is_not_trained(name: str) -> None:
     """What the model cannot write has no loss: the placeholders and the tokens around them."""
-    rng = np.random.default_rng(3)
     messages = chat("Draw a cat.", [text("Here: "), image(), text(" it is.")])
-    family = FAMILIES[name]
-    record = {"messages": messages, "images": [draw(rng, 60, 90)]}
-    found = tokenize_chat(record, family.processor())
-    pairs = zip(found["input_ids"], found["loss_mask"], strict=True)
-    kept = family.processor().tokenizer.decode([token for token, trained in pairs if trained])
+    record = {"messages": messages, "images": [draw(np.random.default_rng(3), 60, 90)]}
+    processor = FAMILIES[name].processor()
     line = {"internvl": "\n", "llava_next": "\n", "llava_onevision": "\n"}.get(name, "")
+    kept = trained_text(tokenize(record, processor), processor.tokenizer)
     assert kept == f"Here: {line} it is.<|im_end|>"
 
 
@@ -119,12 +87,8 @@ def test_images_after_the_last_trained_turn_are_left_out() -> None:
     rng = np.random.default_rng(4)
     images = [draw(rng, 60, 90), draw(rng, 30, 30)]
     messages = chat([image(), text("What?")], "A cat.", [image(), text("And this?")])
-    family = FAMILIES["qwen3_vl"]
-    found = tokenize_chat({"messages": messages, "images": images}, family.processor())
-    ids, mask, fields = expected(family, messages, images, [1])
-    assert (found["input_ids"], found["loss_mask"]) == (ids, mask)
-    assert_fields(found, fields)
-    assert len(fields["image_grid_thw"]) == 1 < count_images(messages)
+    found = assert_right(FAMILIES["qwen3_vl"], messages, images, [1])
+    assert len(found["image_grid_thw"]) == 1
 
 
 def test_each_with_a_template_that_rewrites_turns_gives_each_example_its_images() -> None:
@@ -140,20 +104,12 @@ def test_each_with_a_template_that_rewrites_turns_gives_each_example_its_images(
     rng = np.random.default_rng(5)
     images = [draw(rng, 60, 90), draw(rng, 32, 64)]
     messages = chat([image(), text("What?")], "A cat.", [text("And this?"), image()], "A dog.")
-    found = tokenize_chat(
-        {"messages": messages, "images": images},
-        family.processor(),
-        ChatOptions(train_on="each", chat_template=template),
-    )
+    record = {"messages": messages, "images": images}
+    found = tokenize(record, family.processor(), train_on="each", chat_template=template)
     assert [len(example["image_grid_thw"]) for example in found] == [1, 2]
     both = np.concatenate([found[0]["pixel_values"], found[1]["pixel_values"][-8:]])
     assert (both == found[1]["pixel_values"]).all()
-    kept = [
-        family.processor().tokenizer.decode(
-            [t for t, m in zip(e["input_ids"], e["loss_mask"], strict=True) if m]
-        )
-        for e in found
-    ]
+    kept = [trained_text(example, family.processor().tokenizer) for example in found]
     assert kept == ["A cat.<|im_end|>", "A dog.<|im_end|>"]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import copy
 import io
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -81,52 +82,45 @@ SOURCES: dict[str, Callable[[Path], Any]] = {
     "bytes of a column, and a name": lambda folder: {"bytes": png(PICTURE), "path": "gone.png"},
     "path of a column": lambda folder: {"bytes": None, "path": str(folder / "a.png")},
     "array": lambda folder: np.asarray(PICTURE),
-    "image that is not loaded yet": lambda folder: Image.open(folder / "a.png"),
 }
+
+
+def with_part(**part: Any) -> dict[str, Any]:
+    return {"messages": chat([part, text("What is it?")], "A cat.")}
 
 
 @pytest.mark.parametrize("kind", SOURCES)
-@pytest.mark.parametrize("place", ["images", "image", "part", "tuple"])
-def test_sources(kind: str, place: str, tmp_path: Path) -> None:
+def test_sources(kind: str, tmp_path: Path) -> None:
     for name in ("a.png", "a b.png"):
         PICTURE.save(tmp_path / name)
     source = SOURCES[kind](tmp_path)
-    if kind == "image that is not loaded yet":
-        assert (
-            tokenize({**WANTED, "images": [source]})["input_ids"] == tokenize(WANTED)["input_ids"]
-        )
-        return
-    record: dict[str, Any] = {"messages": WANTED["messages"]}
-    if place == "part":
-        part = {"type": "image", "image": source}
-        record = {"messages": chat([part, text("What is it?")], "A cat.")}
-    else:
-        record[place.replace("tuple", "images")] = {"image": source, "tuple": (source,)}.get(
-            place, [source]
-        )
-    assert_is(record, WANTED)
+    for given in ({"images": [source]}, {"images": (source,)}, {"image": source}):
+        assert_is({"messages": WANTED["messages"], **given}, WANTED)
+    assert_is(with_part(type="image", image=source), WANTED)
 
 
-PARTS: dict[str, Callable[[Path], Any]] = {
-    "path": lambda file: {"type": "image", "path": str(file)},
-    "url": lambda file: {"type": "image", "url": file.as_uri()},
-    "url of a plain path": lambda file: {"type": "image", "url": str(file)},
-    "OpenAI": lambda file: {"type": "image_url", "image_url": {"url": uri(PICTURE)}},
-    "OpenAI with detail": lambda file: {
-        "type": "image_url",
-        "image_url": {"url": file.as_uri(), "detail": "high"},
-    },
-    "a string as image_url": lambda file: {"type": "image_url", "image_url": uri(PICTURE)},
-    "base64": lambda file: {"type": "image", "base64": base64.b64encode(png(PICTURE)).decode()},
-    "keys that are None": lambda file: {"type": "image", "image": None, "path": file, "text": None},
-}
-
-
-@pytest.mark.parametrize("kind", PARTS)
-def test_parts(kind: str, tmp_path: Path) -> None:
+def test_an_image_that_is_not_loaded_yet(tmp_path: Path) -> None:
     PICTURE.save(tmp_path / "a.png")
-    part = PARTS[kind](tmp_path / "a.png")
-    assert_is({"messages": chat([part, text("What is it?")], "A cat.")}, WANTED)
+    found = tokenize({**WANTED, "images": [Image.open(tmp_path / "a.png")]})
+    assert found["input_ids"] == tokenize(WANTED)["input_ids"]
+
+
+@pytest.mark.parametrize("kind", ["image", "image_url"])
+def test_parts(kind: str, tmp_path: Path) -> None:
+    file, data = tmp_path / "a.png", uri(PICTURE)
+    PICTURE.save(file)
+    parts: list[dict[str, Any]] = [
+        {"path": str(file)},
+        {"url": file.as_uri()},
+        {"url": str(file)},
+        {"image_url": {"url": data}},  # OpenAI
+        {"image_url": {"url": file.as_uri(), "detail": "high"}},
+        {"image_url": data},
+        {"base64": base64.b64encode(png(PICTURE)).decode()},
+        {"image": None, "path": file, "text": None},
+    ]
+    for part in parts:
+        assert_is(with_part(type=kind, **part), WANTED)
 
 
 def test_parts_with_an_image_and_parts_of_the_column_in_one_record() -> None:
@@ -137,34 +131,33 @@ def test_parts_with_an_image_and_parts_of_the_column_in_one_record() -> None:
     assert_is(record, {"messages": chat(parts, "Yes."), "images": [PICTURE, OTHER, OTHER]})
 
 
-@pytest.mark.parametrize("column", ["images", "image"])
-def test_markers_in_texts(column: str) -> None:
-    messages = chat("<image>What is it?", "A cat.")
-    assert_is({"messages": messages, column: [PICTURE] if column == "images" else PICTURE}, WANTED)
+SYSTEM = {"role": "system", "content": "Be brief."}
+MARKED = chat("<image>What is it?", "A cat.")
+TURNS = [
+    {"from": "human", "value": "First <image>\nand <image><image>?"},
+    {"from": "gpt", "value": "Yes."},
+    {"from": "human", "value": "<image>"},
+    {"from": "gpt", "value": "No."},
+]
+FIRST = [text("First "), image(), text("\nand "), image(), image(), text("?")]
+FOUR = [PICTURE, OTHER, PICTURE, OTHER]
 
 
-def test_markers_in_sharegpt_and_several_in_one_text() -> None:
-    turns = [
-        {"from": "human", "value": "First <image>\nand <image><image>?"},
-        {"from": "gpt", "value": "Yes."},
-        {"from": "human", "value": "<image>"},
-        {"from": "gpt", "value": "No."},
-    ]
-    parts = [text("First "), image(), text("\nand "), image(), image(), text("?")]
-    images = [PICTURE, OTHER, PICTURE, OTHER]
-    wanted = {"messages": chat(parts, "Yes.", [image()], "No."), "images": images}
-    assert_is({"conversations": turns, "images": images}, wanted)
-
-
-def test_prompt_and_completion_as_messages() -> None:
-    prompt, completion = WANTED["messages"][:1], WANTED["messages"][1:]
-    assert_is({"prompt": prompt, "completion": completion, "images": [PICTURE]}, WANTED)
-
-
-def test_a_system_column_before_images() -> None:
-    system = {"role": "system", "content": "Be brief."}
-    wanted = {**WANTED, "messages": [system, *WANTED["messages"]]}
-    assert_is({**WANTED, "system": "Be brief."}, wanted)
+@pytest.mark.parametrize(
+    ("record", "wanted"),
+    [
+        ({"messages": MARKED, "images": [PICTURE]}, WANTED),
+        ({"messages": MARKED, "image": PICTURE}, WANTED),
+        ({"conversations": TURNS, "images": FOUR},
+         {"messages": chat(FIRST, "Yes.", [image()], "No."), "images": FOUR}),
+        ({"prompt": WANTED["messages"][:1], "completion": WANTED["messages"][1:],
+          "images": [PICTURE]}, WANTED),
+        ({**WANTED, "system": "Be brief."}, {**WANTED, "messages": [SYSTEM, *WANTED["messages"]]}),
+    ],
+    ids=["markers", "one image", "ShareGPT", "prompt and completion", "system column"],
+)  # fmt: skip
+def test_forms_of_records(record: dict[str, Any], wanted: dict[str, Any]) -> None:
+    assert_is(record, wanted)
 
 
 def test_a_system_message_with_an_image() -> None:
@@ -195,108 +188,48 @@ def test_markers_without_a_column_are_text() -> None:
 
 
 QUESTION = [image(), text("What?")]
-VIDEO = {"type": "video", "video": "a.mp4"}
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "no image": (
-        {"messages": chat(QUESTION, "A cat.")},
-        "the messages have 1 image parts (or <image> markers) without an image of their own, and "
-        "there are no images; each part needs one, in order",
-    ),
-    "fewer images": (
-        {"messages": chat([image(), *QUESTION], "A cat."), "images": [PICTURE]},
-        "the messages have 2 image parts (or <image> markers) without an image of their own, and "
-        "`images` has 1 images",
-    ),
-    "more images": (
-        {"messages": chat(QUESTION, "A cat."), "images": [PICTURE, OTHER]},
-        "have 1 image parts (or <image> markers) without an image of their own, and `images` has 2",
-    ),
-    "an image and no part": (
-        {"messages": chat("What?", "A cat."), "images": [PICTURE]},
-        "have 0 image parts (or <image> markers) without an image of their own, and `images` has 1",
-    ),
-    "one image and no part": (
-        {"messages": chat("What?", "A cat."), "image": PICTURE},
-        "and `image` has 1 images",
-    ),
-    "fewer markers": (
-        {"messages": chat("<image>What?", "A cat."), "images": [PICTURE, OTHER]},
-        "have 1 image parts (or <image> markers) without an image of their own, and `images` has 2",
-    ),
-    "a marker and an empty column": (
-        {"messages": chat("<image>What?", "A cat."), "images": []},
-        "have 1 image parts (or <image> markers) without an image of their own, and there are no",
-    ),
-    "a column for parts that have theirs": (
-        {
-            "messages": chat([{"type": "image", "image": OTHER}], "A cat."),
-            "images": [PICTURE],
-        },
-        "have 0 image parts (or <image> markers) without an image of their own, and `images` has 1",
-    ),
-    "both columns": (
-        {"messages": chat(QUESTION, "A cat."), "images": [PICTURE], "image": PICTURE},
-        "`images` and `image` are both given; keep one of the two columns",
-    ),
-    "images that are no list": (
-        {"messages": chat(QUESTION, "A cat."), "images": PICTURE},
-        "`images` must be a list, got Image; put one image into a list, or rename the column",
-    ),
-    "a list as image": (
-        {"messages": chat(QUESTION, "A cat."), "image": [PICTURE]},
-        "`image` is a list; rename the column to `images`",
-    ),
-    "two sources": (
-        {"messages": chat([{"type": "image", "path": "a", "url": "b"}], "A cat.")},
-        "messages[0] content[0] has 'path' and 'url'; keep one of them",
-    ),
-    "an image_url without url": (
-        {"messages": chat([{"type": "image_url", "image_url": {"detail": "low"}}], "A cat.")},
-        "messages[0] content[0] has an `image_url` without a `url`; give one",
-    ),
-    "invalid base64": (
-        {"messages": chat([text("a"), {"type": "image", "base64": "abc!"}], "A cat.")},
-        "messages[0] content[1] has invalid base64",
-    ),
-    "a video": (
-        {"messages": chat([VIDEO], "A cat.")},
-        "messages[0] content[0] is of type 'video', but only images are processed",
-    ),
-    "audio": (
-        {"messages": chat([{"type": "input_audio", "input_audio": {}}], "A cat.")},
-        "messages[0] content[0] is of type 'input_audio', but only images are processed",
-    ),
-    "a column of videos": (
-        {"messages": chat("What?", "A cat."), "videos": ["a.mp4"]},
-        "`videos` is given, but only images are processed; remove it",
-    ),
-    "a prompt that is a string": (
-        {"prompt": "<image>What?", "completion": "A cat.", "images": [PICTURE]},
-        "have 0 image parts (or <image> markers) without an image of their own, and `images` has 1",
-    ),
-    "the placeholder in a text": (
-        {"messages": chat("What is <|image_pad|>?", "A token.")},
-        "messages[0] has the text '<|image_pad|>', which stands for an image; remove it, or give "
-        "strings with <image> markers and a column `images`",
-    ),
-    "the placeholder beside an image": (
-        {"messages": chat(QUESTION, "A <|image_pad|>."), "images": [PICTURE]},
-        "messages[1] has the text '<|image_pad|>', which stands for an image",
-    ),
-    "the placeholder in a prompt": (
-        {"prompt": "<|image_pad|>What?", "completion": "A cat."},
-        "the text has 1 placeholders '<|image_pad|>' for 0 images",
-    ),
-}
+ASKED = {"messages": chat(QUESTION, "A cat.")}
+PLAIN = {"messages": chat("What?", "A cat.")}
+BASE64, LOW = {"type": "image", "base64": "abc!"}, {"type": "image_url", "image_url": {"detail": 1}}
+COUNT = "have {} image parts (or <image> markers) without an image of their own, and "
+STANDS = "has the text '<|image_pad|>', which stands for an image"
 
 
-@pytest.mark.parametrize("kind", REFUSED)
-@pytest.mark.parametrize("pixels", [True, False])
-def test_refused(kind: str, pixels: bool) -> None:
-    record, message = REFUSED[kind]
-    with pytest.raises(DataError) as caught:
-        tokenize(record, pixels=pixels)
-    assert message in str(caught.value)
+def asked(*parts: Any) -> dict[str, Any]:
+    return {"messages": chat(list(parts), "A cat.")}
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    (ASKED, COUNT.format(1) + "there are no images; each part needs one, in order"),
+    (asked(image(), *QUESTION) | {"images": [PICTURE]}, COUNT.format(2) + "`images` has 1 images"),
+    (ASKED | {"images": [PICTURE, OTHER]}, COUNT.format(1) + "`images` has 2"),
+    (PLAIN | {"images": [PICTURE]}, COUNT.format(0) + "`images` has 1"),
+    (PLAIN | {"image": PICTURE}, "and `image` has 1 images"),
+    ({"messages": MARKED, "images": [PICTURE, OTHER]}, COUNT.format(1) + "`images` has 2"),
+    ({"messages": MARKED, "images": []}, COUNT.format(1) + "there are no"),
+    (asked({"type": "image", "image": OTHER}) | {"images": [PICTURE]}, COUNT.format(0)),
+    ({"prompt": "<image>What?", "completion": "A cat.", "images": [PICTURE]}, COUNT.format(0)),
+    (ASKED | {"images": [PICTURE], "image": PICTURE}, "`images` and `image` are both given; keep"),
+    (ASKED | {"images": PICTURE}, "`images` must be a list, got Image; put one image into a list"),
+    (ASKED | {"image": [PICTURE]}, "`image` is a list; rename the column to `images`"),
+    (asked({"type": "image", "path": "a", "url": "b"}), "has 'path' and 'url'; keep one of"),
+    (asked(LOW), "messages[0] content[0] has an `image_url` without a `url`; give one"),
+    (asked(text("a"), BASE64), "messages[0] content[1] has invalid base64"),
+    (asked({"type": "video", "video": "a.mp4"}), "messages[0] content[0] is of type 'video', but"),
+    (asked({"type": "input_audio"}), "is of type 'input_audio', but only images are processed"),
+    (PLAIN | {"videos": ["a.mp4"]}, "`videos` is given, but only images are processed; remove it"),
+    ({"messages": chat("What is <|image_pad|>?", "A token.")}, f"messages[0] {STANDS}; remove"),
+    ({"messages": chat(QUESTION, "A <|image_pad|>."), "images": [PICTURE]}, "[1] " + STANDS),
+    ({"prompt": "<|image_pad|>What?", "completion": "A cat."},
+     "the text has 1 placeholders '<|image_pad|>' for 0 images"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("record", "message"), REFUSED)
+def test_refused(record: dict[str, Any], message: str) -> None:
+    for pixels in (True, False):
+        with pytest.raises(DataError, match=re.escape(message)):
+            tokenize(record, pixels=pixels)
 
 
 @pytest.mark.parametrize("name", ["gemma3", "idefics3"])

@@ -13,7 +13,16 @@ import pytest
 from PIL import Image, ImageOps, features
 
 from tests.chat_images.test_loading import PICTURE, encoded, tokenize
-from tests.chat_images.truth import KINDS, assert_fields, chat, expected, fields_of, image, text
+from tests.chat_images.truth import (
+    KINDS,
+    assert_fields,
+    assert_right,
+    chat,
+    fields_of,
+    image,
+    question,
+    text,
+)
 from tests.vision.families import FAMILIES
 from tests.vision.images import draw
 from torch_collate_kit import DataError, tokenize_chat
@@ -51,11 +60,10 @@ ORIENTED: dict[str, Callable[[int], bytes]] = {
     kind: lambda orientation, kind=kind: encoded(PICTURE, kind, exif=exif(orientation))
     for kind in ("JPEG", "PNG", "WEBP", "TIFF")
 }
+ORIENTED["PNG, after the pixels"] = late_exif
 ORIENTED |= {
-    "PNG, after the pixels": late_exif,
-    "PNG, XMP": lambda orientation: xmp(orientation, "PNG"),
-    "JPEG, XMP": lambda orientation: xmp(orientation, "JPEG"),
-    "WEBP, XMP": lambda orientation: xmp(orientation, "WEBP"),
+    f"{kind}, XMP": lambda orientation, kind=kind: xmp(orientation, kind)
+    for kind in ("PNG", "JPEG", "WEBP")
 }
 if features.check("avif"):
     ORIENTED["AVIF"] = lambda orientation: encoded(PICTURE, "AVIF", exif=exif(orientation))
@@ -71,36 +79,22 @@ def test_orientation(kind: str, orientation: int) -> None:
     found = image_files().load(data, "it")
     assert (np.asarray(found) == np.asarray(upright)).all()
     assert image_files().size(data, "it") == upright.size[::-1]
-    for opened in (Image.open(io.BytesIO(data)), Image.open(io.BytesIO(data))):
+    opened = Image.open(io.BytesIO(data))
+    for _ in range(2):  # the second time it is loaded
         assert image_files().size(opened, "it") == upright.size[::-1]
         assert (np.asarray(image_files().load(opened, "it")) == np.asarray(upright)).all()
-        assert image_files().size(opened, "it") == upright.size[::-1]
     small = tokenize(data, pixels=False)
     assert tokenize(data)["input_ids"] == small["input_ids"]
     assert small["image_grid_thw"].tolist() == [[1, *((6, 4) if orientation >= 5 else (4, 6))]]
 
 
-MODES = [
-    "1",
-    "L",
-    "LA",
-    "P",
-    "PA",
-    "RGB",
-    "RGBA",
-    "RGBX",
-    "CMYK",
-    "YCbCr",
-    "HSV",
-    "LAB",
-    "I",
-    "I;16",
-]
+DEEP = ["I", "I;16"]
+MODES = ["1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "LAB", *DEEP]
 
 
 def in_mode(mode: str) -> Image.Image:
     """An image in the mode, half transparent where it can be."""
-    if mode in ("I", "I;16"):
+    if mode in DEEP:
         pixels = np.asarray(PICTURE.convert("L"))
         return Image.fromarray(pixels.astype(np.int32 if mode == "I" else np.uint16))
     picture = draw(np.random.default_rng(0), 60, 90)
@@ -115,13 +109,8 @@ def in_mode(mode: str) -> Image.Image:
 @pytest.mark.parametrize("mode", MODES)
 def test_modes(name: str, mode: str) -> None:
     """Every mode gives what the processor makes of the image in this mode."""
-    family, picture = FAMILIES[name], in_mode(mode)
     messages = chat([image(), text("What?")], "A cat.")
-    record = {"messages": messages, "images": [picture]}
-    found = tokenize_chat(record, family.processor())
-    ids, _, fields = expected(family, messages, [picture], [1])
-    assert found["input_ids"] == ids
-    assert_fields(found, fields)
+    assert_right(FAMILIES[name], messages, [in_mode(mode)], [1])
 
 
 @pytest.mark.parametrize("mode", ["L", "LA", "P", "RGBA", "CMYK"])
@@ -133,8 +122,7 @@ def test_processors_that_do_not_convert(name: str, mode: str) -> None:
     processor.image_processor.do_convert_rgb = None
     defaults = getattr(processor, "images_kwargs", {})
     processor.images_kwargs = {**defaults, "do_convert_rgb": None}
-    record = {"messages": chat([image(), text("What?")], "A cat."), "images": [picture]}
-    found = tokenize_chat(record, processor)
+    found = tokenize_chat(question(picture), processor)
     assert_fields(found, fields_of(family, [picture]))
 
 
@@ -144,8 +132,7 @@ def test_transparent_palettes() -> None:
     assert_fields(tokenize(data), fields_of(FAMILY, [Image.open(io.BytesIO(data))]))
     processor = FAMILY.make_processor()
     processor.image_processor.do_convert_rgb = False
-    record = {"messages": chat([image()], "A cat."), "images": [data]}
-    found = tokenize_chat(record, processor)
+    found = tokenize_chat(question(data), processor)
     assert_fields(found, fields_of(FAMILY, [Image.open(io.BytesIO(data))]))
 
 

@@ -10,9 +10,9 @@ import pytest
 from PIL import Image
 from transformers import AutoTokenizer
 
-from tests.chat_images.truth import KINDS, assert_fields, expected, ids_of
+from tests.chat.chats import tokenize, trained_text
+from tests.chat_images.truth import KINDS, assert_fields, expected, ids_of, turns_of
 from tests.vision.families import FAMILIES
-from torch_collate_kit import ChatOptions, tokenize_chat
 
 
 @pytest.fixture(scope="module")
@@ -32,14 +32,14 @@ def test_files_and_images_in_memory(
         images = [Image.open(shared_data / path) for path in record["images"]]
         modes |= {picture.mode for picture in images}
         counts.add(len(images))
-        turns = [i for i, m in enumerate(record["messages"]) if m["role"] == "assistant"]
-        ids, mask, fields = expected(family, record["messages"], images, turns)
+        messages = record["messages"]
+        ids, mask, fields = expected(family, messages, images, turns_of(messages))
         in_memory = {**record, "images": images}
-        of_files = tokenize_chat(record, processor, ChatOptions(image_root=shared_data))
-        for found in (of_files, tokenize_chat(in_memory, processor)):
+        of_files = tokenize(record, processor, image_root=shared_data)
+        for found in (of_files, tokenize(in_memory, processor)):
             assert (found["input_ids"], found["loss_mask"]) == (ids, mask)
             assert_fields(found, fields)
-        small = tokenize_chat(record, processor, ChatOptions(image_root=shared_data, pixels=False))
+        small = tokenize(record, processor, image_root=shared_data, pixels=False)
         assert (small["input_ids"], small["loss_mask"]) == (ids, mask)
     assert modes == {"RGB", "L", "RGBA"}
     assert counts == {0, 1, 2, 3}
@@ -56,11 +56,10 @@ def test_a_real_tokenizer(records: list[dict[str, Any]], shared_data: Path) -> N
         images = [Image.open(shared_data / path) for path in record["images"]]
         words = processor.tokenizer.apply_chat_template(record["messages"], tokenize=False)
         ids = ids_of(processor, words, images)
-        found = tokenize_chat(record, processor, ChatOptions(image_root=shared_data))
+        found = tokenize(record, processor, image_root=shared_data)
         length = len(found["input_ids"])
         assert found["input_ids"] == ids[:length]
         assert not processor.decode(ids[length:]).strip()
-        pairs = zip(found["input_ids"], found["loss_mask"], strict=True)
-        kept = processor.decode([token for token, trained in pairs if trained])
+        kept = trained_text(found, processor.tokenizer)
         answers = [m["content"][0]["text"] for m in record["messages"] if m["role"] == "assistant"]
         assert [words.strip() for words in kept.split("<|im_end|>")] == [*answers, ""]

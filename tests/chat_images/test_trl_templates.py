@@ -7,28 +7,23 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.chat.chats import tokenize, trained_text
 from tests.chat.families import templates
 from tests.chat_images.truth import chat, fields_of, ids_of, image, rendered, text
 from tests.vision import processors
 from tests.vision.families import FAMILIES
 from tests.vision.images import draw
-from torch_collate_kit import ChatOptions, tokenize_chat
 
-# What ends a turn, and must be one token.
-CASES = {
-    "qwen2_5_vl": ("qwen2_5_vl", "<|im_end|>"),
-    "qwen2_5_vl_training": ("qwen2_5_vl", "<|im_end|>"),
-    "qwen3_vl": ("qwen3_vl", "<|im_end|>"),
-    "qwen3_vl_training": ("qwen3_vl", "<|im_end|>"),
-    "idefics3": ("idefics3", "<end_of_utterance>"),
-    "idefics3_training": ("idefics3", "<end_of_utterance>"),
-    "smolvlm": ("smolvlm", "<end_of_utterance>"),
-    "smolvlm_training": ("smolvlm", "<end_of_utterance>"),
-    "llava_next": ("llava_next", "</s>"),
-    "llava_next_training": ("llava_next", "</s>"),
-    "gemma3": ("gemma3", "<end_of_turn>"),
-    "gemma3_training": ("gemma3", "<end_of_turn>"),
+# What ends a turn, and must be one token; each has a copy for training.
+ENDS = {
+    "qwen2_5_vl": "<|im_end|>",
+    "qwen3_vl": "<|im_end|>",
+    "idefics3": "<end_of_utterance>",
+    "smolvlm": "<end_of_utterance>",
+    "llava_next": "</s>",
+    "gemma3": "<end_of_turn>",
 }
+CASES = {name + copy: (name, end) for name, end in ENDS.items() for copy in ("", "_training")}
 
 
 def processor_for(template: str) -> Any:
@@ -54,15 +49,13 @@ def test_ids_fields_and_trained_text(template: str, pixels: bool) -> None:
     )
     processor = processor_for(template)
     record = {"messages": messages, "images": images}
-    found = tokenize_chat(record, processor, ChatOptions(pixels=pixels))
+    found = tokenize(record, processor, pixels=pixels)
     ids = ids_of(processor, rendered(processor, messages), images)
     assert found["input_ids"] == ids[: len(found["input_ids"])]
     rest = processor.tokenizer.decode(ids[len(found["input_ids"]) :])
     assert not rest.strip()  # a line end after the last turn may be left out
-    pairs = zip(found["input_ids"], found["loss_mask"], strict=True)
-    end = CASES[template][1]
-    kept = processor.tokenizer.decode([token for token, trained in pairs if trained])
-    assert [words.strip() for words in kept.split(end)] == ["A cat.", "Two dogs.", ""]
+    kept = trained_text(found, processor.tokenizer).split(CASES[template][1])
+    assert [words.strip() for words in kept] == ["A cat.", "Two dogs.", ""]
     if pixels:
         wanted = fields_of(FAMILIES[CASES[template][0]], images)
         assert (found["pixel_values"] == wanted["pixel_values"]).all()
@@ -84,11 +77,10 @@ def test_templates_with_thinking(template: str) -> None:
     processor.tokenizer.add_special_tokens({"eos_token": "<|im_end|>"})
     processor.tokenizer.add_tokens(["<think>", "</think>"])
     processor.chat_template = templates()[template]
-    found = tokenize_chat({"messages": messages, "images": images}, processor)
+    found = tokenize({"messages": messages, "images": images}, processor)
     ids = ids_of(processor, rendered(processor, messages), images)
     assert found["input_ids"] == ids[: len(found["input_ids"])]
-    pairs = zip(found["input_ids"], found["loss_mask"], strict=True)
-    kept = processor.tokenizer.decode([token for token, trained in pairs if trained])
+    kept = trained_text(found, processor.tokenizer)
     assert kept.endswith("A cat.<|im_end|>")
     assert "image_pad" not in kept
 

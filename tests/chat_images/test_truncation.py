@@ -5,31 +5,27 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.chat.chats import tokenize
 from tests.chat_images.truth import (
     KINDS,
     assert_fields,
-    chat,
-    count_images,
     expected,
     fields_of,
     ids_of,
-    image,
     random_chat,
     rendered,
-    text,
+    turns_of,
 )
 from tests.vision.families import FAMILIES, TinyFamily
-from tests.vision.images import draw
-from torch_collate_kit import ChatOptions, tokenize_chat
 
 
 def cut(record: Any, family: TinyFamily, limit: int, **options: Any) -> dict[str, Any]:
     options |= {"max_length": limit, "overflow": "truncate"}
-    return tokenize_chat(record, family.processor(), ChatOptions(**options))
+    found: dict[str, Any] = tokenize(record, family.processor(), **options)
+    return found
 
 
 def bounds(family: TinyFamily, messages: Any, images: list[Any]) -> list[tuple[int, int]]:
@@ -66,8 +62,7 @@ def longest(family: TinyFamily, places: list[tuple[int, int]], limit: int) -> tu
 def test_the_longest_beginning_that_cuts_no_image(name: str, seed: int, share: float) -> None:
     messages, images = random_chat(np.random.default_rng(seed))
     family = FAMILIES[name]
-    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    ids, mask, _ = expected(family, messages, images, turns)
+    ids, mask, _ = expected(family, messages, images, turns_of(messages))
     limit = max(2, int(share * len(ids)))
     kept, whole = longest(family, bounds(family, messages, images), min(limit, len(ids)))
     record = {"messages": messages, "images": images}
@@ -81,41 +76,3 @@ def test_the_longest_beginning_that_cuts_no_image(name: str, seed: int, share: f
     assert (found["input_ids"], found["loss_mask"]) == (ids[:kept], mask[:kept])
     assert found["num_cut_tokens"] == len(ids) - kept
     assert_fields(found, fields_of(family, images[:whole]))
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_every_limit(name: str) -> None:
-    """A chat whose second image is cut, at each number of tokens from none of it to all."""
-    rng = np.random.default_rng(2)
-    images = [draw(rng, 30, 30), draw(rng, 90, 60)]
-    messages = chat([image(), text("What?")], "A cat.", [text("And?"), image()], "A dog.")
-    family = FAMILIES[name]
-    ids, _, _ = expected(family, messages, images, [1, 3])
-    (_, first_end), (start, end) = bounds(family, messages, images)
-    seen = set()
-    for limit in range(start - 2, end + 3):
-        record = {"messages": messages, "images": images}
-        found = cut(record, family, limit)
-        if name == "llava_onevision" and limit < end:  # one of several images cannot stay alone
-            assert found["skip_reason"] == "nothing_left_after_truncation"
-            continue
-        kept = limit if limit <= start or limit >= end else start
-        assert len(found["input_ids"]) == kept
-        assert found["num_cut_tokens"] == len(ids) - kept
-        seen.add(len(found["pixel_values"]))
-        assert_fields(found, fields_of(family, images[: 2 if limit >= end else 1]))
-    assert len(seen) == (1 if name == "llava_onevision" else 2)
-    assert first_end < start
-
-
-def test_a_cut_before_the_first_image_leaves_no_vision_field() -> None:
-    family = FAMILIES["qwen3_vl"]
-    messages = chat("Hi.", "Hello!", [text("What is this?"), image()], "A cat.")
-    record = {"messages": messages, "images": [draw(np.random.default_rng(0), 60, 90)]}
-    whole = tokenize_chat(record, family.processor())
-    start = whole["input_ids"].index(family.processor().vision_start_token_id)
-    found = cut(record, family, start + 3)
-    assert found["input_ids"] == whole["input_ids"][:start]
-    assert found["num_cut_tokens"] == len(whole["input_ids"]) - start
-    assert_fields(found, {})
-    assert count_images(messages) == 1

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.chat.chats import tokenize
 from tests.vision.families import FAMILIES, TinyFamily
 from tests.vision.images import draw
 
@@ -37,6 +38,30 @@ def chat(*contents: Any) -> Messages:
         {"role": ("user", "assistant")[i % 2], "content": content}
         for i, content in enumerate(contents)
     ]
+
+
+def question(source: Any, answer: Any = "A cat.") -> dict[str, Any]:
+    """A record with one image in its question."""
+    return {"messages": chat([image(), text("What?")], answer), "images": [source]}
+
+
+def assert_right(
+    family: TinyFamily, messages: Messages, images: list[Any], turns: Sequence[int], **options: Any
+) -> dict[str, Any]:
+    """Return the result of a chat, which has the ids, mask and fields of the processor."""
+    record = {"messages": messages, "images": images}
+    found: Any = tokenize(record, family.processor(), **options)
+    if isinstance(found, list):
+        [found] = found  # the template never rewrites a turn, so that one example holds all
+    ids, mask, fields = expected(family, messages, images, turns)
+    assert (found["input_ids"], found["loss_mask"]) == (ids, mask)
+    assert_fields(found, fields)
+    result: dict[str, Any] = found
+    return result
+
+
+def turns_of(messages: Messages) -> list[int]:
+    return [i for i, message in enumerate(messages) if message["role"] == "assistant"]
 
 
 def count_images(messages: Messages) -> int:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainingArguments
 
-from tests.chat.test_chat import byte_tokenizer, chat
+from tests.chat.chats import byte_tokenizer, chat
 from torch_collate_kit import ChatOptions, tokenize_chat_dataset, unpack
 from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.errors import DataError
