@@ -151,10 +151,7 @@ ROLLOUT_INPUTS = [
     BadInput("a rollout collator's `max_length` of 0", lambda: RolloutCollator(0, max_length=0)),
     BadInput("packed rollouts with images", _packed_rollouts({**ROLLOUT, **IMAGE})),
     BadInput("packed rollouts with `train_all`", _packed_rollouts(ROLLOUT, train_all=True)),
-    BadInput(
-        "packed rollouts as model inputs",
-        _for_trainer(ROLLOUT),
-    ),
+    BadInput("packed rollouts as model inputs", _for_trainer(ROLLOUT)),
     BadInput(
         "packed rollouts to truncate",
         _packed_rollouts({**ROLLOUT, "prompt_ids": [5] * 9}, overflow="truncate"),
@@ -202,9 +199,8 @@ BAD_INPUTS = [
     BadInput("a target and `train_all`", lambda: PaddedCollator(0, train_all=True)([LABELLED])),
     BadInput("no target in model inputs", _for_trainer(GOOD)),
     BadInput("a label of -1", _example(labels=[-100, -1, 7])),
-    BadInput(
-        "labels stored unsigned", _example(labels=np.array([-100, 6, -100]).astype(np.uint16))
-    ),
+    BadInput("labels stored unsigned", _example(labels=np.array([-100, 6,
+     -100]).astype(np.uint16))),
     BadInput("a mask in `labels`", _example(labels=[False, True, True])),
     BadInput("a mask in `labels`, an array", _example(labels=np.array([False, True, True]))),
     BadInput("a weight that float32 loses", _example(loss_mask=[0, 1, 1e-40])),
@@ -219,26 +215,18 @@ BAD_INPUTS = [
     BadInput("an `overflow` without `max_length`", _padded(GOOD, overflow="drop")),
     BadInput("no example within `max_length`", _padded(GOOD, max_length=2, overflow="drop")),
     BadInput("an example over `max_length`", _padded(GOOD, {"input_ids": [5] * 9}, max_length=8)),
-    BadInput(
-        "rows over int32", lambda: PackedCollator(0, max_tokens=2**31, fixed_width=True)([GOOD])
-    ),
-    BadInput(
-        "a column of another length",
-        lambda: PaddedCollator(0)(
-            {"input_ids": Ragged.from_rows([[5, 6], [7]]), "labels": Ragged.from_rows([[5, 6]])}
-        ),
-    ),
-    BadInput(
-        "a column of 2-D values",
-        lambda: PaddedCollator(0)({"input_ids": Ragged(np.ones((2, 2), dtype=int), [0, 2])}),
-    ),
+    BadInput("rows over int32", lambda: PackedCollator(0, max_tokens=2**31,
+     fixed_width=True)([GOOD])),
+    BadInput("a column of another length",
+     lambda: PaddedCollator(0)({"input_ids": Ragged.from_rows([[5, 6], [7]]),
+     "labels": Ragged.from_rows([[5, 6]])})),
+    BadInput("a column of 2-D values", lambda: PaddedCollator(0)({"input_ids": Ragged(np.ones((2,
+     2), dtype=int), [0, 2])})),
     BadInput("a tokenizer without a pad token", lambda: PaddedCollator(_NoPad())),
     BadInput("a model instead of a tokenizer", lambda: PaddedCollator(torch.nn.Linear(1, 1))),
     BadInput("a negative pad id", lambda: PaddedCollator(-100)),
-    BadInput(
-        "`max_tokens` under the alignment",
-        lambda: PackedCollator(0, max_tokens=8, parallel=ParallelLayout(tp=4, cp=2)),
-    ),
+    BadInput("`max_tokens` under the alignment", lambda: PackedCollator(0, max_tokens=8,
+     parallel=ParallelLayout(tp=4, cp=2))),
     BadInput("`max_tokens` of 0", lambda: PackedCollator(0, max_tokens=0)),
     BadInput("an unknown strategy", lambda: PackedCollator(0, max_tokens=8, strategy="bfd")),
     BadInput("an unknown overflow", lambda: PackedCollator(0, max_tokens=8, overflow="cut")),
@@ -255,7 +243,7 @@ BAD_INPUTS = [
     BadInput("rows that do not divide", lambda: _batch().chunk(2)),
     BadInput("a row by its number", lambda: _batch()[0]),
     *ROLLOUT_INPUTS,
-]
+]  # fmt: skip
 
 
 def _batch() -> Batch:

@@ -89,29 +89,12 @@ def test_weights_are_refused_where_only_labels_are_passed_on():
         ({"input_ids": 5}, "collate one example as a list"),
         ({"input_ids": torch.tensor([5, 6])}, "collate one example as a list"),
         (iter([]), "examples is a list_iterator; pass a list of examples, a mapping of columns"),
-        (
-            [{"input_ids": [5], "attention_mask": 1}],
-            "example 0: attention_mask is int; give a list",
-        ),
+        ([{"input_ids": [5], "attention_mask": 1}], "example 0: attention_mask is int; give a lis"),
     ],
 )
 def test_near_misses_name_the_way_out(examples, message):
     with pytest.raises((DataError, TypeError), match=message):
         PaddedCollator(0)(examples)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: PackedCollator(0, max_tokens=8, parallel=2), "ParallelLayout"),
-        (lambda: PaddedCollator(0, pad_to_multiple_of=True), "pad_to_multiple_of must be an int"),
-        (lambda: PaddedCollator(type("T", (), {"pad_token_id": [1]})), "pad_token_id must be an"),
-    ],
-)
-def test_wrong_settings_are_type_errors(make, message):
-    with pytest.raises(TypeError, match=message):
-        make()
-    assert PaddedCollator(0, pad_to_multiple_of=np.int64(8)).pad_to_multiple_of == 8
 
 
 # --- rows of more cells than int32 counts --------------------------------------------------------
@@ -120,27 +103,15 @@ LONG = np.broadcast_to(np.int64(5), 2**31 + 5)  # takes no memory
 LONG_ROLLOUT = {"rewards": 1.0, "loss_mask": np.broadcast_to(True, 2**31 + 5)}
 WIDE = {
     "padded": (PaddedCollator(0), {"input_ids": LONG}, "2147483653.*shorten example 1 when"),
-    "rounded up": (
-        PaddedCollator(0, pad_to_multiple_of=2**31),
-        {"input_ids": [5, 6, 7]},
-        "2147483648 cells, more than the 2147483647 that",
-    ),
-    "packed": (
-        PackedCollator(0, max_tokens=2**32),
-        {"input_ids": LONG},
-        "row would have 2147483656 cells.*lower max_tokens=4294967296",
-    ),
-    "fixed width": (
-        PackedCollator(0, max_tokens=2**32, fixed_width=True),
-        {"input_ids": [5, 6, 7]},
-        "row would have 4294967296 cells.*lower max_tokens=4294967296",
-    ),
-    "rollouts": (
-        RolloutCollator(0),
-        {**LONG_ROLLOUT, "prompt_ids": [5, 6, 7], "response_ids": LONG},
-        "2147483656 cells.*filter out example 1",
-    ),
-}
+    "rounded up": (PaddedCollator(0, pad_to_multiple_of=2**31), {"input_ids": [5, 6, 7]},
+     "2147483648 cells, more than the 2147483647 that"),
+    "packed": (PackedCollator(0, max_tokens=2**32), {"input_ids": LONG},
+     "row would have 2147483656 cells.*lower max_tokens=4294967296"),
+    "fixed width": (PackedCollator(0, max_tokens=2**32, fixed_width=True), {"input_ids": [5, 6, 7]},
+     "row would have 4294967296 cells.*lower max_tokens=4294967296"),
+    "rollouts": (RolloutCollator(0), {**LONG_ROLLOUT, "prompt_ids": [5, 6, 7],
+     "response_ids": LONG}, "2147483656 cells.*filter out example 1"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WIDE)

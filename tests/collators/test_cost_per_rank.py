@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 
 from tests.building import packed_collator, packed_sampler
 from tests.vision.oracle_images import LAYOUTS, TOKEN
-from torch_collate_kit import PackedCollator, PaddedCollator, TokenizedDataset
+from torch_collate_kit import TokenizedDataset
 from torch_collate_kit.packing import ModelCost, ParallelLayout
-from torch_collate_kit.rl import stage_mini_batches
 
 # n tokens cost n * (10 + n): 1, 2, 3 and 4 of them 11, 24, 39 and 56
 OPTIONS: dict[str, Any] = {
@@ -53,12 +51,3 @@ def test_images_cost_the_vision_tower() -> None:
     assert batch.metadata["vision_cost_per_rank"] == (336, 0)
     text = packed_collator(0, **options)([{"input_ids": [71] * 5}])
     assert "vision_cost_per_rank" not in text.metadata
-
-
-@pytest.mark.parametrize("collate", [packed_collator(0, **OPTIONS), PaddedCollator(0)])
-def test_not_of_other_ranks(collate: Any) -> None:
-    """A padded batch has no plan; a staged one is divided among other ranks."""
-    batch = collate(EXAMPLES)
-    assert ("cost_per_rank" in batch.metadata) == isinstance(collate, PackedCollator)
-    for part in stage_mini_batches(batch, [0, 1, len(batch)], 1):
-        assert "cost_per_rank" not in part[0].metadata

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import pickle
-
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from tests.batch_samples import storages_of, tensors_of
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators import PackedCollator, PaddedCollator
 from torch_collate_kit.packing import ParallelLayout
@@ -50,22 +47,6 @@ def test_workers_give_the_batches_of_the_main_process(name, workers):
         assert len(batches) == len(expected) == 4
         for batch, wanted in zip(batches, expected, strict=True):
             assert_same(batch, wanted)
-
-
-@pytest.mark.parametrize("name", COLLATORS)
-def test_a_batch_from_a_worker_is_one_piece_of_shared_memory(name):
-    loader = DataLoader(EXAMPLES, batch_size=6, collate_fn=COLLATORS[name], num_workers=1)
-    batch = next(iter(loader))
-    stored = tensors_of(batch)
-    assert all(tensor.is_shared() for tensor in stored)
-    assert len(storages_of(batch)) == 1
-    assert not batch._made
-
-
-@pytest.mark.parametrize("name", COLLATORS)
-def test_collators_survive_pickling(name):
-    collate = COLLATORS[name]
-    assert_same(pickle.loads(pickle.dumps(collate))(EXAMPLES), collate(EXAMPLES))
 
 
 def test_model_inputs_give_the_plain_dict_that_trainer_wants():

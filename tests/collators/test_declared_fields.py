@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
 
 from tests.building import packed_stream
 from tests.strategies import FUZZ
@@ -194,25 +193,6 @@ SFT = [
 ]
 
 
-def test_written_out_by_hand() -> None:
-    batch = PaddedCollator(0, fields={"mine": PerToken(torch.int8, pad=-1)})(SFT)
-    assert batch["mine"].tolist() == [[1, 2, 3], [-1, 4, 5]]
-    assert batch["mine"].dtype == torch.int8
-    assert batch.column("mine").tolist() == [1, 2, 3, 4, 5]
-    assert "mine" not in PaddedCollator(0)(SFT)
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_through_a_loader_and_a_stream(num_workers: int) -> None:
-    fields = {"mine": PerToken(torch.int16)}
-    collate = PackedCollator(0, max_tokens=8, fields=fields)
-    loader = DataLoader(SFT, batch_size=2, collate_fn=collate, num_workers=num_workers)
-    [batch] = list(loader)
-    assert batch["mine"].tolist() == [[1, 2, 3, 4, 5]]
-    stream = packed_stream(SFT, tokenizer=0, max_tokens=8, fields=fields)
-    assert next(iter(stream))["mine"].tolist() == [[1, 2, 3, 4, 5]]
-
-
 def test_the_state_of_a_stream_says_which_fields_it_has() -> None:
     def stream(fields: dict[str, Any]) -> PackedIterableDataset:
         return packed_stream(SFT, tokenizer=0, max_tokens=8, fields=fields)
@@ -252,37 +232,17 @@ def test_a_rank_without_examples_has_them_too() -> None:
 @pytest.mark.parametrize(
     ("spec", "mine", "message"),
     [
-        (
-            PerToken(torch.int8),
-            [1, 2],
-            "example 0: mine has 2 entries, input_ids has 3 tokens; give one entry per token",
-        ),
-        (
-            PerToken(torch.int8),
-            [1, 2, 300],
-            r"example 0: mine\[2\] is 300, which torch.int8 does not hold; declare another dtype",
-        ),
-        (
-            PerToken(torch.int8),
-            [1, 2.5, 3],
-            r"example 0: mine\[1\] is 2.5 \(float\); it must be an",
-        ),
+        (PerToken(torch.int8), [1, 2], "example 0: mine has 2 entries, input_ids has 3 tokens; gi"),
+        (PerToken(torch.int8), [1, 2, 300], r"example 0: mine\[2\] is 300, which torch.int8 does"),
+        (PerToken(torch.int8), [1, 2.5, 3], r"example 0: mine\[1\] is 2.5 \(float\); it must be a"),
         (PerToken(torch.bool), [0, 1, 2], r"mine\[2\] is 2, which torch.bool does not hold"),
         (PerToken(torch.float16), [0, 1e6, 2], r"mine\[1\] is 1000000.0, which torch.float16 does"),
         (PerToken(torch.float32), [0, 1e60, 2], r"mine\[1\] is 1e\+60, which torch.float32 does"),
         (PerToken(torch.int8), None, "example 0: mine is None; give a list"),
         (PerToken(torch.int8), ["a", "b", "c"], r"example 0: mine\[0\] is 'a' \(str\)"),
-        (
-            PerResponseToken(torch.float32),
-            [1, 2, 3],
-            "fields declares mine per response token, and the examples have no num_actions",
-        ),
+        (PerResponseToken(torch.float32), [1, 2, 3], "fields declares mine per response token, an"),
         (PerExample(torch.int64), [1, 2, 3], r"example 0: mine is \[1, 2, 3\] \(list\); it is"),
-        (
-            PerExample(torch.int64),
-            "a",
-            r"example 0: mine is 'a' \(str\); it is declared PerExample",
-        ),
+        (PerExample(torch.int64), "a", r"example 0: mine is 'a' \(str\); it is declared PerExampl"),
         (PerExample(torch.int8), 1000, "example 0: mine is 1000, which torch.int8 does not hold"),
         (PerExample(torch.int64), 2**70, "mine has a number beyond 64 bits"),
     ],
@@ -291,14 +251,6 @@ def test_wrong_values(spec: Any, mine: Any, message: str) -> None:
     collate = PaddedCollator(0, fields={"mine": spec})
     with pytest.raises(DataError, match=message):
         collate([{**SFT[0], "mine": mine}])
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_infinities_that_were_given_stay(dtype: torch.dtype) -> None:
-    collate = PaddedCollator(0, fields={"mine": PerToken(dtype)}, train_all=True)
-    given = [float("inf"), float("-inf"), float("nan"), 1.0]
-    found = collate([{"input_ids": [1, 2, 3, 4], "mine": given}])["mine"]
-    assert torch.equal(found.nan_to_num(7.0), torch.tensor([given], dtype=dtype).nan_to_num(7.0))
 
 
 def test_a_missing_one() -> None:
@@ -323,28 +275,16 @@ def test_a_missing_one() -> None:
     [
         (["mine"], TypeError, "fields must map names to PerToken, PerResponseToken or PerExample"),
         ({"mine": torch.int8}, TypeError, r"fields\['mine'\] must be a PerToken, PerResponseToken"),
-        (
-            {"mine": PerToken("int8")},
-            TypeError,
-            "must have a torch dtype of real numbers, got 'int8'",
-        ),
+        ({"mine": PerToken("int8")}, TypeError, "must have a torch dtype of real numbers, got 'in"),
         ({"mine": PerToken(torch.complex64)}, TypeError, "must have a torch dtype of real numbers"),
         ({"mine": PerToken(torch.uint16)}, TypeError, r"\['mine'\] has torch.uint16, which torch "),
-        (
-            {"mine": PerResponseToken(torch.float8_e5m2)},
-            TypeError,
-            "torch.float8_e5m2, which torch",
-        ),
+        ({"mine": PerResponseToken(torch.float8_e5m2)}, TypeError, "torch.float8_e5m2, which torc"),
         ({"my field": PerToken(torch.int8)}, ValueError, "'my field', which is no name"),
         ({3: PerToken(torch.int8)}, ValueError, "fields names 3, which is no name"),
         ({"loss_mask": PerToken(torch.int8)}, ValueError, "names 'loss_mask', which the collator"),
         ({"input_ids": PerToken(torch.int8)}, ValueError, "'input_ids', which the collator reads"),
         ({"loss_weights": PerToken(torch.float32)}, ValueError, "'loss_weights', which the coll"),
-        (
-            {"mine": PerToken(torch.int8, pad=1000)},
-            ValueError,
-            r"fields\['mine'\] has pad=1000, which torch.int8 does not hold",
-        ),
+        ({"mine": PerToken(torch.int8, pad=1000)}, ValueError, r"fields\['mine'\] has pad=1000, w"),
     ],
 )
 def test_wrong_declarations(make: Any, fields: Any, error: Any, message: str) -> None:
@@ -362,14 +302,6 @@ def test_what_a_vision_model_reads_is_not_declared(name: str) -> None:
             make(0, fields=fields, vision=vision)
 
 
-def test_a_declared_field_keeps_its_name() -> None:
-    """``logprobs`` of rollouts have another one in a batch; of an SFT example it is a user's."""
-    collate = PaddedCollator(0, fields={"logprobs": PerToken(torch.float32)})
-    batch = collate([{"input_ids": [1, 2], "loss_mask": [0, 1], "logprobs": [0.0, -0.5]}])
-    assert batch["logprobs"].tolist() == [[0.0, -0.5]]
-    assert "rollout_logprobs" not in batch
-
-
 @pytest.mark.parametrize("container", CONTAINERS)
 def test_float64_stays_what_it_is(container: str) -> None:
     exact = [0.1, 1 / 3, 1e300]
@@ -377,22 +309,6 @@ def test_float64_stays_what_it_is(container: str) -> None:
     collate = PaddedCollator(0, fields={"mine": PerToken(torch.float64)})
     batch = collate([{"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1], "mine": given}])
     assert batch["mine"].tolist() == [exact]
-
-
-@pytest.mark.parametrize("code", [">i8", ">i2", "ulonglong", "longlong", "longdouble", ">f4", "?"])
-@pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
-def test_arrays_of_dtypes_that_torch_does_not_take(code: str, dtype: torch.dtype) -> None:
-    rows = [[1, 0], [1, 1, 0]]
-    fields = {"mine": PerToken(dtype), "one": PerExample(dtype)}
-    examples = [{"input_ids": [5] * len(row), "mine": np.array(row, dtype=code)} for row in rows]
-    columns = {
-        **{name: [example[name] for example in examples] for name in examples[0]},
-        "one": np.array([1, 0], dtype=code),
-    }
-    batch = PaddedCollator(0, fields=fields, train_all=True)(columns)
-    assert batch["mine"].dtype == dtype
-    assert batch["mine"].tolist() == [[0, 1, 0], [1, 1, 0]]
-    assert batch["one"].tolist() == [[1], [0]]
 
 
 def test_a_number_beyond_int64() -> None:

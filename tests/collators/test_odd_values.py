@@ -17,10 +17,7 @@ from torch_collate_kit.loading import TokenizedDataset
 from torch_collate_kit.packing import pack
 from torch_collate_kit.ragged import Ragged
 
-COLLATORS = {
-    "padded": PaddedCollator(0),
-    "packed": PackedCollator(0, max_tokens=8),
-}
+COLLATORS = {"padded": PaddedCollator(0), "packed": PackedCollator(0, max_tokens=8)}
 IDS = [5, 6, 7]
 collators = pytest.mark.parametrize("collate", COLLATORS.values(), ids=COLLATORS)
 
@@ -35,20 +32,6 @@ def message_of(collate: Any, examples: Any) -> str:
 
 
 @collators
-@pytest.mark.parametrize(
-    "mask",
-    [[False, True, True], (False, True, True), [-100, 6, True], [False] * 3],
-    ids=["list", "tuple", "one", "all False"],
-)
-def test_labels_of_bools_are_refused(collate, mask):
-    good = {"input_ids": IDS, "labels": [-100, 6, 7]}
-    message = message_of(collate, [good, {"input_ids": IDS, "labels": mask}])
-    place = next(i for i, entry in enumerate(mask) if type(entry) is bool)
-    assert message.startswith(f"example 1: labels[{place}] is {mask[place]} (bool)")
-    assert message.endswith("labels are token ids or -100; a mask goes into loss_mask")
-
-
-@collators
 def test_ids_of_bools_are_refused_and_ids_0_and_1_are_not(collate):
     message = message_of(collate, [{"input_ids": [5]}, {"input_ids": [1, 0, False]}])
     assert message == (
@@ -56,13 +39,6 @@ def test_ids_of_bools_are_refused_and_ids_0_and_1_are_not(collate):
     )
     batch = collate([{"input_ids": [1, 0, 1], "labels": [0, 1, 0]}])
     assert batch["labels"].tolist() == [[-100, 1, 0]]
-
-
-@pytest.mark.parametrize("name", ["prompt_ids", "response_ids"])
-def test_ids_of_a_rollout_are_no_bools(name):
-    rollout = {"prompt_ids": [5], "response_ids": [6], "rewards": 1.0, "loss_mask": [1]}
-    message = message_of(RolloutCollator(0), [rollout, {**rollout, name: [True]}])
-    assert message.startswith(f"example 1: {name}[0] is True (bool)")
 
 
 # --- tensors that hold no plain values -----------------------------------------------------------
@@ -98,22 +74,6 @@ def test_odd_tensors_name_the_example(collate, kind, name):
     message = message_of(collate, [good, {**good, name: TENSORS[kind]}])
     assert message.startswith(f"example 1: {name} ")
     assert WAYS_OUT[kind] in message
-
-
-@pytest.mark.parametrize("kind", TENSORS)
-def test_odd_tensors_are_no_number_of_actions(kind):
-    example = {"input_ids": IDS, "loss_mask": [1], "num_actions": TENSORS[kind]}
-    message = message_of(PaddedCollator(0), [example])
-    assert message.startswith("example 0: num_actions is ")
-    assert "it must be an integer" in message
-
-
-def test_lazy_views_hold_values():
-    complex_values = torch.complex(torch.zeros(3), torch.tensor([-0.5, -1.0, -2.0]))
-    weights = complex_values.conj().imag  # 0.5, 1, 2 behind a bit that says minus
-    assert weights.is_neg()
-    batch = PaddedCollator(0, normalize_loss=False)([{"input_ids": IDS, "loss_mask": weights}])
-    assert batch["loss_mask"].tolist() == [[1.0, 2.0]]
 
 
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
@@ -191,21 +151,6 @@ def test_a_weight_that_is_lost_is_not_counted(collate, name, as_row, tiny):
     )
 
 
-@collators
-def test_the_least_weight_is_kept_however_many_tokens_there_are(collate):
-    examples = [{"input_ids": IDS, "loss_mask": [0, 1e-30, 1]}] * 1000
-    batch = collate(examples)
-    assert batch.metadata["num_loss_tokens"] == 2000
-    assert torch.count_nonzero(batch["loss_mask"]) == 2000
-
-
-@collators
-def test_unsigned_labels_beyond_int64_do_not_become_negative(collate):
-    labels = np.array([5, 2**63, 7], dtype=np.uint64)
-    message = message_of(collate, [{"input_ids": IDS, "labels": labels}])
-    assert message.startswith("example 0: labels is 9223372036854775808 at token 1; a label is a")
-
-
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32, np.uint64])
 @pytest.mark.parametrize(
     "form",
@@ -229,21 +174,6 @@ def test_an_ignored_label_stored_unsigned_is_no_token_id(collate, form, dtype):
     labels[1] = 155
     trained = collate({"input_ids": ids, "labels": form[1](labels)})
     assert trained["labels"].flatten().tolist().count(155) == 1
-
-
-@pytest.mark.parametrize("largest", [2**31 - 1, 2**31, 2**63 - 1])
-@pytest.mark.parametrize("collate", [PaddedCollator(0), PackedCollator(0, max_tokens=8)])
-def test_labels_beyond_int32_stay_what_they_are(collate, largest):
-    batch = collate([{"input_ids": [1, 2], "labels": [-100, largest]}])
-    assert batch["labels"].flatten().tolist() == [-100, largest]
-
-
-@collators
-def test_a_number_of_actions_beyond_int64_names_its_example(collate):
-    good = {"input_ids": IDS, "loss_mask": [1], "num_actions": 1}
-    for count in (2**63, 2**70, -(2**70)):
-        message = message_of(collate, [good, good | {"num_actions": count}])
-        assert message.startswith(f"example 1 has num_actions={count}, but 3 tokens; it counts")
 
 
 @collators

@@ -12,10 +12,7 @@ import pytest
 from tests.building import packed_collator, packed_sampler, packed_stream
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators import PackedCollator, PaddedCollator, RolloutCollator
-from torch_collate_kit.loading import (
-    MixedSampler,
-    PrefetchingSampler,
-)
+from torch_collate_kit.loading import MixedSampler, PrefetchingSampler
 from torch_collate_kit.packing import PackingOptions, ParallelLayout, pack
 
 INTEGERS = [np.int64, np.int32, np.uint8]
@@ -56,28 +53,20 @@ def _packed_sampler(n: Callable[[int], Any]) -> str:
 USES: dict[str, Callable[[Callable[[int], Any]], Any]] = {
     "ParallelLayout": _layout,
     "PackedCollator": _packed,
-    "PaddedCollator": lambda n: PaddedCollator(n(7), pad_to_multiple_of=n(200), max_length=n(64))(
-        EXAMPLES
-    ),
+    "PaddedCollator": lambda n: PaddedCollator(n(7), pad_to_multiple_of=n(200),
+     max_length=n(64))(EXAMPLES),
     "RolloutCollator": lambda n: RolloutCollator(n(7), max_length=n(200))(ROLLOUTS),
     "PackedIterableDataset": _stream,
     "PackedBatchSampler": _packed_sampler,
-    "PrefetchingSampler": lambda n: json.dumps(
-        PrefetchingSampler(
-            n(8), batch_size=n(2), seed=n(3), dp_rank=n(0), dp_size=n(2)
-        ).state_dict()
-    ),
-    "MixedSampler": lambda n: json.dumps(
-        MixedSampler(
-            [n(9), n(4)], batch_size=n(2), num_steps=n(3), seed=n(3), dp_rank=n(0)
-        ).state_dict()
-    ),
-    "pack": lambda n: (
-        pack([3, 4, 9], packing=PackingOptions(n(200), max_sequences_per_row=n(2))).bins
-    ),
+    "PrefetchingSampler": lambda n: json.dumps(PrefetchingSampler(n(8), batch_size=n(2), seed=n(3),
+     dp_rank=n(0), dp_size=n(2)).state_dict()),
+    "MixedSampler": lambda n: json.dumps(MixedSampler([n(9), n(4)], batch_size=n(2), num_steps=n(3),
+     seed=n(3), dp_rank=n(0)).state_dict()),
+    "pack": lambda n: (pack([3, 4, 9], packing=PackingOptions(n(200),
+     max_sequences_per_row=n(2))).bins),
     "Batch.pad_rows": lambda n: PaddedCollator(0)(EXAMPLES).pad_rows(multiple_of=n(7)),
     "Batch.chunk": lambda n: PaddedCollator(0)(EXAMPLES).chunk(n(3)),
-}
+}  # fmt: skip
 
 
 def _plain(value: Any) -> Any:

@@ -179,8 +179,7 @@ def _collate(
         "normalize_loss": True,
     }
     options = PackedOptions(
-        {"dp": 1, "tp": 1, "cp": 1, "fp8": False, **(layout or {})},
-        {**defaults, **collator},
+        {"dp": 1, "tp": 1, "cp": 1, "fp8": False, **(layout or {})}, {**defaults, **collator}
     )
     made = collator_of(options)
     batch = made(examples)
@@ -198,66 +197,6 @@ def _examples(*lengths: int) -> list[dict[str, Any]]:
     ]
 
 
-def test_a_row_of_one_cell_has_no_loss_columns() -> None:
-    batch = _collate(_examples(1), max_tokens=1)
-    assert batch["input_ids"].tolist() == [[101]]
-    assert batch["loss_mask"].shape == (1, 0)
-    assert batch.metadata["response_length"] == 0
-
-
-def test_single_token_examples_side_by_side_train_nothing() -> None:
-    batch = _collate(_examples(1, 1, 1), max_tokens=4)
-    assert batch["position_ids"].tolist() == [[0, 0, 0]]
-    assert batch["loss_mask"].tolist() == [[0, 0]]
-    assert batch.metadata["loss_mask_divisor"] == 1
-
-
-def test_a_batch_without_trained_tokens_divides_by_one() -> None:
-    examples = [dict(example, loss_mask=[1] + [0] * 2) for example in _examples(3, 3)]
-    batch = _collate(examples, max_tokens=6)
-    assert batch.metadata["num_loss_tokens"] == 0
-    assert batch.metadata["loss_mask_divisor"] == 1
-    assert (batch["labels"] == -100).all()
-
-
-@pytest.mark.parametrize("balance", ["attention", "tokens", None])
-def test_fewer_examples_than_ranks_give_dummy_rows(balance: str | None) -> None:
-    batch = _collate(_examples(3, 2), max_tokens=8, layout={"dp": 4}, balance=balance)
-    assert len(batch) == 4
-    assert batch.metadata["num_dummy_rows"] == 2
-    empty = [row for row, lengths in enumerate(batch["sub_seq_lengths"]) if not len(lengths)]
-    assert len(empty) == 2
-    for row in empty:
-        assert batch["input_ids"][row].tolist() == [0, 0, 0]
-        assert batch["position_ids"][row].tolist() == [0, 1, 2]
-        assert batch["attention_mask"][row].sum() == 0
-        assert batch["cu_seq_lens"][row].tolist() == [0, 3]
-
-
-@pytest.mark.parametrize("dp", [1, 3])
-@pytest.mark.parametrize("align", [1, 4])
-@pytest.mark.parametrize("fixed_width", [False, True])
-def test_all_dropped_leaves_dummy_rows(dp: int, align: int, fixed_width: bool) -> None:
-    batch = _collate(
-        _examples(9, 10),
-        max_tokens=8,
-        overflow="drop",
-        layout={"dp": dp, "tp": align},
-        fixed_width=fixed_width,
-    )
-    assert batch.metadata["num_dummy_rows"] == len(batch) == dp
-    assert batch.metadata["num_dropped"] == 2
-    assert batch["input_ids"].shape == (dp, 8 if fixed_width else align)
-    assert (batch["input_ids"] == 0).all()
-
-
-@pytest.mark.parametrize("overflow", ["raise", "truncate", "drop", "split"])
-def test_an_example_of_exactly_max_tokens_fits(overflow: str) -> None:
-    batch = _collate(_examples(8, 3), max_tokens=8, overflow=overflow)
-    assert sorted(batch["sub_seq_lengths"].tolist()) == [[3], [8]]
-    assert batch.metadata["num_dropped"] == batch.metadata["num_cut"] == 0
-
-
 @pytest.mark.parametrize(
     ("overflow", "lengths"), [("truncate", [[8]]), ("drop", [[]]), ("split", [[1], [8]])]
 )
@@ -266,56 +205,3 @@ def test_an_example_of_one_token_more_overflows(overflow: str, lengths: list[lis
     assert sorted(batch["sub_seq_lengths"].tolist()) == lengths
     with pytest.raises(DataError, match="example 0"):
         _collate(_examples(9), max_tokens=8)
-
-
-def test_what_fits_unaligned_but_not_aligned_is_over_long() -> None:
-    batch = _collate(_examples(9), max_tokens=10, overflow="truncate", layout={"tp": 4})
-    assert batch["sub_seq_lengths"].tolist() == [[8]]
-    with pytest.raises(DataError, match="example 0"):
-        _collate(_examples(9), max_tokens=10, layout={"tp": 4})
-
-
-def test_gaps_continue_their_segment_and_the_tail_is_its_own() -> None:
-    batch = _collate(_examples(5, 2, 3), max_tokens=16, layout={"tp": 4}, strategy="sequential")
-    assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 0, 1, 2, 3]]
-    assert batch["cu_seq_lens"].tolist() == [[0, 8, 12, 16]]
-    assert batch["attention_mask"].tolist() == [[1, 1, 1, 1, 1, 0, 0, 0, 1, 1, 0, 0, 1, 1, 1, 0]]
-    wider = _collate(
-        _examples(5, 2, 3),
-        max_tokens=22,
-        layout={"tp": 4},
-        strategy="sequential",
-        fixed_width=True,
-    )
-    assert wider["input_ids"].shape == (1, 20)
-    assert wider["cu_seq_lens"].tolist() == [[0, 8, 12, 16, 20]]
-    assert wider["position_ids"][0, 16:].tolist() == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize(
-    ("layout", "align"),
-    [
-        ({"fp8": True}, 16),
-        ({"tp": 3, "fp8": True}, 48),
-        ({"cp": 3, "fp8": True}, 48),
-        ({"tp": 2, "cp": 2, "fp8": True}, 32),
-    ],
-)
-def test_fp8_aligns_every_sub_sequence(layout: dict[str, Any], align: int) -> None:
-    batch = _collate(_examples(5, 17, 33), max_tokens=200, layout=layout)
-    for boundaries in batch["cu_seq_lens"]:
-        assert (boundaries % align == 0).all()
-
-
-def test_fixed_width_gives_one_shape_whatever_is_in_the_batch() -> None:
-    shapes = set()
-    for lengths in ([3], [16], [4, 4, 4], [10, 10]):
-        batch = _collate(_examples(*lengths), max_tokens=16, fixed_width=True)
-        shapes.add(batch["input_ids"].shape[1])
-    assert shapes == {16}
-
-
-@pytest.mark.parametrize("limit", [1, 2])
-def test_max_sequences_per_row(limit: int) -> None:
-    batch = _collate(_examples(1, 1, 1, 1, 1), max_tokens=64, max_sequences_per_row=limit)
-    assert len(batch) == -(-5 // limit)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -63,46 +61,6 @@ def _collate(examples: list[dict[str, Any]], **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize("target", [{}, {"loss_mask": [1]}, {"labels": [7]}])
-def test_single_token_examples_have_no_loss_columns(target: dict[str, Any], side: str) -> None:
-    batch = _collate([{"input_ids": [7], **target}] * 3, padding_side=side)
-    assert batch["input_ids"].shape == (3, 1)
-    assert batch["loss_mask"].shape == (3, 0)
-    assert batch.metadata["num_loss_tokens"] == 0
-
-
-@pytest.mark.parametrize("side", SIDES)
-def test_a_batch_without_trained_tokens_divides_by_one(side: str) -> None:
-    examples = [
-        {"input_ids": [1, 2, 3], "loss_mask": [0, 0, 0]},
-        {"input_ids": [4, 5], "loss_mask": [1, 0]},
-        {"input_ids": [6], "loss_mask": [1]},
-    ]
-    batch = _collate(examples, padding_side=side)
-    assert batch.metadata["num_loss_tokens"] == 0
-    assert batch.metadata["loss_mask_divisor"] == 1
-    assert batch["loss_mask"].shape == (3, 0)
-
-
-@pytest.mark.parametrize(("weight", "trained"), [(1e-29, 1), (0.0, 0)])
-def test_a_token_is_trained_where_its_weight_is_not_zero(weight: float, trained: int) -> None:
-    batch = PaddedCollator(0)([{"input_ids": [5, 6, 7], "loss_mask": [0, 0, weight]}])
-    assert batch.metadata["num_loss_tokens"] == trained
-    assert batch["labels"].tolist() == [[-100, -100, 7 if trained else -100]]
-
-
-@pytest.mark.parametrize("side", SIDES)
-def test_num_actions_of_the_whole_example_leave_its_first_token_untrained(side: str) -> None:
-    examples = [
-        {"input_ids": [1, 2, 3], "loss_mask": [1, 1, 1], "num_actions": 3},
-        {"input_ids": [4], "loss_mask": [1], "num_actions": 1},
-    ]
-    batch = _collate(examples, padding_side=side)
-    assert batch.row_metadata["num_actions"].tolist() == [[2], [0]]
-    assert batch.metadata["num_loss_tokens"] == 2
-
-
-@pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize(("multiple", "width"), [(None, 9), (1, 9), (3, 9), (4, 12), (16, 16)])
 def test_pad_to_multiple_of_may_pass_max_length(side: str, multiple: int, width: int) -> None:
     examples = [{"input_ids": list(range(1, 10))}, {"input_ids": [11, 12]}]
@@ -123,10 +81,7 @@ def test_pad_to_multiple_of_may_pass_max_length(side: str, multiple: int, width:
 def test_pad_cells_are_told_from_tokens_that_equal_the_pad_id(
     target: list[dict[str, Any]], side: str
 ) -> None:
-    examples = [
-        {"input_ids": [0, 0, 0], **target[0]},
-        {"input_ids": [5, 0, 5, 0, 5], **target[1]},
-    ]
+    examples = [{"input_ids": [0, 0, 0], **target[0]}, {"input_ids": [5, 0, 5, 0, 5], **target[1]}]
     batch = _collate(examples, padding_side=side)
     assert batch["attention_mask"].sum(dim=1).tolist() == [3, 5]
 
@@ -143,13 +98,6 @@ def test_num_actions_may_be_a_column_of_any_kind(kind: str) -> None:
         "num_actions": count_column(kind, [2, 1]),
     }
     assert_equals_oracle(PaddedCollator(0)(columns), padded_batch(examples, pad_token_id=0))
-
-
-@pytest.mark.parametrize("container", [list, np.array, torch.tensor])
-def test_wide_token_ids_behind_narrow_ones_are_kept(container: Any) -> None:
-    narrow, wide = np.array([1, 2], dtype=np.int32), container([1 << 40, 5])
-    batch = PaddedCollator(0)([{"input_ids": narrow}, {"input_ids": wide}])
-    assert batch["input_ids"].tolist() == [[1, 2], [1 << 40, 5]]
 
 
 def test_examples_of_one_batch_share_their_target_form() -> None:

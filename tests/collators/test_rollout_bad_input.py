@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import re
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 from tests.collators.bad_inputs import COLUMNS, IMAGE, NO_IMAGE, ROLLOUT, ROUTES
-from torch_collate_kit.collators import PackedCollator, PaddedCollator, RolloutCollator
+from torch_collate_kit.collators import PackedCollator, RolloutCollator
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.rl import merge_steps
@@ -31,48 +30,30 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
     ({"prompt_ids": np.array([2**63 + 1], dtype=np.uint64)}, "prompt_ids is -92.* at token 0"),
     ({"prompt_ids": META.long()}, "prompt_ids is a tensor of layout .* on device meta"),
     ({"prompt_ids": torch.tensor([1, 0]).to_sparse()}, "prompt_ids is a tensor of .*sparse_coo"),
-    ({"prompt_ids": np.array([1], dtype=object)}, "prompt_ids has dtype object"),
-    ({"prompt_ids": 5}, "prompt_ids is int"),
     ({"response_ids": "abc"}, "response_ids is str"),
-    ({"prompt_ids": [5, -1]}, "prompt_ids is -1 at token 1; token ids are 0 or more$"),
     ({"rewards": np.array("a")}, r"rewards is 'a' \(str\); give one number"),
-    ({"rewards": np.array(b"1.5")}, r"rewards is b'1.5' \(bytes\); give one number"),
-    ({"rewards": np.array(None)}, r"rewards is None \(NoneType\); give one number"),
-    ({"rewards": 1j}, "rewards is complex; give one number"),
-    ({"rewards": np.timedelta64(1, "s")}, "rewards is datetime.timedelta"),
-    ({"rewards": np.datetime64("2020-01-01")}, "rewards is datetime64"),
     ({"rewards": datetime.timedelta(1)}, "rewards is timedelta"),
     ({"rewards": 10**400}, r"rewards is 1000.*\(int\); give one number"),
     ({"rewards": [10**400, 0, 0]}, r"rewards\[0\] is 1000.*\(int\); it must be a number"),
     ({"rewards": -np.inf}, "rewards is -inf at response token 2; .*filter such rollouts out"),
-    ({"rewards": [np.inf, -np.inf, 0]}, "rewards is inf at response token 0"),
     ({"rewards": np.array([1e39, 0, 0])}, r"rewards is 1e\+39 at response token 0"),
     ({"rewards": META[0]}, r"rewards is tensor\(.*meta.* give one number"),
     ({"rewards": torch.tensor([1j, 1, 1])}, "rewards has dtype complex64; give numbers"),
-    ({"rewards": {"a": 1}}, "rewards is dict; give one number, or one per response token"),
-    ({"rewards": (x for x in "abc")}, "rewards is generator"),
-    ({"advantages": None}, "advantages is None; give one number"),
     ({"advantages": [0, 0, np.inf]}, "advantages is inf at response token 2"),
     ({"loss_mask": np.array(1)}, r"loss_mask is 0-D .* \(loss_mask\[0\]\)"),
     ({"loss_mask": np.array([1, 1, 1], dtype=object)}, "loss_mask has dtype object; give numbers"),
     ({"uid": META[0]}, r"uid is tensor\(.*\(Tensor\); rollouts are grouped by it"),
-    ({"uid": np.array([])}, "uid is array"),
     ({"uid": ["a"]}, r"uid is \['a'\] \(list\)"),
     ({"is_last_step": 2}, "is_last_step is 2"),
-    ({"is_last_step": np.array([1, 0])}, "is_last_step is array"),
     ({"is_last_step": torch.tensor([True, False])}, "is_last_step is tensor"),
     ({"rollout_expert_indices": np.zeros((6, 2, 2), int)}, "has 6 tokens, the rollout has 5; give"),
     ({"rollout_expert_indices": []}, r"has shape \(0,\) .* an array \[0, layers, top_k\] where"),
-    ({"rollout_expert_indices": {"a": 1}}, "rollout_expert_indices is dict"),
     ({"rollout_expert_indices": ROUTES > 1}, "dtype bool; give integers"),
-    ({"rollout_expert_indices": ROUTES.astype(object)}, "dtype object; give integers"),
     ({"rollout_expert_indices": META.view(1, 1, 3).long()}, "is a tensor of layout"),
     ({"rollout_expert_indices": [torch.ones(2, 2, requires_grad=True)]}, "dtype float32; give int"),
     ({"rollout_expert_indices": [[[2**70, 1], [1, 2]]]}, "dtype object; give integers"),
     ({"rollout_expert_indices": ROUTES - 1}, "has the expert -1; experts are 0 to 32767"),
-    ({"rollout_expert_indices": ROUTES + 32_749}, "has the expert 32768; experts"),
     ({**IMAGE, "pixel_values": [[1.0, 2.0], [3.0]]}, "pixel_values is a list whose parts differ"),
-    ({**IMAGE, "pixel_values": "x"}, "pixel_values is str; give floats"),
     ({**IMAGE, "pixel_values": META}, "pixel_values is a tensor of layout"),
     ({**IMAGE, "image_grid_thw": [1, 2, 2]}, r"shape \(3,\) .* give integers \[images, 3\]"),
     ({**IMAGE, "image_grid_thw": [[1.0, 2.0, 2.0]]}, "image_grid_thw has .* dtype float64"),
@@ -114,17 +95,6 @@ def test_an_image_behind_a_rollout_without_one_is_refused_by_name(entries: dict[
         PackedCollator(0, max_tokens=8)([{**ROLLOUT, **e} for e in (NO_IMAGE, IMAGE)])
 
 
-@pytest.mark.parametrize("empty", [0, 1])
-def test_the_example_of_a_bad_expert_is_named_past_empty_routes(empty: int) -> None:
-    parts = [ROUTES[:empty], ROUTES, ROUTES[:0], ROUTES + 40_000, ROUTES]
-    examples = [{**ROLLOUT, "rollout_expert_indices": part} for part in parts]
-    with pytest.raises(DataError, match=r"^example 3: rollout_expert_indices has the expert 40000"):
-        RolloutCollator(0)(examples)
-    assert RolloutCollator(0)([examples[1]])["rollout_expert_indices"].max() == 19
-    largest = {**ROLLOUT, "rollout_expert_indices": ROUTES + 32_767 - 19}
-    assert RolloutCollator(0)([largest])["rollout_expert_indices"].max() == 32_767
-
-
 @pytest.mark.parametrize("largest", [255, 256, 257])
 @pytest.mark.parametrize("collate", [RolloutCollator(0), PackedCollator(0, max_tokens=8)])
 def test_experts_around_the_largest_of_a_byte(collate: Any, largest: int) -> None:
@@ -137,12 +107,8 @@ def test_experts_around_the_largest_of_a_byte(collate: Any, largest: int) -> Non
     ("entries", "message"),
     [
         ({"rewards": 1.0}, "column rewards is float, which has no rows"),
-        ({"rewards": torch.tensor(1.0)}, "column rewards is Tensor, which has no rows"),
-        ({"rewards": np.array(1.0)}, "column rewards is ndarray, which has no rows"),
         ({"rewards": None}, "column rewards is NoneType"),
         ({"uid": "ab"}, "column uid is str, which has no rows"),
-        ({"uid": "abc"}, "column uid is str, which has no rows"),
-        ({"rewards": (x for x in "ab")}, "column rewards is generator"),
         ({"prompt_ids": None}, "column prompt_ids is NoneType"),
         ({"response_ids": [7, 8]}, r"collate one example as a list: \[example\]"),
         ({"prompt_ids": [5, 6]}, "example 0: prompt_ids is int"),
@@ -152,7 +118,6 @@ def test_experts_around_the_largest_of_a_byte(collate: Any, largest: int) -> Non
         ({"rewards": np.array([1j, 0])}, "example 0: rewards is complex"),
         ({"rewards": np.array([1.0, None], dtype=object)}, "example 1: rewards is None"),
         ({"rewards": np.ones((2, 1, 1))}, "example 0: rewards is 2-D"),
-        ({"rewards": META[:2]}, "column rewards is a tensor of layout"),
         ({"rewards": Ragged(META, [0, 1, 2])}, "column rewards is a tensor of layout"),
         ({"rewards": Ragged(np.ones((2, 2)), [0, 1, 2])}, "column rewards has 2-D values"),
         ({"uid": np.ones((2, 2))}, "example 0: uid is array"),
@@ -165,38 +130,6 @@ def test_experts_around_the_largest_of_a_byte(collate: Any, largest: int) -> Non
 def test_a_hostile_column_is_refused_by_name(entries: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         RolloutCollator(0)({**COLUMNS, **entries})
-
-
-@pytest.mark.parametrize(
-    ("key", "name"),
-    [
-        ("log_probs", "logprobs"),
-        ("logprob", "logprobs"),
-        ("rollout_log_probs", "logprobs"),
-        ("logps", "logprobs"),
-        ("Advantages", "advantages"),
-        ("uids", "uid"),
-        ("trajectory_ids", "trajectory_id"),
-        ("is_last_steps", "is_last_step"),
-        ("rollout_expert_index", None),
-        ("pixel_value", "pixel_values"),
-    ],
-)
-def test_a_near_miss_is_not_left_out_in_silence(key: str, name: str | None) -> None:
-    example = {**ROLLOUT, key: [-1.0, -1.0, -1.0]}
-    if name is None:
-        RolloutCollator(0)([example])
-        return
-    message = f"example 0 has no {name}, but '{key}' looks like it; rename it to {name}, or"
-    with pytest.raises(DataError, match=re.escape(message)):
-        RolloutCollator(0)([example])
-
-
-@pytest.mark.parametrize("collate", [PaddedCollator(0), PackedCollator(0, max_tokens=8)])
-@pytest.mark.parametrize("examples", [[], [[1]], [None], {}, 3, None, np.ones(3)])
-def test_what_is_no_batch_has_the_message_of_examples(collate: Any, examples: Any) -> None:
-    with pytest.raises((DataError, TypeError), match=r"examples is an? |empty|is a |no input_ids"):
-        collate(examples)
 
 
 @pytest.mark.parametrize("key", ["prompt_ids", "response_ids"])

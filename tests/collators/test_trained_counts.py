@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.building import packed_sampler, packed_stream
+from tests.building import packed_sampler
 from torch_collate_kit import (
     Batch,
     PackedCollator,
@@ -106,11 +106,3 @@ def test_the_ranks_of_a_sampler_have_the_counts_of_their_rows() -> None:
         assert_counted(batch)
         found += np.asarray(batch.row_metadata["num_trained"].values).tolist()
     assert sorted(found) == sorted(COUNTS)
-
-
-def test_a_stream_counts_too() -> None:
-    stream = packed_stream(EXAMPLES, tokenizer=0, max_tokens=6, rows=2)
-    batches = list(stream)
-    assert sum(int(batch.row_metadata["num_trained"].values.sum()) for batch in batches) == 6
-    for batch in batches:
-        assert_counted(batch)

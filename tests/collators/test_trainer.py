@@ -128,21 +128,6 @@ def test_a_loss_mask_that_trainer_keeps_gives_the_loss_of_the_labels(tmp_path):
     assert losses == pytest.approx([expected], abs=2e-5)
 
 
-def test_it_trains(tmp_path):
-    examples = [{"input_ids": list(range(1, 2 + i % 7))} for i in range(20)]
-    losses = losses_of_trainer(
-        tmp_path,
-        tiny_model(32),
-        examples,
-        PackedCollator(0, max_tokens=16, train_all=True).for_trainer(),
-        per_device_train_batch_size=5,
-        max_steps=8,
-        learning_rate=0.05,
-    )
-    assert len(losses) == 8
-    assert losses[-1] < losses[0] / 2
-
-
 def test_compute_metrics_sees_examples(tmp_path):
     """label_names hands the positions to compute_metrics, and unpack() finds the examples."""
     examples = [{"input_ids": list(range(1, 4 + i % 5))} for i in range(11)]

@@ -32,55 +32,6 @@ def levelled(sizes: list[int], capacity: int, num_rows: int, **options: Any) -> 
     return bins_of(result, array)
 
 
-def test_level_gives_an_added_row_its_share() -> None:
-    # best fit: 6 4 | 5 5 | 2; one row more: 22 tokens over 4 rows, longest first to the emptiest
-    assert levelled([6, 5, 5, 4, 2], 10, 4) == [[6], [5], [5], [4, 2]]
-
-
-def test_level_keeps_rows_that_it_would_make_less_even() -> None:
-    # best fit: 3 3 | 2 2 2, both 6; longest first would make 3 2 2 | 3 2
-    assert sorted(levelled([3, 3, 2, 2, 2], 7, 2)) == [[2, 2, 2], [3, 3]]
-
-
-def test_level_keeps_the_cells_free_that_are_reserved() -> None:
-    sizes = of_text(np.array([10, 6, 6, 5, 5, 4, 4, 4, 3, 3, 1]))
-    rows = best_fit_decreasing(sizes[0], 11, None)
-    options: dict[str, Any] = {"image_weights": sizes[1], "most": 5}
-    expected = level(rows, sizes, 5, limits=Limits(11, 0), **options)
-    found = level(rows, sizes, 5, limits=Limits(12, 0, None, 1), **options)
-    assert bins_of(found, sizes[0]) == bins_of(expected, sizes[0])
-    assert max(map(sum, bins_of(found, sizes[0]))) == 11
-    other = level(rows, sizes, 5, limits=Limits(12, 0), **options)
-    assert bins_of(found, sizes[0]) != bins_of(other, sizes[0])
-
-
-def test_level_touches_no_more_rows_than_told() -> None:
-    sizes = [10] * 3 + [5] * 4 + [1] * 10
-    before = levelled(sizes, 10, 6)
-    assert len(before) == 6
-    after = levelled(sizes, 10, 7, most=1)
-    assert sum(row in after for row in before) >= 5
-    assert sorted(map(sum, after)) == [5, 5, 10, 10, 10, 10, 10]
-
-
-def test_level_weighs_images_by_cost_and_falls_back_to_patches() -> None:
-    # one image of 8 costs as much as four of 4 (n * n): the 8 stays alone, the capacity allows it
-    patches = np.array([8, 4, 4, 4, 4])
-    sizes, rows = (
-        sizes_of(np.ones(5, dtype=np.int64), patches),
-        Rows(np.arange(5), np.array([0, 5])),
-    )
-
-    def dealt(capacity: int) -> list[list[int]]:
-        limits = Limits(9, capacity)
-        result = level(rows, sizes, 2, limits=limits, image_weights=patches**2, most=1)
-        return bins_of(result, patches)
-
-    assert dealt(24) == [[8], [4, 4, 4, 4]]
-    # a row of 14 patches does not: least patches instead, 12 and 12
-    assert dealt(14) == [[8, 4], [4, 4, 4]]
-
-
 @given(
     st.lists(st.integers(1, 30), min_size=1, max_size=40),
     st.integers(0, 8),
@@ -110,23 +61,6 @@ def test_level_is_a_partition_within_the_limits(
         assert max(map(len, bins)) <= max_pieces
 
 
-def test_split_evenly_written_out() -> None:
-    sizes = np.array([4, 4, 4, 4, 4, 4])
-    assert bins_of(split_evenly(of_text(sizes), 3, Limits(20, 0)), sizes) == [
-        [4, 4],
-        [4, 4],
-        [4, 4],
-    ]
-    sizes = np.array([9, 1, 1, 1, 1, 1])
-    assert bins_of(split_evenly(of_text(sizes), 2, Limits(10, 0)), sizes) == [[9], [1, 1, 1, 1, 1]]
-    sizes = np.array([2, 2, 2, 9, 1])  # half of 16 tokens is in the 9, which needs its own row
-    assert bins_of(split_evenly(of_text(sizes), 2, Limits(10, 0)), sizes) == [[2, 2, 2], [9, 1]]
-    sizes = np.array([1, 1, 1, 1, 4])  # half of the tokens, but at most three pieces a row
-    assert bins_of(split_evenly(of_text(sizes), 2, Limits(10, 0, 3)), sizes) == [[1, 1, 1], [1, 4]]
-    sizes = np.array([3, 3])
-    assert bins_of(split_evenly(of_text(sizes), 4, Limits(10, 0)), sizes) == [[3], [3], [], []]
-
-
 @given(
     st.lists(st.integers(1, 30), min_size=1, max_size=40),
     st.integers(0, 8),
@@ -144,16 +78,6 @@ def test_split_evenly_keeps_the_order_and_the_limits(
     assert max(map(sum, bins)) <= capacity
     assert max(map(len, bins)) <= (max_pieces or len(sizes))
     assert sum(not row for row in bins) == max(0, num_rows - len(sizes))
-
-
-def test_over_ranks_written_out() -> None:
-    costs = np.array([7, 1, 5, 6, 2, 9])
-    # by cost: 9 7 | 6 5 | 2 1; the second rank is behind after each group, but for the last one:
-    # 9 | 7, then 5 | 6 (14, 13), then 1 | 2
-    assert over_ranks(costs, 2, keep_order=False).tolist() == [5, 2, 1, 0, 3, 4]
-    # in order: 7 1 | 5 6 | 2 9: 7 | 1, then 5 | 6 (12, 7), then 2 | 9
-    assert over_ranks(costs, 2, keep_order=True).tolist() == [0, 2, 4, 1, 3, 5]
-    assert over_ranks(costs, 1, keep_order=True).tolist() == [0, 1, 2, 3, 4, 5]
 
 
 @given(

@@ -133,19 +133,6 @@ def test_swaps_only_make_ranks_more_even(case: tuple[int, list[tuple[int, int]]]
     assert evenness() <= before + 1e-9
 
 
-def test_two_costs_written_out() -> None:
-    # by images: 9 9 | 1 1; tokens 10 2 | 10 2: one rank would get both long rows, but for the swap
-    costs, image_costs = np.array([10, 2, 10, 2]), np.array([9, 9, 1, 1])
-    rows = over_ranks(costs, 2, keep_order=False, image_costs=image_costs).reshape(2, 2)
-    assert costs[rows].sum(axis=1).tolist() == [12, 12]
-    assert image_costs[rows].tolist() == [[1, 9], [1, 9]]
-    # groups 5 4 | 4 3: tokens 4 4 and images 9 7 are more even than tokens 2 6 and images 8 8
-    costs, image_costs = np.array([1, 3, 3, 1]), np.array([5, 4, 4, 3])
-    rows = over_ranks(costs, 2, keep_order=False, image_costs=image_costs).reshape(2, 2)
-    assert costs[rows].sum(axis=1).tolist() == [4, 4]
-    assert sorted(image_costs[rows].sum(axis=1).tolist()) == [7, 9]
-
-
 def test_huge_costs_do_not_overflow() -> None:
     rng = np.random.default_rng(0)
     costs, image_costs = rng.integers(2**50, 2**54, 64), rng.integers(2**50, 2**54, 64)

@@ -163,41 +163,6 @@ def test_rows_alone_are_the_rows_that_were_filled(
         assert members == [filled.bins[row] for row in rows.tolist()]
 
 
-def test_written_out() -> None:
-    # images of 6, 4 and 4 patches; rows of 10 tokens and 8 patches, a dummy image of 1 token
-    plan = pack_with(
-        [5, 3, 4, 6, 2, 9],
-        10,
-        patches=[[6], [4], [1, 3], [], [], []],
-        max_patches=8,
-        rows_multiple_of=2,
-        dummy_image_tokens=1,
-    )
-    # filled: 0 4 | 1 2 3 | 5, made four for two ranks: the images each to a row of its own, then
-    # the texts of 9, 6 and 2 tokens to rows of 0, 3 and 4 tokens. The last rows of both ranks
-    # have most patches; the 9 tokens beside 5 and the 6 beside 9 make the ranks even.
-    assert plan.bins == [[5], [0], [2, 4], [1, 3]]
-    assert plan.row_patches.tolist() == [0, 6, 4, 4]
-    assert plan.needs_dummy_image.tolist() == [True, False, False, False]
-    assert (plan.row_cells.tolist(), plan.width) == ([9, 5, 6, 9], 10)
-    assert (plan.max_patches, plan.dummy_image_tokens) == (8, 1)
-
-
-def test_one_row_with_an_image_asks_for_a_dummy_on_the_other_ranks() -> None:
-    options: dict[str, Any] = {"rows_multiple_of": 3, "max_patches": 9, "dummy_image_tokens": 2}
-    plan = pack_with([8, 8, 8, 8, 8, 8], 10, patches=[0, 0, 0, 9, 0, 0], **options)
-    index = int(plan.row_patches.argmax()) % 2
-    expected = [row % 2 == index and not plan.row_patches[row] for row in range(6)]
-    assert plan.needs_dummy_image.tolist() == expected
-    assert sum(expected) == 2
-    assert (plan.width, plan.row_cells.tolist()) == (10, [8] * 6)
-    # an empty row needs one, too; with one rank none does
-    plan = pack_with([8], 10, patches=[9], **options)
-    assert plan.num_dummy_rows == 2
-    assert sorted(plan.needs_dummy_image.tolist()) == [False, True, True]
-    assert not pack_with([8, 8], 10, patches=[9, 0], max_patches=9).needs_dummy_image.any()
-
-
 # What does not fit
 
 UNFIT = [  # lengths, patches, overflow, message
@@ -253,22 +218,6 @@ def test_text_leaves_room_for_a_dummy_image_on_several_ranks() -> None:
     assert (plan.cut.tolist(), plan.num_cut_tokens) == ([0], 1)
 
 
-@pytest.mark.parametrize("reserved", [1, 3])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_an_image_may_fill_the_cells_that_text_leaves_free(strategy: str, reserved: int) -> None:
-    lengths = [10, 10, 10 - reserved, 10 - reserved]
-    plan = pack_with(
-        lengths,
-        10,
-        patches=[4, 4, 0, 0],
-        strategy=strategy,
-        rows_multiple_of=2,
-        dummy_image_tokens=reserved,
-    )
-    assert sorted(plan.bins) == [[0], [1], [2], [3]]
-    assert (plan.num_rows, plan.width) == (4, 10)
-
-
 def test_a_collator_says_where_examples_with_images_are_cut() -> None:
     packing = PackingOptions(10, overflow="truncate", max_patches=8, cost=COST)
     load = image_load([[4, 8], [9], [3], [5, 3, 1], []], 5, COST)
@@ -292,11 +241,7 @@ def test_a_collator_says_where_examples_with_images_are_cut() -> None:
 
 def test_a_text_that_is_left_of_an_example_with_images_leaves_room_for_a_dummy() -> None:
     packing = PackingOptions(
-        10,
-        overflow="truncate",
-        max_patches=8,
-        parallel=ParallelLayout(dp=2),
-        dummy_image_tokens=2,
+        10, overflow="truncate", max_patches=8, parallel=ParallelLayout(dp=2), dummy_image_tokens=2
     )
     images = image_load([[9], [2]], 2, packing.cost)
     images = images.with_cuts(np.array([9, 4]), [[], [2]], packing.cost)

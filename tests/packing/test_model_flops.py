@@ -43,59 +43,29 @@ MODELS: dict[str, tuple[str, dict[str, Any], int]] = {
     "mistral": ("Mistral", WINDOW, 3),
     "phi3": ("Phi3", WINDOW, 3),
     "qwen2, window unused": ("Qwen2", {**WINDOW, "use_sliding_window": False}, 0),
-    "qwen2, window in the last two": (
-        "Qwen2",
-        {**WINDOW, "use_sliding_window": True, "max_window_layers": 1},
-        2,
-    ),
+    "qwen2, window in the last two": ("Qwen2", {**WINDOW, "use_sliding_window": True,
+     "max_window_layers": 1}, 2),
     "gemma2": ("Gemma2", {**MIXED, "head_dim": 12}, 2),
     "gemma3": ("Gemma3Text", {**MIXED, "head_dim": 12}, 2),
     "cohere2": ("Cohere2", MIXED, 2),
     "olmo3": ("Olmo3", MIXED, 2),
-    "gpt_oss": (
-        "GptOss",
-        {**MIXED, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
-        2,
-    ),
+    "gpt_oss": ("GptOss", {**MIXED, "head_dim": 8, "num_local_experts": 4,
+     "num_experts_per_tok": 2}, 2),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}, 0),
-    "qwen2_moe, every second layer": (
-        "Qwen2Moe",
-        {
-            **EXPERTS,
-            "num_experts": 4,
-            "decoder_sparse_step": 2,
-            "shared_expert_intermediate_size": 28,
-        },
-        0,
-    ),
-    "qwen3_moe, but for one layer": (
-        "Qwen3Moe",
-        {**EXPERTS, "num_experts": 4, "head_dim": 8, "mlp_only_layers": [1]},
-        0,
-    ),
-    "glm4_moe": (
-        "Glm4Moe",
-        {**EXPERTS, "n_routed_experts": 4, "n_shared_experts": 2, "first_k_dense_replace": 1}
-        | {"head_dim": 8, "n_group": 1, "topk_group": 1},
-        0,
-    ),
-    "ernie4_5_moe": (
-        "Ernie4_5_Moe",
-        {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 20, "moe_layer_interval": 1}
-        | {"moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_layer_end_index": 2},
-        0,
-    ),
-    "deepseek_v3": (
-        "DeepseekV3",
-        {**EXPERTS, **LATENT, "q_lora_rank": 16, "n_shared_experts": 1, "first_k_dense_replace": 2},
-        0,
-    ),
-    "deepseek_v3, queries in full": (
-        "DeepseekV3",
-        {**EXPERTS, **LATENT, "q_lora_rank": None, "first_k_dense_replace": 1},
-        0,
-    ),
-}
+    "qwen2_moe, every second layer": ("Qwen2Moe", {**EXPERTS, "num_experts": 4,
+     "decoder_sparse_step": 2, "shared_expert_intermediate_size": 28}, 0),
+    "qwen3_moe, but for one layer": ("Qwen3Moe", {**EXPERTS, "num_experts": 4, "head_dim": 8,
+     "mlp_only_layers": [1]}, 0),
+    "glm4_moe": ("Glm4Moe", {**EXPERTS, "n_routed_experts": 4, "n_shared_experts": 2,
+     "first_k_dense_replace": 1} | {"head_dim": 8, "n_group": 1, "topk_group": 1}, 0),
+    "ernie4_5_moe": ("Ernie4_5_Moe", {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 20,
+     "moe_layer_interval": 1} | {"moe_num_shared_experts": 2, "moe_layer_start_index": 1,
+     "moe_layer_end_index": 2}, 0),
+    "deepseek_v3": ("DeepseekV3", {**EXPERTS, **LATENT, "q_lora_rank": 16, "n_shared_experts": 1,
+     "first_k_dense_replace": 2}, 0),
+    "deepseek_v3, queries in full": ("DeepseekV3", {**EXPERTS, **LATENT, "q_lora_rank": None,
+     "first_k_dense_replace": 1}, 0),
+}  # fmt: skip
 
 
 def model_of(name: str) -> Any:

@@ -44,10 +44,7 @@ def test_the_common_options_of_pack_are_those_of_the_object() -> None:
             for name, value in COMMON.items()
         ),
         ({"packing": PACKING} | COMMON, "packing= and max_tokens, strategy, overflow, parallel, "),
-        (
-            {"strategy": "balanced"},
-            "max_tokens must be an int, got None of type NoneType; pass",
-        ),
+        ({"strategy": "balanced"}, "max_tokens must be an int, got None of type NoneType; pass"),
         ({"packing": 23}, "packing must be a PackingOptions, got 23"),
         ({"max_tokens": 23, "strategi": "balanced"}, "pack() got an unexpected keyword argument"),
     ],
@@ -58,13 +55,11 @@ def test_how_to_pack_is_said_once(keywords: dict[str, Any], message: str) -> Non
 
 
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"strategy": "best"}, ValueError, "strategy must be one of 'best_fit_decreasing', 'first_fit_d"
-     "ecreasing', 'balanced', 'sequential'; got 'best'"),
+    ({"strategy": "best"}, ValueError, "strategy must be one of 'best_fit_decreasing', 'first_fit"),
     ({"strategy": ["balanced"]}, ValueError, "strategy must be one of 'best_fit_decreasing', 'fir"),
     ({"balance": "cost"}, ValueError, "balance must be one of 'attention', 'tokens', None; got 'c"),
     ({"overflow": None}, ValueError, "overflow must be one of 'raise', 'truncate', 'drop', "),
-    ({"max_tokens": 3}, ValueError, "max_tokens must be at least align=4, got 3: not one aligned t"
-     "oken fits in a row; raise max_tokens or lower align"),
+    ({"max_tokens": 3}, ValueError, "max_tokens must be at least align=4, got 3: not one aligned"),
     ({"max_tokens": 0}, ValueError, "max_tokens must be at least 1, got 0"),
     ({"max_tokens": 8.0}, TypeError, "max_tokens must be an int, got 8.0 of type float"),
     ({"max_tokens": True}, TypeError, "max_tokens must be an int, got True of type bool"),
@@ -76,8 +71,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"cost": 3}, TypeError, "cost must be a ModelCost, got 3; ModelCost.of(model.config)"),
     ({"dummy_image_tokens": -1}, ValueError, "dummy_image_tokens must be at least 0, got -1"),
     ({"dummy_image_tokens": None}, TypeError, "dummy_image_tokens must be an int, got None"),
-    ({"dummy_image_tokens": 17}, ValueError, "dummy_image_tokens=17 leaves no room for text in a r"
-     "ow of max_tokens=23 (align=4); raise max_tokens"),
+    ({"dummy_image_tokens": 17}, ValueError, "dummy_image_tokens=17 leaves no room for text in a"),
 ]  # fmt: skip
 
 
@@ -123,8 +117,3 @@ def test_a_layout_refuses_sizes_below_one_and_non_ints(name: str) -> None:
         ParallelLayout(**{name: True})
     with pytest.raises(TypeError, match=rf"^{name} must be an int, got None of type NoneType"):
         ParallelLayout(**{name: None})
-
-
-def test_a_layout_refuses_an_fp8_that_is_not_a_bool() -> None:
-    with pytest.raises(TypeError, match=r"^fp8 must be True or False, got 1$"):
-        ParallelLayout(fp8=1)  # type: ignore[arg-type]

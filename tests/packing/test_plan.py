@@ -6,7 +6,6 @@ import pickle
 import numpy as np
 import pytest
 
-from tests.packing.oracle_packing import pack_with
 from torch_collate_kit.packing import ModelCost, PackingPlan
 
 
@@ -53,15 +52,6 @@ def test_properties_of_a_plan_written_out(plan: PackingPlan) -> None:
         4 * (linear + 4),
     ]
     assert [list(plan.rank_rows(r)) for r in range(2)] == [[0, 1], [2, 3]]
-
-
-def test_lower_bound_counts_cells_and_pieces_over_half_a_row() -> None:
-    assert pack_with([4, 4, 4], 6).lower_bound == 3  # no two of them share a row
-    assert pack_with([3, 3, 3, 3], 6).lower_bound == 2  # 12 cells
-    assert pack_with([3, 3, 3, 3, 1], 6).lower_bound == 3  # 13 cells
-    assert pack_with([3, 3, 3, 3, 1], 6, rows_multiple_of=2).lower_bound == 4
-    assert pack_with([1, 1], 7, align=4).lower_bound == 2  # one aligned piece a row, not 7 / 4
-    assert pack_with([], 7, rows_multiple_of=3).lower_bound == 3
 
 
 def test_rank_rows_refuses_a_rank_out_of_range(plan: PackingPlan) -> None:

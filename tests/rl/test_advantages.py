@@ -104,17 +104,6 @@ def test_steps(batch: dict[str, Any], estimator: str, group_of_one: str) -> None
             assert set(found[i][batch["mask"][i] != 0].tolist()) == {advantage}
 
 
-def test_a_longer_earlier_step_gets_it_at_all_its_tokens() -> None:
-    """A peer spread the last step's row of tokens: what lies left of it got 0."""
-    mask = torch.tensor([[1, 1, 1, 1], [0, 0, 0, 1], [0, 0, 1, 1]])
-    rewards = torch.tensor([[0.0] * 4, [0.0, 0, 0, 3], [0.0, 0, 0, 1]])
-    found = compute_advantages(
-        rewards, mask, ["a"] * 3, estimator="grpo_no_std", is_last_step=[False, True, True]
-    )
-    assert found.tolist() == [[1.0] * 4, [0, 0, 0, 1.0], [0, 0, -1.0, -1.0]]
-    assert found.dtype == torch.float32
-
-
 @given(
     batch=drawn(holes=True),
     gamma=st.sampled_from([1.0, 0.9, 0.0]),
@@ -136,22 +125,6 @@ def test_token_estimators(
     )
     close(found, wanted)
     assert (found[batch["mask"] == 0] == 0).all()
-
-
-def test_gae_whitened_written_out() -> None:
-    """As PPO does in TRL and verl: over the response tokens of the whole batch, by unbiased std."""
-    rewards, mask = torch.tensor([[0.0, 1.0], [0.0, 4.0], [0.0, 0.0]]), torch.tensor([[1, 1]] * 3)
-    mask[1:, 0] = mask[2] = 0
-    arguments: dict[str, Any] = {"estimator": "gae", "values": torch.zeros(3, 2), "lam": 0.0}
-    plain = compute_advantages(rewards, mask, [1, 2, 3], **arguments)
-    assert plain.tolist() == [[0.0, 1.0], [0.0, 4.0], [0.0, 0.0]]
-    whitened = compute_advantages(rewards, mask, [1, 2, 3], **arguments, whiten=True, epsilon=0.5)
-    deviation = torch.tensor([[-5 / 3, -2 / 3], [0.0, 7 / 3], [0.0, 0.0]])
-    torch.testing.assert_close(whitened, deviation / ((13 / 3) ** 0.5 + 0.5))
-    one = compute_advantages(
-        rewards[1:], mask[1:], [2, 3], **{**arguments, "values": mask[1:] * 1.0}, whiten=True
-    )
-    assert one.tolist() == [[0.0, 0.0]] * 2
 
 
 @pytest.mark.parametrize(
@@ -177,11 +150,7 @@ def test_pads_count_nowhere(estimator: str, options: dict[str, Any]) -> None:
     assert (more[[0, 5]] == 0).all()
     assert found.abs().sum() > 0
     only_pads = compute_advantages(
-        junk,
-        torch.zeros(1, 3),
-        ["a"],
-        **options,
-        values=values if values is None else junk,
+        junk, torch.zeros(1, 3), ["a"], **options, values=values if values is None else junk
     )
     assert only_pads.tolist() == [[0.0] * 3]
 
@@ -267,29 +236,3 @@ def test_errors(changes: dict[str, Any], error: type[Exception], message: str) -
     arguments = {"rewards": R, "response_mask": M, "uids": ["a", "a"], "estimator": "grpo"}
     with pytest.raises(error, match=message):
         compute_advantages(**{**arguments, **changes})
-
-
-def test_rows_are_named_in_the_batch_not_among_the_real_ones() -> None:
-    """A pad in front must not shift the row that a message names."""
-    rewards = torch.tensor([[0.0], [2.0], [1.0]])
-    mask = torch.tensor([[0], [1], [1]])
-    with pytest.raises(DataError, match=r"row 1 is not the last step .* reward 2.0"):
-        compute_advantages(
-            rewards, mask, ["a"] * 3, estimator="rloo", is_last_step=[True, False, True]
-        )
-    with pytest.raises(DataError, match=r"row 2 of uid 'a' is not a last step, but no step"):
-        compute_advantages(
-            rewards * 0, mask, ["a"] * 3, estimator="rloo", is_last_step=[True, True, False]
-        )
-    with pytest.raises(DataError, match=r"row 0 of uid 'a' .* but row 2 is of uid 'b'"):
-        compute_advantages(
-            rewards * 0,
-            torch.tensor([[1], [0], [1]]),
-            ["a", "a", "b"],
-            estimator="rloo",
-            is_last_step=[False, True, True],
-        )
-    with pytest.raises(ValueError, match="row 1 is not the last step"):
-        compute_advantages(
-            rewards, mask, ["a"] * 3, estimator="reinforce++", is_last_step=[False, False, True]
-        )

@@ -13,12 +13,7 @@ from tests.rl.rollouts import OUTCOME
 from torch_collate_kit import PackedCollator, RolloutCollator
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.rl import (
-    compute_advantages,
-    from_response_values,
-    mini_batch_boundaries,
-    response_values,
-)
+from torch_collate_kit.rl import compute_advantages, mini_batch_boundaries
 
 
 @pytest.mark.parametrize("estimator", OUTCOME)
@@ -113,12 +108,3 @@ def test_rows_of_several_rollouts_are_refused() -> None:
         compute_advantages(
             packed["rewards"], packed["response_mask"], names, estimator="grpo", trajectory_ids=ids
         )
-
-
-def test_advantages_of_rollouts_go_into_packed_rows() -> None:
-    packed, padded = packed_and_padded()
-    arguments = (padded["rewards"], padded["response_mask"], padded.row_metadata["uids"])
-    advantages = compute_advantages(*arguments, estimator="grpo_no_std")
-    lists = response_values(advantages, padded)
-    found = response_values(from_response_values(lists, packed), packed)
-    assert [values[0] for values in found] == [0.5, -0.5, -0.5, 0.5, 0.5, 0.5, -0.5, -0.5]

@@ -114,34 +114,6 @@ def step(prompt: list[int], response: list[int], **changes: Any) -> dict[str, An
     }
 
 
-def test_three_steps_written_out() -> None:
-    routes = [np.full((n, 1, 1), value, np.uint8) for n, value in ((2, 1), (5, 2), (6, 3))]
-    more = [
-        {"rewards": 1, "logprobs": [-1.0], "advantages": 1, "note": 1},
-        {"loss_mask": [0.5], "logprobs": np.float32([-2]), "advantages": [2.0], "note": 2},
-        {"is_last_step": True, "rewards": 2.5, "logprobs": [-3, -4], "advantages": 3.0},
-    ]
-    tokens = [([1, 2], [3]), ([1, 2, 3, 4, 5], [6]), ([1, 2, 3, 4, 5, 6], [7, 8])]
-    steps = [
-        step(*ids, rollout_expert_indices=experts, **changes)
-        for ids, experts, changes in zip(tokens, routes, more, strict=True)
-    ]
-    [merged] = merge_steps(steps)
-    assert merged["prompt_ids"] is steps[0]["prompt_ids"]
-    assert merged["response_ids"].tolist() == [3, 4, 5, 6, 7, 8]
-    assert merged["response_ids"].dtype == np.int64
-    assert merged["loss_mask"].tolist() == [1, 0, 0, 0.5, 1, 1]
-    assert merged["rewards"].tolist() == [1, 0, 0, 0, 0, 2.5]
-    dtypes = {merged[key].dtype for key in ("loss_mask", "rewards", "logprobs", "advantages")}
-    assert dtypes == {np.dtype(np.float32)}
-    assert merged["advantages"].tolist() == [1, 0, 0, 2, 3, 3]
-    assert merged["logprobs"].tolist() == [-1, 0, 0, -2, -3, -4]
-    assert merged["rollout_expert_indices"].flatten().tolist() == [1, 1, 2, 2, 2, 3]
-    assert merged["rollout_expert_indices"].dtype == np.uint8
-    assert merged["is_last_step"] is True
-    assert "note" not in merged
-
-
 def test_what_is_not_merged_is_shared() -> None:
     examples = [step([1], [2], is_last_step=True), step([1, 2, 3], [4], is_last_step=True)]
     found = merge_steps(examples)
@@ -150,22 +122,6 @@ def test_what_is_not_merged_is_shared() -> None:
         assert new is not old
         assert all(new[key] is old[key] for key in old)
     assert merge_steps([]) == []
-
-
-@pytest.mark.parametrize(
-    ("later", "count"),
-    [
-        (step([1, 2, 3], [4]), 1),
-        (step([1, 2], [4]), 1),  # nothing in between
-        (step([1, 2, 3], [4], uid="b"), 2),
-        (step([1, 9, 3], [4]), 2),
-        (step([1], [2]), 2),  # shorter than what it would continue
-        (step([1, 2, 3], [4], note=None), 1),
-        (step([1, 2, 3], [4], is_last_step=True), 1),
-    ],
-)
-def test_what_continues(later: dict[str, Any], count: int) -> None:
-    assert len(merge_steps([step([1], [2]), later])) == count
 
 
 IMAGE = {"pixel_values": np.ones((4, 2)), "image_grid_thw": np.array([[1, 2, 2]])}
@@ -231,13 +187,6 @@ def test_what_merging_needs(key: str, changes: dict[str, Any]) -> None:
     message = f"no {key} in example 0; steps are merged by uid and is_last_step, give both"
     with pytest.raises(DataError, match=message):
         merge_steps(examples)
-
-
-@pytest.mark.parametrize("flag", [1, 1.0, np.bool_(True), torch.tensor(True), np.array([1])])
-def test_a_last_step_is_what_the_collator_takes_for_one(flag: Any) -> None:
-    examples = [step([1], [2], is_last_step=flag), step([1, 2, 3], [4])]
-    assert RolloutCollator(0)(examples).row_metadata["is_last_step"] == [True, False]
-    assert len(merge_steps(examples)) == 2
 
 
 @pytest.mark.parametrize("examples", [step([1], [2]), (e for e in [])])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from typing import Any
 
 import numpy as np
@@ -15,13 +14,7 @@ from tests.rl.rollouts import rollout_batch
 from torch_collate_kit import PackedCollator, PaddedCollator, RolloutCollator, token_loss
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.rl import (
-    from_response_values,
-    micro_batches,
-    response_values,
-    stage_mini_batches,
-    unstage,
-)
+from torch_collate_kit.rl import micro_batches, stage_mini_batches
 
 DP_SIZES = [1, 2, 3, 8]
 
@@ -169,30 +162,9 @@ def test_micro_batches_are_cuts_of_the_block(
                 if name in whole:
                     assert (m[name] != 0).sum() == (whole[name] != 0).sum()
             assert m.metadata.pop("row_widths").shape == part.metadata["row_widths"].shape
+            assert m.metadata.pop("is_last_part") == (m is parts[-1])
             own = {"response_length": a, "row_widths": part.metadata["row_widths"]}
             assert {**m.metadata, **own} == {**part.metadata, **own}
-
-
-def test_written_out() -> None:
-    """Rank 1 has short rows and could do with one micro-batch; rank 0 needs three."""
-    batch = RolloutCollator(0)(rollouts([(1, 7), (2, 6), (1, 3), (1, 1), (1, 1), (1, 2)]))
-    ranks = stage_mini_batches(batch, [0, 6], 2)[0]
-    assert ranks[0].metadata["row_widths"].tolist() == [[8, 8, 4], [2, 2, 3]]
-    first, second = (micro_batches(part, max_tokens=9) for part in ranks)
-    assert [m.row_metadata["row_indices"].tolist() for m in first] == [[0], [1], [2]]
-    assert [m.row_metadata["row_indices"].tolist() for m in second] == [[5], [3], [4]]
-    assert [list(m["input_ids"].shape) for m in first + second] == [
-        [1, 8],
-        [1, 8],
-        [1, 4],
-        [1, 3],
-        [1, 2],
-        [1, 2],
-    ]
-    tokens = batch["input_ids"][5, -3:].tolist()
-    assert second[0]["input_ids"].tolist() == [tokens]
-    assert second[0]["position_ids"].tolist() == [[0, 1, 2]]
-    assert second[0]["rewards"].tolist() == [batch["rewards"][5, -2:].tolist()]
 
 
 @pytest.mark.parametrize("padding_side", ["left", "right"])
@@ -260,40 +232,6 @@ def test_loss_and_gradients_are_those_of_the_staged_batch(
         assert total == pytest.approx(whole.item(), rel=1e-9, abs=1e-9)
         for parameter, grad in zip(model.parameters(), wanted, strict=True):
             torch.testing.assert_close(parameter.grad, grad, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("balance", [None, "attention"])
-@given(shape=SHAPES, dp_size=st.sampled_from(DP_SIZES), extra=st.integers(0, 40))
-def test_outputs_go_back(
-    balance: Any, shape: list[tuple[int, int]], dp_size: int, extra: int
-) -> None:
-    """Values per row, and values per response token, of all micro-batches of all ranks."""
-    batch = RolloutCollator(0)(rollouts(shape))
-    edges = sorted({0, len(batch) // 2, len(batch)})
-    staged = stage_mini_batches(batch, edges, dp_size, balance=balance)
-    micro = [micro_batches(part, max_tokens=14 + extra) for ranks in staged for part in ranks]
-    sums = unstage(micro, [[m["rollout_logprobs"].sum(dim=1) for m in parts] for parts in micro])
-    torch.testing.assert_close(sums, batch["rollout_logprobs"].sum(dim=1))
-    values = [
-        [response_values(m["rollout_logprobs"], m["response_mask"]) for m in parts]
-        for parts in micro
-    ]
-    found = from_response_values(unstage(micro, values), batch)
-    assert torch.equal(found, batch["rollout_logprobs"])
-
-
-def test_on_the_ranks_as_from_a_controller() -> None:
-    """A part that was sent to its rank makes the same micro-batches there."""
-    batch = RolloutCollator(0)(rollouts([(1, 8), (5, 2), (2, 5), (1, 2)], routes=True))
-    for part in stage_mini_batches(batch, [0, 4], 2)[0]:
-        sent = pickle.loads(pickle.dumps(part))
-        here, there = (micro_batches(p, max_tokens=16) for p in (part, sent))
-        assert len(here) == len(there) == 2
-        assert all(a == b for a, b in zip(here, there, strict=True))
-        for m in there:
-            assert pickle.loads(pickle.dumps(m)) == m
-            assert m["rollout_expert_indices"].shape[:2] == m["input_ids"].shape
-    assert "row_widths" not in batch.metadata
 
 
 def test_errors() -> None:

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.rl import oracle_rl as oracle
-from torch_collate_kit import PackedCollator, PaddedCollator, RolloutCollator, token_loss, unpack
+from torch_collate_kit import PackedCollator, PaddedCollator, RolloutCollator
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing import ParallelLayout
 from torch_collate_kit.ragged import Ragged
-from torch_collate_kit.rl import from_response_values, response_values, stage_mini_batches
+from torch_collate_kit.rl import from_response_values, response_values
 
 MASK = torch.tensor([[0, 0, 1], [1, 1, 1], [0, 0, 0]])
 
@@ -103,91 +103,6 @@ def test_round_trips_of_a_batch(kind: str, shape: list[tuple[int, int]], seed: i
         assert torch.equal(from_response_values(rows, mask, dtype=torch.float64), again)
 
 
-@pytest.mark.parametrize("kind", ["padded", "packed"])
-@given(shape=SHAPES)
-def test_the_order_is_that_of_per_token_outputs(kind: str, shape: list[tuple[int, int]]) -> None:
-    batch = collated(kind, rollouts(shape))
-    batch = batch.select(np.arange(len(batch))[::-1])
-    torch.manual_seed(0)
-    logits = torch.randn(*batch["input_ids"].shape, 3)
-    _, outputs = token_loss(logits, batch, num_loss_tokens=1, return_per_token_outputs=True)
-    dense = from_response_values(outputs.log_probs, batch)
-    log_probs = logits.log_softmax(-1)[:, :-1].gather(-1, batch["input_ids"][:, 1:, None])[..., 0]
-    a = dense.shape[1]
-    wanted = torch.where(batch["response_mask"] != 0, log_probs[:, -a:], 0)
-    torch.testing.assert_close(dense, wanted)
-    assert response_values(dense, batch) == [values.tolist() for values in outputs.log_probs]
-    full = response_values(logits[..., 0], batch)  # a value in every cell
-    assert full == response_values(logits[:, -a:, 0], batch)
-
-
-@pytest.mark.parametrize("form", ["loss_mask", "labels", "num_actions"])
-@given(
-    masks=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=12), min_size=1, max_size=5),
-    max_tokens=st.integers(2, 7),
-    seed=st.integers(0, 99),
-)
-def test_a_split_example_has_the_response_of_the_whole(
-    form: str, masks: list[list[int]], max_tokens: int, seed: int
-) -> None:
-    """Every token from the first trained one on, but the first of a piece."""
-    examples: list[dict[str, Any]] = []
-    responses: list[list[int]] = []
-    for i, mask in enumerate(masks):
-        ids = [100 * i + token for token in range(len(mask))]
-        first = next((token for token, trained in enumerate(mask) if token and trained), len(ids))
-        if form == "labels":
-            target = [token if trained else -100 for token, trained in zip(ids, mask, strict=True)]
-            examples.append({"input_ids": ids, "labels": target})
-        elif form == "loss_mask":
-            examples.append({"input_ids": ids, "loss_mask": mask})
-        else:
-            first = seed % len(ids)
-            given = {"loss_mask": mask[first:], "num_actions": len(ids) - first}
-            examples.append({"input_ids": ids, **given})
-        responses.append([token for token in ids[first:] if token % 100 % max_tokens])
-    parallel = ParallelLayout(dp=2)
-    batch = PackedCollator(0, max_tokens=max_tokens, overflow="split", parallel=parallel)(examples)
-    batch = batch.pad_rows(multiple_of=3)
-    batch = batch.select(np.random.default_rng(seed).permutation(len(batch)))
-    ids = batch["input_ids"][:, 1:]
-    assert response_values(ids, batch) == responses
-    logits = torch.zeros(*batch["input_ids"].shape, 600)
-    _, outputs = token_loss(logits, batch, num_loss_tokens=1, return_per_token_outputs=True)
-    assert [len(values) for values in outputs.nll] == [len(values) for values in responses]
-    dense = from_response_values(responses, batch, dtype=torch.int64)
-    assert response_values(dense, batch) == responses
-    assert (dense[dense != 0] == ids[dense != 0]).all()
-    parts = [response_values(part["input_ids"][:, 1:], part) for part in batch.chunk(3)]
-    for i, values in enumerate(responses):
-        assert sorted(value for part in parts for value in part[i]) == values
-
-
-def test_a_slice_has_an_entry_for_every_example_as_unpack_has() -> None:
-    """An example that is not there is empty, whether its rows are elsewhere or it was dropped."""
-    given_rollouts = rollouts([(1, 2), (2, 3), (9, 9), (1, 1)])
-    batch = PackedCollator(0, max_tokens=5, overflow="drop")(given_rollouts)
-    assert batch.metadata["dropped"] == (2,)
-    lists = [r["logprobs"] if i != 2 else [] for i, r in enumerate(given_rollouts)]
-    assert response_values(batch["rollout_logprobs"], batch) == lists
-    assert torch.equal(from_response_values(lists, batch), batch["rollout_logprobs"])
-    for part in (batch[1:], batch[:1], batch[:0]):
-        there = [i for row in part.row_metadata["example_indices"].tolist() for i in row]
-        own = [values if i in there else [] for i, values in enumerate(lists)]
-        values = part["rollout_logprobs"]
-        assert response_values(values, part) == own
-        unpacked = unpack(torch.cat([values[:, :1], values], 1), part)
-        assert [i for i, of in enumerate(unpacked) if len(of)] == sorted(there)
-        logits = torch.zeros(*part["input_ids"].shape, 3)
-        _, outputs = token_loss(logits, part, num_loss_tokens=1, return_per_token_outputs=True)
-        assert outputs.example_indices.tolist() == sorted(there)
-        for lists_of_part in (own, [own[i] for i in sorted(there)]):  # as per-token outputs are
-            assert torch.equal(from_response_values(lists_of_part, part), values)
-    [_, [second]] = stage_mini_batches(batch[:2], [0, 1, 2], 1)
-    with pytest.raises(ValueError, match=r"examples? .* part of another batch, such as a staged"):
-        response_values(second["rollout_logprobs"], second)
-
-
 @pytest.mark.parametrize(
     "values",
     [
@@ -203,17 +118,6 @@ def test_values_of_any_kind(values: Any, dtype: torch.dtype) -> None:
     assert found.dtype == dtype
     assert found.tolist() == [[0, 1, 2], [0, 0, 3]]
     assert not found.requires_grad
-
-
-def test_nothing_to_put_back() -> None:
-    assert from_response_values([], torch.zeros(0, 3)).shape == (0, 3)
-    assert from_response_values([[], []], torch.zeros(2, 3)).tolist() == [[0, 0, 0]] * 2
-    assert from_response_values([[], []], torch.zeros(2, 0)).shape == (2, 0)
-    batch = RolloutCollator(0)(rollouts([(1, 2)]))
-    [[_, pads]] = stage_mini_batches(batch, [0, 1], 2)
-    assert response_values(torch.ones(1, 2), pads) == [[]]
-    for values in ([[]], []):  # one for every example, and for those of the rows
-        assert from_response_values(values, pads).tolist() == [[0, 0]]
 
 
 def test_an_example_without_response_needs_no_columns() -> None:

@@ -44,33 +44,6 @@ def drawn_shape(uids: list[str], seed: int) -> list[tuple[int, int]]:
 # --- which rows go where -------------------------------------------------------------------------
 
 
-def test_written_out() -> None:
-    batch = rollout_batch([(2, 2)] * 7, ["a", "a", "b", "b", "b", "c", "d"])
-    batch.row_metadata["is_last_step"] = [False, True, False, True, True, True, True]
-    staged = stage_mini_batches(batch, np.array([0, 5, 6, 7]), 4)
-    assert rows_of(staged) == [
-        [[0, 1], [2, 3], [4, -1], [-1, -1]],
-        [[5], [-1], [-1], [-1]],
-        [[6], [-1], [-1], [-1]],
-    ]
-    assert [part.row_metadata["uids"] for part in staged[0]] == [
-        ["a", "a"],
-        ["b", "b"],
-        ["b", "a"],
-        ["a", "a"],
-    ]
-    assert [part.row_metadata["is_last_step"] for part in staged[0]] == [
-        [False, True],
-        [False, True],
-        [True, True],
-        [True, True],
-    ]
-    for ranks in staged:
-        for part in ranks:
-            assert part.row_metadata["row_indices"].dtype == np.int64
-            assert part.metadata["response_length"] == 2
-
-
 @given(
     uids=grouped_uids(),
     seed=st.integers(0, 99),
@@ -165,17 +138,6 @@ def test_balance_lowers_the_largest_load(balance: Any) -> None:
     assert [ranks[0].metadata["num_dummy_rows"] for ranks in even] == [1, 2]
 
 
-def test_tokens_and_attention_balance_differently() -> None:
-    lengths = Ragged.from_rows([[59000], [51000], [31000], [19000], [16000], [1000]])
-    batch = Batch({"sub_seq_lengths": lengths})
-    by_tokens, by_cost = (
-        rows_of(stage_mini_batches(batch, [0, 6], 2, balance=how))
-        for how in ("tokens", "attention")
-    )
-    assert by_tokens == [[[0, 3, 4], [1, 2, 5]]]
-    assert by_cost == [[[0, 3, 5], [1, 2, 4]]]
-
-
 def test_lengths_come_from_sub_sequences_first() -> None:
     """Two pieces of 100 cost less attention than one of 200."""
     lengths = Ragged.from_rows([[20000, 20000], [39000], [10], [10]])
@@ -237,29 +199,6 @@ def test_token_loss_of_a_mini_batch(normalize_loss: bool, packs: bool) -> None:
         assert ranks[0].metadata["num_tokens"] == int(rows["attention_mask"].sum())
 
 
-@pytest.mark.parametrize("make", ["rollout", "padded"])
-def test_rows_that_were_padded_before_are_dummies_still(make: str) -> None:
-    if make == "rollout":
-        batch = rollout_batch([(1, 2), (2, 3)], list("ab"))
-    else:
-        batch = PaddedCollator(0)([{"input_ids": [1, 2, 3]}, {"input_ids": [1, 2, 3, 4, 5]}])
-    padded = batch.pad_rows(multiple_of=4)
-    [[first], [second]] = stage_mini_batches(padded, [0, 1, 4], 1)
-    assert (first.metadata["num_examples"], first.metadata["num_dummy_rows"]) == (1, 0)
-    assert (second.metadata["num_examples"], second.metadata["num_dummy_rows"]) == (1, 2)
-    assert (first.metadata["num_tokens"], second.metadata["num_tokens"]) == (3, 5)
-    assert second.row_metadata["row_indices"].tolist() == [1, 2, 3]
-
-
-def test_a_divided_batch_with_a_mini_batch_without_loss_tokens() -> None:
-    batch = rollout_batch([(1, 2)] * 4, list("abbb"), divided=True)
-    batch["loss_mask"][0] = 0
-    [first, _] = stage_mini_batches(batch, [0, 1, 4], 2)
-    for part in first:
-        assert (part.metadata["num_loss_tokens"], part.metadata["loss_mask_divisor"]) == (0, 1)
-        assert (part["loss_mask"] == 0).all()
-
-
 # --- gradients ------------------------------------------------------------------------------------
 
 
@@ -300,9 +239,7 @@ def test_gradients_do_not_depend_on_the_ranks(dp_size: int, balance: Any, reduct
 
 
 @given(
-    uids=grouped_uids(),
-    dp_size=st.sampled_from([1, 2, 4, 8]),
-    balance=st.sampled_from(BALANCES),
+    uids=grouped_uids(), dp_size=st.sampled_from([1, 2, 4, 8]), balance=st.sampled_from(BALANCES)
 )
 def test_there_and_back(uids: list[str], dp_size: int, balance: Any) -> None:
     batch = rollout_batch(drawn_shape(uids, 1), uids)
@@ -316,14 +253,6 @@ def test_there_and_back(uids: list[str], dp_size: int, balance: Any) -> None:
     assert np.array_equal(arrays, batch["input_ids"].numpy())
     lists = unstage(staged, [[part.row_metadata["uids"] for part in ranks] for ranks in staged])
     assert lists == uids
-
-
-def test_gradients_flow_back() -> None:
-    batch = rollout_batch([(1, 1)] * 3, list("abc"))
-    staged = stage_mini_batches(batch, [0, 3], 2)
-    outputs = [[torch.ones(2, requires_grad=True) for _ in range(2)]]
-    (unstage(staged, outputs) * torch.tensor([1.0, 2.0, 3.0])).sum().backward()
-    assert [part.grad.tolist() for part in outputs[0]] == [[1.0, 2.0], [3.0, 0.0]]
 
 
 # --- errors ---------------------------------------------------------------------------------------
@@ -341,13 +270,6 @@ def test_errors() -> None:
     for rows, boundaries, dp_size, balance, error, message in cases:
         with pytest.raises(error, match=message):
             stage_mini_batches(rows, boundaries, dp_size, balance=balance)
-
-
-def test_counts_that_the_fields_do_not_say_are_left_out() -> None:
-    batch = Batch({"x": torch.ones(2)}, metadata={"num_tokens": 9, "num_loss_tokens": 9})
-    [[plain]] = stage_mini_batches(batch, [0, 2], 1)
-    assert plain.metadata.keys() == {"num_examples", "num_dummy_rows"}
-    assert plain.row_metadata.keys() == {"row_indices"}
 
 
 ONE, TWO = torch.ones(1), torch.ones(1, 2)
@@ -370,16 +292,3 @@ def test_unstage_errors(outputs: Any, error: type[Exception], message: str) -> N
     staged = stage_mini_batches(rollout_batch([(1, 1)] * 3, list("aab")), [0, 2, 3], 2)
     with pytest.raises(error, match=message):
         unstage(staged, outputs)
-
-
-def test_unstage_of_other_batches() -> None:
-    batch = rollout_batch([(1, 1)] * 3, list("abc"))
-    staged = stage_mini_batches(batch, [0, 1, 3], 1)
-    with pytest.raises(ValueError, match="row 0 of the batch is missing or there twice"):
-        unstage(staged[1:], [[[1, 2]]])
-    with pytest.raises(ValueError, match="row 1 of the batch is missing or there twice"):
-        unstage([staged[0], *staged], [[[1]], [[1]], [[2, 3]]])
-    with pytest.raises(ValueError, match=r"staged\[0\]\[0\] has no row_indices; pass what"):
-        unstage([[batch]], [[[1, 2, 3]]])
-    with pytest.raises(ValueError, match="staged is empty; pass what stage_mini_batches returned"):
-        unstage([], [])

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.rl import oracle_rl as oracle
-from torch_collate_kit.collators import PackedCollator, RolloutCollator
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.rl import compute_advantages, merge_steps
 
@@ -37,20 +35,6 @@ def test_a_forgotten_last_step_is_found() -> None:
     with pytest.raises(DataError, match=message):
         advantages(rewards=rewards, is_last_step=[False, False, False, True], trajectory_ids=ids)
     assert advantages(is_last_step=LAST, trajectory_ids=ids) == [-1.0, -1.0, 1.0, 1.0]
-
-
-@pytest.mark.parametrize(
-    "ids",
-    [
-        [7, 7, 5, 5],
-        ["x", "x", "y", "y"],
-        np.array([7, 7, 5, 5]),
-        torch.tensor([7, 7, 5, 5]),
-        [("a", 1), ("a", 1), ("a", 2), ("a", 2)],
-    ],
-)
-def test_ids_alone_say_where_trajectories_end(ids: Any) -> None:
-    assert advantages(trajectory_ids=ids) == advantages(is_last_step=LAST)
 
 
 def test_an_id_is_of_its_uid() -> None:
@@ -145,21 +129,3 @@ def test_merging_checks_it_too() -> None:
     del steps[1]["trajectory_id"]
     with pytest.raises(DataError, match="example 1 and example 0 differ in trajectory_id; every"):
         merge_steps(steps)
-
-
-def test_collators_carry_it() -> None:
-    steps = [step("a", "t0", [1], False), step("a", "t0", [1, 2, 3], True), step("a", 5, [1], True)]
-    batch = RolloutCollator(0)(steps)
-    assert batch.row_metadata["trajectory_ids"] == ["t0", "t0", 5]
-    assert batch[1:].row_metadata["trajectory_ids"] == ["t0", 5]
-    packed = PackedCollator(0, max_tokens=16)(steps)
-    assert packed.row_metadata["trajectory_ids"] == [("t0", "t0", 5)]
-    padded = batch.pad_rows(multiple_of=4)
-    given_rows = padded["rewards"], padded["response_mask"], padded.row_metadata["uids"]
-    found = compute_advantages(
-        *given_rows,
-        estimator="grpo_no_std",
-        is_last_step=padded.row_metadata["is_last_step"],
-        trajectory_ids=padded.row_metadata["trajectory_ids"],
-    )
-    assert found.tolist() == [[0.0]] * 4
