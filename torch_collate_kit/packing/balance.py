@@ -30,8 +30,6 @@ def for_ranks(
     """
     rows_multiple_of, strategy = packing.row_multiple, packing.strategy
     is_balanced, in_order = strategy == "balanced", strategy == "sequential"
-    if rows_multiple_of == 1 and not is_balanced:
-        return rows
     num_filled = len(rows.offsets) - 1
     num_rows = -(-num_filled // rows_multiple_of) * rows_multiple_of
     if not len(rows.order):

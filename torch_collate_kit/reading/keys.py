@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -194,16 +195,17 @@ def _transposed(
 ) -> dict[str, Any]:
     """Return lists of entries: every example has all columns but those of media."""
     first = examples[0].keys()
-    names = [key for key in known if key in first]
     for i, example in enumerate(examples):
-        if example.keys() != first:
-            odd = sorted({*names} ^ {key for key in known if key in example})
-            if odd:
-                raise DataError(
-                    f"example {i} and example 0 differ in {', '.join(odd)}; every example of a "
-                    "batch needs the same keys"
-                )
-    raw: dict[str, Any] = {key: [example[key] for example in examples] for key in names}
+        is_other = example.keys() != first
+        if is_other and (odd := {k for k in known if (k in first) != (k in example)}):
+            raise DataError(
+                f"example {i} and example 0 differ in {', '.join(sorted(odd))}; every example of a "
+                "batch needs the same keys"
+            )
+    raw: dict[str, Any] = {}
+    for key in known:
+        if key in first:
+            raw[key] = list(map(itemgetter(key), examples))
     for key in media:
         column = [example.get(key) for example in examples]
         if any(entry is not None for entry in column):
