@@ -223,9 +223,6 @@ def block_mask(
     Bool (True: seen) for "sdpa". For "eager", which adds it to the scores, 0 and -inf in bfloat16,
     which every wider dtype takes over exactly. With ``window`` a dict of two, named as
     ``config.layer_types`` names layers.
-
-    >>> block_mask(torch.tensor([[0, 0, 1]]), "sdpa")[0, 0].int().tolist()
-    [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
     """
     causal = (segments_RW[:, :, None] == segments_RW[:, None, :]).tril()[:, None]
     masks = {"full_attention": causal}

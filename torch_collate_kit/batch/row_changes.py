@@ -46,9 +46,6 @@ def joined(
     parts: Sequence[Storage], fields: Sequence[Mapping[str, Field]], overrides: dict[str, Any]
 ) -> Storage:
     """Return all rows of all parts; ``fields`` of a part are read where only another stores them.
-
-    Raises:
-        ValueError: fields, widths or metadata disagree, and nothing overrides them.
     """
     if not parts:
         raise ValueError("Batch.cat needs at least one batch, got none")

@@ -135,10 +135,6 @@ def cells_by_example(
     nothing predicts. Cells are counted over all rows of ``[R, num_columns]``. The pieces of a split
     example are joined in order. Only a batch that was built from dense tensors is read from its
     device.
-
-    Raises:
-        ValueError: a batch without the row metadata of a collator, or with a piece of an example
-            twice; too few columns.
     """
     width = _checked_width(batch)
     per_row = batch.row_metadata["example_indices"].lengths  # 0 in an added row
@@ -252,12 +248,7 @@ def _array(inputs: Mapping[str, Any], name: str, *, ndim: int = 2) -> np.ndarray
 
 
 def values_of_cells(values: Tensor, cells: Ragged, dtype: torch.dtype) -> Ragged:
-    """Return the values ``[R, A]`` in these cells, in host memory: a copy without a graph.
-
-    >>> cells = Ragged.from_lengths(np.array([1, 2, 5]), np.array([2, 1]))
-    >>> values_of_cells(torch.arange(6).view(2, 3), cells, torch.float32).tolist()
-    [[1.0, 2.0], [5.0]]
-    """
+    """Return the values ``[R, A]`` in these cells, in host memory: a copy without a graph."""
     places = torch.from_numpy(cells.values).to(values.device)
     picked = values.detach().reshape(-1)[places].cpu().to(dtype)
     return Ragged(picked.numpy(), cells.offsets)

@@ -226,9 +226,6 @@ def over_ranks(
     are at the same indices on all ranks, but for one group. Both costs count, and ranks that still
     differ swap rows of a group. The most expensive images come last: DDP exchanges gradients in the
     backward pass of the last row, and demands some of the vision tower there.
-
-    >>> over_ranks(np.array([1, 2, 3, 9]), 2, keep_order=False).tolist()
-    [3, 0, 2, 1]
     """
     places = order = np.arange(len(costs))
     if rows_multiple_of == 1:

@@ -201,15 +201,7 @@ def common_options(
     parallel: ParallelLayout | None = None,
     max_patches: int | None = None,
 ) -> PackingOptions:
-    """Return ``packing``, or options made of the common fields; None means a field's default.
-
-    Raises:
-        TypeError: ``packing`` beside any of the fields, neither of ``packing`` and ``max_tokens``,
-            or a ``packing`` of another type.
-
-    >>> common_options(None, 100, parallel=ParallelLayout(tp=8)).capacity
-    96
-    """
+    """Return ``packing``, or options made of the common fields; None means a field's default."""
     common: dict[str, Any] = {
         "max_tokens": max_tokens,
         "strategy": strategy,

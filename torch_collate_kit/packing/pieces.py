@@ -63,10 +63,6 @@ def image_load(patches: Patches | ImageLoad, num_examples: int, cost: ModelCost)
     """Return checked ``patches`` of the examples with their cost; an ImageLoad as it is.
 
     An int per example counts as one image. Not modified; may be a view of it.
-
-    Raises:
-        DataError: a number below 0 (below 1 of one image), or too large for int64.
-        TypeError, ValueError: no ints, or not one entry per example.
     """
     if isinstance(patches, ImageLoad):
         return patches
@@ -139,9 +135,6 @@ def cut_to_fit(
     They are in the order of the examples. An example without an image may be as long as a row less
     the cells reserved for a dummy image. An example with an image is cut only where ``images.cuts``
     says, and never split.
-
-    Raises:
-        DataError: an example that does not fit in a row, with ``overflow="raise"``, or with images.
     """
     most, overflow = _longest(packing, images), packing.overflow
     does_not_fit = lengths > most

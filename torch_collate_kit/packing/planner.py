@@ -118,14 +118,6 @@ def batch_of_rows(
     these examples alone gives (sequential: where the rows are neighbours), because a piece goes
     where it went before: whether a row is fuller than another does not depend on a third. With
     images the same rows are kept.
-
-    >>> packing = PackingOptions(6)
-    >>> filled = fill_rows(np.array([4, 2, 6, 3]), packing)
-    >>> filled.bins
-    [[2], [0, 1], [3]]
-    >>> examples, plan = batch_of_rows(filled, np.array([1, 2]), filled.dropped, packing)
-    >>> examples.tolist(), plan.bins
-    ([0, 1, 3], [[0, 1], [2]])
     """
     chosen = Rows(np.arange(len(filled.lengths)), filled.row_offsets).take(np.sort(rows))
     examples = np.unique(np.append(filled.example_indices[chosen.order], dropped))
@@ -145,12 +137,7 @@ def _for_ranks(
 
 
 def part_of(plan: PackingPlan, rows: Rows, examples: Ints) -> PackingPlan:
-    """Return rows of some of a plan's pieces, the ``examples``, ascending, numbered anew from 0.
-
-    >>> plan = pack([4, 2, 6], 6)
-    >>> part_of(plan, Rows(np.array([1]), np.array([0, 0, 1])), np.array([0])).bins
-    [[], [0]]
-    """
+    """Return rows of some of a plan's pieces, the ``examples``, ascending, numbered anew from 0."""
 
     def renumbered(numbers: Ints) -> Ints:
         return np.searchsorted(examples, numbers[np.isin(numbers, examples)])

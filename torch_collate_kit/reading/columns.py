@@ -71,11 +71,7 @@ Numbers = Ragged | Rows  # of ndarrays
 
 
 def number_column(name: str, column: Any, kind: Kind) -> Numbers:
-    """Return the column as flat arrays of a NumPy dtype of its kind, not copied if it is one.
-
-    Raises:
-        DataError: an entry of another form, or of another dtype.
-    """
+    """Return the column as flat arrays of a NumPy dtype of its kind, not copied if it is one."""
     typecode, kinds, advice = _KINDS[kind]
     if isinstance(column, Ragged):
         flat, offsets = column.values, column.offsets

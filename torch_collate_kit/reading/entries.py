@@ -142,9 +142,6 @@ def placed_ids(column: Numbers, pieces: Pieces, num_actions: np.ndarray | None) 
     """Return the ids of the pieces, int32 where they fit, else int64: a copy.
 
     ``num_actions`` int64 [N]: of rollouts, whose errors name the prompt or the response.
-
-    Raises:
-        DataError: a negative id, or one that int64 does not hold.
     """
     if isinstance(column, Ragged) and are_int32_ids(column.values):
         narrow = column.values.astype(np.int32, copy=False)
@@ -166,11 +163,7 @@ def placed_ids(column: Numbers, pieces: Pieces, num_actions: np.ndarray | None) 
 
 
 def placed_labels(column: Numbers, pieces: Pieces) -> np.ndarray:
-    """Return the labels of the pieces, int32 where they fit, else int64: a copy.
-
-    Raises:
-        DataError: a label that is negative, but not -100; -100 in an unsigned dtype.
-    """
+    """Return the labels of the pieces, int32 where they fit, else int64: a copy."""
     labels = taken(column, pieces)
     if labels.dtype.kind == "u" and (is_bad := are_wrapped(labels)).any():
         raise wrapped_label(*first_bad(is_bad, pieces), labels.dtype)
@@ -191,9 +184,6 @@ def placed_weights(name: str, column: Numbers, pieces: Pieces, unit: str) -> np.
     """Return the weights of the pieces, bool where they are 0 and 1, else float32: a copy.
 
     ``unit``: what has a weight, a "token" or a "response token".
-
-    Raises:
-        DataError: a weight that is negative, not finite in float32, or lost in it.
     """
     # bools are put in order in less memory
     flags = _as_flags(column.values) if isinstance(column, Ragged) else None
@@ -274,9 +264,6 @@ class FieldColumn:
 
         Numbers are in the dtype of the field, routes in the one they came in. ``responses`` are the
         response tokens of the pieces, as their example numbers its own.
-
-        Raises:
-            DataError: a number that the dtype does not hold.
         """
         entries = pieces
         if self.spec.count == "responses":

@@ -110,11 +110,7 @@ class ExampleColumns:
         return self.input_ids.lengths
 
     def place(self, pieces: Pieces) -> PlacedColumns:
-        """Return the columns of the pieces, whose first tokens nothing predicts or trains.
-
-        Raises:
-            DataError: an id, a label, a weight, or a number of a declared field is wrong.
-        """
+        """Return the columns of the pieces, whose first tokens nothing predicts or trains."""
         ids = placed_ids(self.input_ids, pieces, self.num_actions if self.are_rollouts else None)
         image_token_id = None if self.images is None else self.images.layout.image_token_id
         is_image = None if image_token_id is None else ids == image_token_id
@@ -145,9 +141,6 @@ class ExampleColumns:
         """Return all columns but images as ndarrays in the dtypes of a batch, a row per example.
 
         ``limits``: refuse a number over the limit of its field, as ``place`` does.
-
-        Raises:
-            DataError: as of ``place``.
         """
         images = None if self.images is None else replace(self.images, arrays={})
         found = replace(self, images=images)
@@ -160,11 +153,7 @@ class ExampleColumns:
         }
 
     def num_loss_tokens(self, image_token_id: int | None) -> np.ndarray:
-        """Count the trained tokens of each example: int64 [N]; image tokens are not trained.
-
-        Raises:
-            DataError: a label or a weight is wrong.
-        """
+        """Count the trained tokens of each example: int64 [N]; image tokens are not trained."""
         is_image = None
         if image_token_id is not None:
             is_image = joined(self.input_ids).values == image_token_id

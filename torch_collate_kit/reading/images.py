@@ -92,11 +92,7 @@ class Images:
         return lengths, patches
 
     def kept(self, pieces: Pieces) -> np.ndarray:
-        """int64 [S], how many images each piece has: the first ones of its example.
-
-        Raises:
-            DataError: a piece ends inside an image, or begins after the first token of an example.
-        """
+        """int64 [S], how many images each piece has: the first ones of its example."""
         lengths = self.input_ids.lengths
         counts = np.zeros_like(lengths)
         for i, unit in self.units.items():
@@ -125,11 +121,7 @@ class Images:
         return PerImage(torch.float32 if is_float else torch.int64)
 
     def place(self, pieces: Pieces) -> dict[str, tuple[PerImage, Tensor, Pieces]]:
-        """Return by field the entries of the pieces, a copy in one pass; and which they are.
-
-        Raises:
-            DataError: a piece ends inside an image; the frames of a patch differ.
-        """
+        """Return by field the entries of the pieces, a copy in one pass; and which they are."""
         kept = self.kept(pieces)
         placed = {}
         for name in self.arrays:

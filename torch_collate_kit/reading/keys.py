@@ -66,10 +66,6 @@ def raw_columns(
     """Return the known columns of the examples, nothing converted.
 
     ``rollouts``: whether they are; None: their keys tell.
-
-    Raises:
-        DataError: keys that are missing, differ between examples, contradict or look misspelled.
-        TypeError: no form of dataset.
     """
     given: Any = examples
     if not isinstance(given, Mapping | list | tuple):
@@ -239,9 +235,6 @@ def check_keys(
 
     Without a target every token is trained. With other keys, which are not read, this must be
     requested: one of them may have been meant as the target. ``declared`` keys are read as fields.
-
-    Raises:
-        DataError: a key in another spelling; keys that leave open, or say twice, what is trained.
     """
     others = [key for key in owners if key not in KNOWN and key not in declared]
     for key in others:

@@ -74,9 +74,6 @@ def read_columns(
 
     ``rollouts``: whether they are; None: their keys tell. ``train_all``: SFT examples have no
     target, whatever other keys they have. ``fields`` are read too, and images for ``vision``.
-
-    Raises:
-        DataError: an example is wrong; the message names it.
     """
     raw, are_rollouts, token_types = raw_columns(
         examples, rollouts=rollouts, train_all=train_all, fields=fields or {}, vision=vision
@@ -184,11 +181,7 @@ def _field(
     *,
     are_rollouts: bool,
 ) -> Numbers:
-    """Return the column of a field of our own or a declared one.
-
-    Raises:
-        DataError: it is missing, or has another number of entries than tokens that need one.
-    """
+    """Return the column of a field of our own or a declared one."""
     if key not in raw:
         raise DataError(
             f"example 0 has no {key}, which fields declares; give every example one, or "
