@@ -253,10 +253,7 @@ def assemble(
     metadata: Mapping[str, Any],
     num_loss_tokens_elsewhere: int = 0,
 ) -> Batch:
-    """Return the Batch of placed examples; ``names`` are its fields, ``metadata`` goes last.
-
-    ``num_loss_tokens_elsewhere``: loss tokens of rows that other ranks collate.
-    """
+    """Return the Batch of placed examples; ``names`` are its fields, ``metadata`` goes last."""
     pieces = placed.pieces
     specs = {**placed.specs, "input_ids": PerToken(torch.int64, placement.pad_token_id)}
     num_loss_tokens = int(placed.num_trained.sum()) + num_loss_tokens_elsewhere

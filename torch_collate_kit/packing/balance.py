@@ -24,10 +24,7 @@ _SWAPS_PER_RANK = 16
 def for_ranks(
     rows: Rows, sizes: Sizes, limits: Limits, vision_costs: Ints, packing: PackingOptions
 ) -> Rows:
-    """Even out filled rows, as many as a multiple of the ranks, and assign them to the ranks.
-
-    ``vision_costs``, int64 [S], are those of the images of each piece.
-    """
+    """Even out filled rows, as many as a multiple of the ranks, and assign them to the ranks."""
     rows_multiple_of, strategy = packing.row_multiple, packing.strategy
     is_balanced, in_order = strategy == "balanced", strategy == "sequential"
     num_filled = len(rows.offsets) - 1
@@ -127,10 +124,7 @@ def _taken_apart(rows: Rows, sizes: Ints, number: int) -> tuple[Ints, Ints]:
 
 
 def _is_evener(bins: Ints, taken: Sizes, rows: Rows, weights: Sizes, chosen: Ints) -> bool:
-    """Tell whether the rows ``bins`` differ less in weight than the rows ``chosen``.
-
-    Of two weights, the one that differs more in relation to its sum decides.
-    """
+    """Tell whether the rows ``bins`` differ less in weight than the rows ``chosen``."""
     dealt = [_added(values, bins, len(chosen)) for values in taken]
     before = [rows.totals(values)[chosen] for values in weights]
     sums = [max(1, int(values.sum())) for values in taken]

@@ -143,10 +143,7 @@ def _fill_best(
 def _equally_full(
     opened: OpenRows, shortest: int, stride: int, closes: int
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield first row, number of rows and key of each run of opened rows that can take a piece.
-
-    ``opened`` rows are in descending order of their keys; a sorted list of places is a heap.
-    """
+    """Yield first row, number of rows and key of each run of opened rows that can take a piece."""
     keys = opened.space * stride + opened.slots * closes
     fits = (opened.space >= shortest) & (opened.slots > 0)
     starts = np.flatnonzero(np.diff(keys, prepend=-1)).tolist()

@@ -268,10 +268,7 @@ def _arrays(
     *,
     or_padded: bool = False,
 ) -> dict[int, np.ndarray]:
-    """Return entries by example as arrays of that many dimensions and one of these kinds.
-
-    ``or_padded``: one dimension more is taken, too.
-    """
+    """Return entries by example as arrays of that many dimensions and one of these kinds."""
     arrays: dict[int, np.ndarray] = {}
     for i, entry in entries.items():
         array = _as_array(name, i, entry, shape)

@@ -63,10 +63,7 @@ def raw_columns(
     fields: Iterable[str],
     vision: VisionLayout | None,
 ) -> RawColumns:
-    """Return the known columns of the examples, nothing converted.
-
-    ``rollouts``: whether they are; None: their keys tell.
-    """
+    """Return the known columns of the examples, nothing converted."""
     given: Any = examples
     if not isinstance(given, Mapping | list | tuple):
         given = in_memory(given)
@@ -231,11 +228,7 @@ def _is_all_none(column: Any) -> bool:
 def check_keys(
     owners: Mapping[str, str], *, train_all: bool, declared: tuple[str, ...] = ()
 ) -> None:
-    """Check the keys of examples; ``owners`` says whose each is, such as "example 0".
-
-    Without a target every token is trained. With other keys, which are not read, this must be
-    requested: one of them may have been meant as the target. ``declared`` keys are read as fields.
-    """
+    """Check the keys of examples; ``owners`` says whose each is, such as "example 0"."""
     others = [key for key in owners if key not in KNOWN and key not in declared]
     for key in others:
         name = respelt(str(key), (*KNOWN, *declared))
