@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from torch_collate_kit import Batch
 from torch_collate_kit.collators import PackedCollator, PaddedCollator, RolloutCollator
 from torch_collate_kit.loading import TokenizedDataset
-from torch_collate_kit.packing import pack
-from torch_collate_kit.packing.plan import PackingPlan
+from torch_collate_kit.packing import PackingPlan, PlannedExamples, pack
 from torch_collate_kit.ragged import Ragged
 
 
@@ -65,18 +65,19 @@ def num_calls(function: Callable[[], Any]) -> int:
     return counts["call"] + counts["c_call"]
 
 
-class Planned(PackedCollator):
-    """With the plan made before: what is left is the moving."""
-
-    def plan(self, lengths: Any, patches: Any = None) -> PackingPlan:
-        if len(lengths) not in PLANS:
-            PLANS[len(lengths)] = super().plan(lengths)
-        return PLANS[len(lengths)]
-
-
 PLANS: dict[int, PackingPlan] = {}
+
+
+def collate_planned(columns: dict[str, Ragged]) -> Batch:
+    """Collate with a plan made before: what is left is the moving."""
+    lengths = columns["input_ids"].lengths
+    if len(lengths) not in PLANS:
+        PLANS[len(lengths)] = pack(lengths, 512)
+    return PackedCollator(0, max_tokens=512)(PlannedExamples(PLANS[len(lengths)], columns))
+
+
 COLLATORS: dict[str, tuple[Callable[[], Any], Callable[[int], Any]]] = {
-    "packed": (lambda: Planned(0, max_tokens=512), columns_of),
+    "packed": (lambda: collate_planned, columns_of),
     "padded": (lambda: PaddedCollator(0), columns_of),
     "rollouts": (lambda: RolloutCollator(0), rollout_columns_of),
 }

@@ -68,19 +68,22 @@ class Batch(Mapping[str, Field]):
                     f"field {name} must be a tensor with rows first or a Ragged, got "
                     f"{type(field).__name__}; what belongs to the whole batch goes into metadata"
                 )
-        self._set(
-            Storage(Columns.none(), dict(fields), dict(row_metadata or {}), dict(metadata or {}))
+        storage = Storage(
+            Columns.none(), dict(fields), dict(row_metadata or {}), dict(metadata or {})
         )
+        storage.check()
+        self._set(storage)
 
     @classmethod
-    def of_storage(cls, storage: Storage) -> Batch:
-        """Return a Batch of ``storage``, as collators make it."""
+    def of_storage(cls, storage: Storage, *, check: bool = True) -> Batch:
+        """Return a Batch of ``storage``; ``check=False`` for what a collator has just made."""
+        if check:
+            storage.check()
         batch = cls.__new__(cls)
         batch._set(storage)
         return batch
 
     def _set(self, storage: Storage) -> None:
-        storage.check()
         self._storage = storage
         self._made: dict[str, tuple[Field, int]] = {}  # and the version they were made with
         self._shared: dict[str, Tensor] = {}  # what several of them are made of

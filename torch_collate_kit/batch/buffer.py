@@ -68,11 +68,7 @@ def _stop(slot: Slot) -> int:
 def gather(
     fields: Mapping[Key, Tensor | Ragged], *, pin: bool = False, share: bool = False
 ) -> tuple[Tensor, dict[Key, Slot]]:
-    """Return a new uint8 buffer with the bytes of all fields, and their places there.
-
-    It is on the device of the first field: with ``pin`` in page-locked memory, with ``share`` in
-    memory that other processes map without a copy, if that is host memory.
-    """
+    """Return a new uint8 buffer with the bytes of all fields, and their places there."""
     slots = slots_of(fields)
     sources = [tensor_of(field) for field in fields.values()]
     size = -(-max(map(_stop, slots.values())) // _ALIGNMENT) * _ALIGNMENT  # for torch.load, which

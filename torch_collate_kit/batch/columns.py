@@ -70,10 +70,7 @@ class Columns:
         counts: Callable[[str, Any], Any],
         **placement: Any,
     ) -> Columns:
-        """Return a copy with every column and every count per segment changed.
-
-        Both functions take a name and a Ragged, ``counts`` also the tensor ``"num_segments"``.
-        """
+        """Return a copy with every column and every count per segment changed."""
         on_host = {name: counts(name, of) for name, of in self.placement.segments.items()}
         return replace(
             self,
@@ -115,10 +112,7 @@ class Columns:
         return replace(self, values=values, segments=segments, placement=placement)
 
     def in_full(self) -> dict[str, Any]:
-        """Return the columns in the dtypes of their dense fields, and where they lie.
-
-        Two batches with equal dense fields have equal ones, whatever dtypes they are stored in.
-        """
+        """Return the columns in the dtypes of their dense fields, and where they lie."""
         columns = {
             name: Ragged(column.values.to(self.specs[name].dtype), column.offsets)
             for name, column in self.values.items()

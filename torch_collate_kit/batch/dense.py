@@ -204,10 +204,6 @@ def mrope_positions(
     A counter gives a text token its three positions and goes up by 1. An image of ``H * W`` tokens
     takes the counter ``s`` at its first token: there the positions are ``s`` plus frame, row and
     column, and after it the counter is ``s + max(H, W)``. Waits for no device.
-
-    >>> is_image = torch.tensor([False, True, True, False])
-    >>> mrope_positions(is_image, torch.tensor([[1, 2, 4]]), torch.tensor([4]), 2).tolist()
-    [[0, 1, 1, 3], [0, 1, 1, 3], [0, 1, 2, 3]]
     """
     grids = grids_N3.long()
     height, width = grids[:, 1] // merge_size, grids[:, 2] // merge_size

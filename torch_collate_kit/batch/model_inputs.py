@@ -73,10 +73,7 @@ def model_inputs(
 
 
 def _positions_and_images(batch: Mapping[str, Any], stored: Storage) -> dict[str, Any]:
-    """Return positions, and the image fields of a vision-language model.
-
-    A batch without images has none of their fields, as its processor gives none.
-    """
+    """Return positions, and the image fields of a vision-language model."""
     vision = stored.columns.placement.vision
     if vision is None:
         if "pixel_values" in batch:
@@ -216,17 +213,7 @@ def block_mask(
     window: int | None = None,
     images_RW: Tensor | None = None,
 ) -> Tensor | dict[str, Tensor]:
-    """Return the mask [R, 1, W, W] by which a cell sees its segment up to itself.
-
-    With ``images_RW``, the image of every cell or -1, it also sees all of its own image.
-
-    Bool (True: seen) for "sdpa". For "eager", which adds it to the scores, 0 and -inf in bfloat16,
-    which every wider dtype takes over exactly. With ``window`` a dict of two, named as
-    ``config.layer_types`` names layers.
-
-    >>> block_mask(torch.tensor([[0, 0, 1]]), "sdpa")[0, 0].int().tolist()
-    [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
-    """
+    """Return the mask [R, 1, W, W] by which a cell sees its segment up to itself."""
     causal = (segments_RW[:, :, None] == segments_RW[:, None, :]).tril()[:, None]
     masks = {"full_attention": causal}
     if window is not None:

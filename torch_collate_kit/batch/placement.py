@@ -105,10 +105,7 @@ def padded(counts: dict[str, np.ndarray], width: int, *, padding_side: str) -> d
 def packed(
     counts: dict[str, np.ndarray], row_offsets: np.ndarray, *, width: int, align: int
 ) -> dict[str, Ragged]:
-    """Return the segments of packed rows; ``counts`` of the pieces are int64 [S].
-
-    The segment without tokens at the end of a row has 0 of everything.
-    """
+    """Return the segments of packed rows; ``counts`` of the pieces are int64 [S]."""
     lengths = counts["lengths"]
     aligned = -(-lengths // align) * align if align > 1 else lengths
     before = np.append(0, np.cumsum(aligned))

@@ -45,11 +45,7 @@ _REPEATED = ("attention_mask", "cu_seq_lens", "inputs_embeds", *IMAGE_FIELDS)
 def joined(
     parts: Sequence[Storage], fields: Sequence[Mapping[str, Field]], overrides: dict[str, Any]
 ) -> Storage:
-    """Return all rows of all parts; ``fields`` of a part are read where only another stores them.
-
-    Raises:
-        ValueError: fields, widths or metadata disagree, and nothing overrides them.
-    """
+    """Return all rows of all parts; ``fields`` of a part are read where only another stores them."""
     if not parts:
         raise ValueError("Batch.cat needs at least one batch, got none")
     first = parts[0]
@@ -141,11 +137,7 @@ def _check_one_collation(parts: Sequence[Storage]) -> None:
 
 
 def padded(storage: Storage, added: int) -> Storage:
-    """Add rows at the end that have nothing to train and nothing to count.
-
-    They repeat row 0, so that every model can run them, and have no loss, no response, no route and
-    no sub-sequence.
-    """
+    """Add rows at the end that have nothing to train and nothing to count."""
     if storage.columns and "sub_seq_lengths" not in storage.given:
         # from the columns, it would count the segments that are repeated
         lengths = make_field("sub_seq_lengths", storage.columns, {}, storage.metadata)
@@ -222,10 +214,7 @@ def _padded_row_metadata(key: str, value: Any, added: int) -> Any:
 
 
 def cells_per_row(storage: Storage) -> np.ndarray | None:
-    """Return the width that each row alone would be trimmed to, int64 [R], or None.
-
-    Packed rows, and those of a Batch that was built from dense tensors, keep their width.
-    """
+    """Return the width that each row alone would be trimmed to, int64 [R], or None."""
     if storage.columns and not storage.columns.placement.is_packed:
         return storage.columns.placement.segments["lengths"].values.astype(np.int64)
     shape = storage.row_shapes().get("input_ids")

@@ -60,12 +60,7 @@ class Storage:
         return dict.fromkeys((*self.columns.names, *self.given))
 
     def check(self) -> None:
-        """Check that fields and row metadata have one entry per row.
-
-        Raises:
-            TypeError: row metadata without rows.
-            ValueError: no field, other numbers of rows, a packed batch that was taken apart.
-        """
+        """Check that fields and row metadata have one entry per row."""
         if not self.names:
             raise ValueError("a Batch needs at least one field, got none; rows are counted there")
         if "cu_seq_lens" in self.given and "max_segment_length" not in self.row_metadata:

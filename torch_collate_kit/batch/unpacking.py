@@ -108,10 +108,7 @@ def _check_shape(values: Any, num_rows: int, width: int) -> None:
 
 
 def cells_of_every_example(batch: Batch, num_columns: int, count: Count = "responses") -> Ragged:
-    """Return the cells of ``cells_by_example`` with an entry for every example that was collated.
-
-    One whose rows are not in the batch has an empty entry.
-    """
+    """Return the cells of ``cells_by_example`` with an entry for every example that was collated."""
     examples, cells = cells_by_example(batch, num_columns, count)
     last = int(examples[-1]) if len(examples) else -1
     num_examples = batch.metadata.get("num_examples", last + 1)
@@ -129,17 +126,7 @@ def cells_of_every_example(batch: Batch, num_columns: int, count: Count = "respo
 def cells_by_example(
     batch: Batch, num_columns: int, count: Count = "responses"
 ) -> tuple[np.ndarray, Ragged]:
-    """Return the examples, int64 [E] ascending, and the cells of their tokens, ragged int64.
-
-    ``count``: of their response tokens, of all tokens, or of all but the first of each piece, which
-    nothing predicts. Cells are counted over all rows of ``[R, num_columns]``. The pieces of a split
-    example are joined in order. Only a batch that was built from dense tensors is read from its
-    device.
-
-    Raises:
-        ValueError: a batch without the row metadata of a collator, or with a piece of an example
-            twice; too few columns.
-    """
+    """Return the examples, int64 [E] ascending, and the cells of their tokens, ragged int64."""
     width = _checked_width(batch)
     per_row = batch.row_metadata["example_indices"].lengths  # 0 in an added row
     owners, firsts, responses = (np.asarray(batch.row_metadata[k].values) for k in _NEEDED)
@@ -252,23 +239,14 @@ def _array(inputs: Mapping[str, Any], name: str, *, ndim: int = 2) -> np.ndarray
 
 
 def values_of_cells(values: Tensor, cells: Ragged, dtype: torch.dtype) -> Ragged:
-    """Return the values ``[R, A]`` in these cells, in host memory: a copy without a graph.
-
-    >>> cells = Ragged.from_lengths(np.array([1, 2, 5]), np.array([2, 1]))
-    >>> values_of_cells(torch.arange(6).view(2, 3), cells, torch.float32).tolist()
-    [[1.0, 2.0], [5.0]]
-    """
+    """Return the values ``[R, A]`` in these cells, in host memory: a copy without a graph."""
     places = torch.from_numpy(cells.values).to(values.device)
     picked = values.detach().reshape(-1)[places].cpu().to(dtype)
     return Ragged(picked.numpy(), cells.offsets)
 
 
 def response_cells(batch: Batch) -> Tensor | None:
-    """Return the flat cells of ``[R, A]`` that hold response tokens, int64 [n], on the device.
-
-    All cells that ``loss_mask`` trains are among them. None where the batch does not say, since it
-    was built of dense fields or its ``loss_mask`` was replaced or changed. Waits for no device.
-    """
+    """Return the flat cells of ``[R, A]`` that hold response tokens, int64 [n], on the device."""
     stored = batch.stored()
     if not stored.columns or "loss_mask" in stored.given:
         return None

@@ -55,11 +55,7 @@ class Padding(Protocol):
 
 
 def checked_overflow(overflow: Any, choices: tuple[str, ...], max_length: int | None) -> str:
-    """Return ``overflow``, one of ``choices``; it needs a ``max_length``.
-
-    Raises:
-        ValueError: another value, or no length that an example could exceed.
-    """
+    """Return ``overflow``, one of ``choices``; it needs a ``max_length``."""
     checked_choice("overflow", overflow, choices)
     if overflow != "raise" and max_length is None:
         raise ValueError(
@@ -82,11 +78,7 @@ def vision_of(tokenizer: Any, vision: VisionLayout | None) -> VisionLayout | Non
 
 
 def refuse_unpacked(vision: VisionLayout | None) -> None:
-    """Refuse models whose examples cannot be packed exactly, or whose family is ambiguous.
-
-    Raises:
-        ValueError: the family is not packed, or several models have this processor.
-    """
+    """Refuse models whose examples cannot be packed exactly, or whose family is ambiguous."""
     if vision is not None and vision.family.not_packed:
         raise ValueError(
             f"examples of {vision.family_name} models are not packed: "
@@ -112,12 +104,7 @@ def made_of_images(vision: VisionLayout | None) -> tuple[str, ...]:
 def own_fields(
     fields: DeclaredFields | None, names: tuple[str, ...], vision: VisionLayout | None
 ) -> DeclaredFields:
-    """Return the declared fields, checked; ``names`` are taken by the collator.
-
-    Raises:
-        TypeError: no mapping of names to PerToken, PerResponseToken or PerExample with a dtype.
-        ValueError: a name that is a key or a field already.
-    """
+    """Return the declared fields, checked; ``names`` are taken by the collator."""
     if fields is None:
         return {}
     if not isinstance(fields, Mapping):
@@ -266,10 +253,7 @@ def assemble(
     metadata: Mapping[str, Any],
     num_loss_tokens_elsewhere: int = 0,
 ) -> Batch:
-    """Return the Batch of placed examples; ``names`` are its fields, ``metadata`` goes last.
-
-    ``num_loss_tokens_elsewhere``: loss tokens of rows that other ranks collate.
-    """
+    """Return the Batch of placed examples; ``names`` are its fields, ``metadata`` goes last."""
     pieces = placed.pieces
     specs = {**placed.specs, "input_ids": PerToken(torch.int64, placement.pad_token_id)}
     num_loss_tokens = int(placed.num_trained.sum()) + num_loss_tokens_elsewhere
@@ -299,4 +283,4 @@ def assemble(
             **metadata,
         },
     )
-    return Batch.of_storage(storage)
+    return Batch.of_storage(storage, check=False)

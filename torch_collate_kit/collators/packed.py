@@ -34,10 +34,11 @@ from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing import PackingOptions, PackingPlan, PlannedExamples, RankPlan
 from torch_collate_kit.packing.options import ParallelLayout, common_options
 from torch_collate_kit.packing.pieces import ImageLoad, Patches, image_load
-from torch_collate_kit.packing.planner import pack
-from torch_collate_kit.ragged import Ragged
+from torch_collate_kit.packing.planner import pack, plan_rows
+from torch_collate_kit.ragged import unchecked
 from torch_collate_kit.reading.entries import DeclaredFields
 from torch_collate_kit.reading.examples import ExampleColumns
+from torch_collate_kit.reading.images import Images
 from torch_collate_kit.reading.keys import KNOWN, ROLLOUT_KEYS, unknown_images
 from torch_collate_kit.reading.reader import read_columns
 from torch_collate_kit.reading.source import Examples
@@ -107,6 +108,7 @@ class PackedCollator:
     ) -> None:
         self.pad_token_id = pad_token_id_of(tokenizer)
         self.vision = vision_of(tokenizer, vision)
+        self._made = made_of_images(self.vision)
         refuse_unpacked(self.vision)
         self.packing = common_options(
             packing,
@@ -166,7 +168,8 @@ class PackedCollator:
             columns = self._read_part(part, examples.examples)
         else:
             columns = self._read(examples, rollouts=None)
-            part = RankPlan.whole(self.plan(columns.lengths, self._images(columns)))
+            images = None if columns.images is None else self._image_load(columns, columns.images)
+            part = RankPlan(plan_rows(columns.lengths, self.packing, images))
         if for_trainer:
             check_targets(columns, self.train_all)
         return self._place(columns, part)
@@ -237,10 +240,10 @@ class PackedCollator:
                 "the sampler the collator of the DataLoader"
             )
 
-    def _images(self, columns: ExampleColumns) -> ImageLoad | None:
+    def _image_load(self, columns: ExampleColumns, images: Images) -> ImageLoad | None:
         """Return the patches and costs of the images, or None without images."""
-        images, packing = columns.images, self.packing
-        if images is None or not images.units:
+        packing = self.packing
+        if not images.units:
             return None
         load = image_load(images.patches, len(columns.input_ids), packing.cost)
         if packing.overflow != "truncate" or columns.are_rollouts:
@@ -249,21 +252,21 @@ class PackedCollator:
 
     def _place(self, columns: ExampleColumns, part: RankPlan) -> Batch:
         """Return the Batch of the rows of ``part``."""
-        plan, pieces, num_examples = part.plan, part.pieces, len(columns.input_ids)
+        plan, pieces, num_examples = part.plan, part.pieces, len(columns.lengths)
         width = self.packing.capacity if self.fixed_width else plan.width
         if width > MAX_WIDTH:
             raise too_wide(width, f"lower max_tokens={plan.max_tokens}")
         per_row = _per_row(columns.per_example, pieces)
-        if part.needs_dummy_image.any():
+        if self.vision is not None and part.needs_dummy_image.any():
             columns, pieces = columns.with_dummy_images(pieces, part.needs_dummy_image)
         placed = columns.place(pieces)
         num_trained = int(placed.num_trained.sum())
-        part.check_loss_tokens(num_trained)
         if self.vision is not None:
             placed.counts["examples"] = (pieces.examples < num_examples).astype(np.int64)
         segments = packed(placed.counts, pieces.row_offsets, width=width, align=plan.align)
-        made = made_of_images(self.vision)
-        names = dict.fromkeys((*_FIELDS, *made, *columns.names, "sub_seq_lengths", "cu_seq_lens"))
+        names = dict.fromkeys(
+            (*_FIELDS, *self._made, *columns.names, "sub_seq_lengths", "cu_seq_lens")
+        )
         return assemble(
             placed,
             Placement(width, width - 1, self.pad_token_id, True, segments, self.vision),
@@ -271,7 +274,7 @@ class PackedCollator:
             normalize_loss=self.normalize_loss,
             num_loss_tokens_elsewhere=part.num_loss_tokens_elsewhere(num_trained),
             row_metadata={
-                "example_indices": Ragged(
+                "example_indices": unchecked(
                     plan.example_indices[part.numbers], part.pieces.row_offsets
                 ),
                 "max_segment_length": longest_segments(segments["starts"], width),

@@ -55,12 +55,7 @@ class TrainerCollator:
 
 
 def check_targets(columns: ExampleColumns, train_all: bool) -> None:
-    """Check that labels alone say what is trained.
-
-    Raises:
-        ValueError: the examples are rollouts.
-        DataError: the examples have no loss target.
-    """
+    """Check that labels alone say what is trained."""
     if columns.are_rollouts:
         raise ValueError(
             "for_trainer() passes on labels alone, so the rewards of rollouts would be lost; take "

@@ -219,10 +219,7 @@ class VisionLanguageCollator:
         start: int = 0,
         or_dropped: bool = False,
     ) -> list[dict[str, Any]]:
-        """Tokenize records, the first of which has the number ``start``.
-
-        With ``or_dropped`` one that ``max_length`` drops stays, with its reason.
-        """
+        """Tokenize records, the first of which has the number ``start``."""
         source = Source(examples)
         records = source.records(0, len(source))
         setup = self._setup

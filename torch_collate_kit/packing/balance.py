@@ -24,14 +24,9 @@ _SWAPS_PER_RANK = 16
 def for_ranks(
     rows: Rows, sizes: Sizes, limits: Limits, vision_costs: Ints, packing: PackingOptions
 ) -> Rows:
-    """Even out filled rows, as many as a multiple of the ranks, and assign them to the ranks.
-
-    ``vision_costs``, int64 [S], are those of the images of each piece.
-    """
+    """Even out filled rows, as many as a multiple of the ranks, and assign them to the ranks."""
     rows_multiple_of, strategy = packing.row_multiple, packing.strategy
     is_balanced, in_order = strategy == "balanced", strategy == "sequential"
-    if rows_multiple_of == 1 and not is_balanced:
-        return rows
     num_filled = len(rows.offsets) - 1
     num_rows = -(-num_filled // rows_multiple_of) * rows_multiple_of
     if not len(rows.order):
@@ -129,10 +124,7 @@ def _taken_apart(rows: Rows, sizes: Ints, number: int) -> tuple[Ints, Ints]:
 
 
 def _is_evener(bins: Ints, taken: Sizes, rows: Rows, weights: Sizes, chosen: Ints) -> bool:
-    """Tell whether the rows ``bins`` differ less in weight than the rows ``chosen``.
-
-    Of two weights, the one that differs more in relation to its sum decides.
-    """
+    """Tell whether the rows ``bins`` differ less in weight than the rows ``chosen``."""
     dealt = [_added(values, bins, len(chosen)) for values in taken]
     before = [rows.totals(values)[chosen] for values in weights]
     sums = [max(1, int(values.sum())) for values in taken]
@@ -228,9 +220,6 @@ def over_ranks(
     are at the same indices on all ranks, but for one group. Both costs count, and ranks that still
     differ swap rows of a group. The most expensive images come last: DDP exchanges gradients in the
     backward pass of the last row, and demands some of the vision tower there.
-
-    >>> over_ranks(np.array([1, 2, 3, 9]), 2, keep_order=False).tolist()
-    [3, 0, 2, 1]
     """
     places = order = np.arange(len(costs))
     if rows_multiple_of == 1:

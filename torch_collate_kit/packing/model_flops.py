@@ -27,11 +27,7 @@ class LanguageFlops(NamedTuple):
 
 
 def language_flops(config: Any) -> LanguageFlops:
-    """Count the decoder layers that ``config``, of a text model, describes.
-
-    Raises:
-        ValueError: the config lacks a size that is needed, or has layers of an unknown kind.
-    """
+    """Count the decoder layers that ``config``, of a text model, describes."""
     if getattr(config, "is_heterogeneous", False):
         raise _unknown(config, "layers of different sizes")
     hidden, layers = _size(config, "hidden_size"), _size(config, "num_hidden_layers")
@@ -120,11 +116,7 @@ def _num_sparse_layers(config: Any, layers: int) -> int:
 
 
 def vision_flops(config: Any) -> tuple[int, int]:
-    """Count the vision layers: FLOPs per patch and per patch squared, or per tile and 0.
-
-    Raises:
-        ValueError: the config lacks a size that is needed.
-    """
+    """Count the vision layers: FLOPs per patch and per patch squared, or per tile and 0."""
     hidden = _size(config, "embed_dim", "hidden_size")
     layers = _size(config, "depth", "num_hidden_layers")
     if hasattr(config, "mlp_ratio") and not hasattr(config, "intermediate_size"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from torch_collate_kit._checks import (
@@ -46,8 +47,9 @@ class ParallelLayout:
         TypeError: a size is not an int, or ``fp8`` is not a bool.
         ValueError: a size is below 1.
 
-    >>> layout = ParallelLayout(dp=4, tp=2, cp=2, fp8=True)
-    >>> layout.align
+    >>> ParallelLayout(tp=4).align, ParallelLayout(tp=4, cp=2).align
+    (4, 16)
+    >>> ParallelLayout(dp=4, tp=2, cp=2, fp8=True).align
     32
     """
 
@@ -65,7 +67,7 @@ class ParallelLayout:
     def __repr__(self) -> str:
         return dataclass_repr(self)
 
-    @property
+    @cached_property
     def align(self) -> int:
         """Number of tokens that every sub-sequence is padded to a multiple of.
 
@@ -73,9 +75,6 @@ class ParallelLayout:
         ``2 * cp``: each rank takes one chunk from either end, which balances causal attention. An
         fp8 matrix product needs a token dimension, the tokens of one context rank, that is a
         multiple of 16.
-
-        >>> ParallelLayout(tp=4).align, ParallelLayout(tp=4, cp=2).align
-        (4, 16)
         """
         align = self.tp * 2 * self.cp if self.cp > 1 else self.tp
         return math.lcm(align, 16 * self.cp) if self.fp8 else align
@@ -161,23 +160,19 @@ class PackingOptions:
     def __repr__(self) -> str:
         return dataclass_repr(self)
 
-    @property
+    @cached_property
     def capacity(self) -> int:
         """Cells of a row that aligned pieces can fill: the longest piece."""
         return capacity_of(self.max_tokens, self.parallel.align)
 
-    @property
+    @cached_property
     def row_multiple(self) -> int:
         """Number that the rows are a multiple of: ``rows_multiple_of``, or else ``dp``."""
         return self.rows_multiple_of or self.parallel.dp
 
-    @property
+    @cached_property
     def reserved(self) -> int:
-        """Cells that a row without an image keeps free for a dummy image; 0 with one rank.
-
-        >>> PackingOptions(64, parallel=ParallelLayout(dp=2, tp=8), dummy_image_tokens=3).reserved
-        8
-        """
+        """Cells that a row without an image keeps free for a dummy image; 0 with one rank."""
         if self.row_multiple == 1:
             return 0
         return -(-self.dummy_image_tokens // self.parallel.align) * self.parallel.align
@@ -206,15 +201,7 @@ def common_options(
     parallel: ParallelLayout | None = None,
     max_patches: int | None = None,
 ) -> PackingOptions:
-    """Return ``packing``, or options made of the common fields; None means a field's default.
-
-    Raises:
-        TypeError: ``packing`` beside any of the fields, neither of ``packing`` and ``max_tokens``,
-            or a ``packing`` of another type.
-
-    >>> common_options(None, 100, parallel=ParallelLayout(tp=8)).capacity
-    96
-    """
+    """Return ``packing``, or options made of the common fields; None means a field's default."""
     common: dict[str, Any] = {
         "max_tokens": max_tokens,
         "strategy": strategy,

@@ -60,14 +60,7 @@ class ImageLoad(NamedTuple):
 
 
 def image_load(patches: Patches | ImageLoad, num_examples: int, cost: ModelCost) -> ImageLoad:
-    """Return checked ``patches`` of the examples with their cost; an ImageLoad as it is.
-
-    An int per example counts as one image. Not modified; may be a view of it.
-
-    Raises:
-        DataError: a number below 0 (below 1 of one image), or too large for int64.
-        TypeError, ValueError: no ints, or not one entry per example.
-    """
+    """Return checked ``patches`` of the examples with their cost; an ImageLoad as it is."""
     if isinstance(patches, ImageLoad):
         return patches
     values, offsets = _patches_of_images(patches)
@@ -134,15 +127,7 @@ def _checked_patches(values: npt.NDArray[Any], offsets: Ints | None) -> Ints:
 def cut_to_fit(
     lengths: Ints, packing: PackingOptions, images: ImageLoad | None = None
 ) -> PackingPlan:
-    """Return the pieces of examples of these lengths, int64 [N], and images: one in each row.
-
-    They are in the order of the examples. An example without an image may be as long as a row less
-    the cells reserved for a dummy image. An example with an image is cut only where ``images.cuts``
-    says, and never split.
-
-    Raises:
-        DataError: an example that does not fit in a row, with ``overflow="raise"``, or with images.
-    """
+    """Return the pieces of examples of these lengths, int64 [N], and images: one in each row."""
     most, overflow = _longest(packing, images), packing.overflow
     does_not_fit = lengths > most
     if images is None:

@@ -113,8 +113,11 @@ class PackingPlan:
     @property
     def width(self) -> int:
         """Number of cells in the widest row, dummy images included, at least ``align``."""
-        dummy_cells = -(-self.dummy_image_tokens // self.align) * self.align
-        return max(self.align, int((self.row_cells + self.needs_dummy_image * dummy_cells).max()))
+        cells = self.row_cells
+        if self.patches.any():
+            dummy_cells = -(-self.dummy_image_tokens // self.align) * self.align
+            cells = cells + self.needs_dummy_image * dummy_cells
+        return max(self.align, int(cells.max()))
 
     @property
     def efficiency(self) -> float:
@@ -142,18 +145,17 @@ class PackingPlan:
     @property
     def tokens_per_rank(self) -> Ints:
         """[N] tokens of each rank, padding not counted."""
-        return self._rank_sums(self.row_tokens)
+        return self._rank_sums(self.lengths)
 
     @property
     def cost_per_rank(self) -> Ints:
         """[N] cost in the language model: ``cost.language`` of the aligned pieces."""
-        costs = self.cost.language(self.aligned_lengths)
-        return self._rank_sums(row_sums(costs, self.row_offsets))
+        return self._rank_sums(self.cost.language(self.aligned_lengths))
 
     @property
     def vision_cost_per_rank(self) -> Ints:
         """[N] cost in the vision tower, in the same unit: ``cost.vision`` of the images."""
-        return self._rank_sums(row_sums(self.vision_costs, self.row_offsets))
+        return self._rank_sums(self.vision_costs)
 
     def __repr__(self) -> str:
         pieces = [plural(len(self.lengths), "piece" if len(self.cut) else "example")]
@@ -205,5 +207,5 @@ class PackingPlan:
         return plan
 
     def _rank_sums(self, values: Ints) -> Ints:
-        sums: Ints = values.reshape(self.rows_multiple_of, -1).sum(axis=1)
-        return sums
+        rows_per_rank = (len(self.row_offsets) - 1) // self.rows_multiple_of
+        return row_sums(values, self.row_offsets[::rows_per_rank])

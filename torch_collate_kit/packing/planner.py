@@ -20,7 +20,7 @@ from torch_collate_kit.packing.strategies import (
 )
 from torch_collate_kit.packing.two_budgets import fill_two_budgets
 
-__all__ = ["batch_of_rows", "fill_rows", "pack", "part_of"]
+__all__ = ["batch_of_rows", "fill_rows", "pack", "part_of", "plan_rows"]
 
 
 def pack(
@@ -82,11 +82,17 @@ def pack(
     )
     checked = checked_lengths(lengths)
     images = None if patches is None else image_load(patches, len(checked), packing.cost)
-    pieces = cut_to_fit(checked, packing, images)
+    return plan_rows(checked, packing, images)
+
+
+def plan_rows(
+    lengths: Ints, packing: PackingOptions, images: ImageLoad | None = None
+) -> PackingPlan:
+    """Plan rows as ``pack`` does, of checked ``lengths`` int64 [N]."""
+    pieces = cut_to_fit(lengths, packing, images)
     sizes, limits = _measured(pieces, packing, has_images=images is not None)
     rows = _filled(sizes, limits, packing.strategy)
-    rows = for_ranks(rows, sizes, limits, pieces.vision_costs, packing)
-    return pieces.in_rows(rows, packing.row_multiple)
+    return _for_ranks(pieces, rows, sizes, limits, packing)
 
 
 def fill_rows(
@@ -112,31 +118,26 @@ def batch_of_rows(
     these examples alone gives (sequential: where the rows are neighbours), because a piece goes
     where it went before: whether a row is fuller than another does not depend on a third. With
     images the same rows are kept.
-
-    >>> packing = PackingOptions(6)
-    >>> filled = fill_rows(np.array([4, 2, 6, 3]), packing)
-    >>> filled.bins
-    [[2], [0, 1], [3]]
-    >>> examples, plan = batch_of_rows(filled, np.array([1, 2]), filled.dropped, packing)
-    >>> examples.tolist(), plan.bins
-    ([0, 1, 3], [[0, 1], [2]])
     """
     chosen = Rows(np.arange(len(filled.lengths)), filled.row_offsets).take(np.sort(rows))
     examples = np.unique(np.append(filled.example_indices[chosen.order], dropped))
     part = replace(part_of(filled, chosen, examples), num_cut_tokens=0, num_dropped_tokens=0)
     sizes, limits = _measured(part, packing, has_images=True)
     alone = Rows(np.arange(len(part.lengths)), part.row_offsets)
-    alone = for_ranks(alone, sizes, limits, part.vision_costs, packing)
-    return examples, part.in_rows(alone, packing.row_multiple)
+    return examples, _for_ranks(part, alone, sizes, limits, packing)
+
+
+def _for_ranks(
+    pieces: PackingPlan, rows: Rows, sizes: Sizes, limits: Limits, packing: PackingOptions
+) -> PackingPlan:
+    """Return the plan of filled rows, evened out over the ranks of ``packing``."""
+    if packing.row_multiple > 1 or packing.strategy == "balanced":
+        rows = for_ranks(rows, sizes, limits, pieces.vision_costs, packing)
+    return pieces.in_rows(rows, packing.row_multiple)
 
 
 def part_of(plan: PackingPlan, rows: Rows, examples: Ints) -> PackingPlan:
-    """Return rows of some of a plan's pieces, the ``examples``, ascending, numbered anew from 0.
-
-    >>> plan = pack([4, 2, 6], 6)
-    >>> part_of(plan, Rows(np.array([1]), np.array([0, 0, 1])), np.array([0])).bins
-    [[], [0]]
-    """
+    """Return rows of some of a plan's pieces, the ``examples``, ascending, numbered anew from 0."""
 
     def renumbered(numbers: Ints) -> Ints:
         return np.searchsorted(examples, numbers[np.isin(numbers, examples)])

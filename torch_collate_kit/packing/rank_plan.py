@@ -75,15 +75,15 @@ class RankPlan:
     def __init__(
         self,
         plan: PackingPlan,
-        dp_rank: int | None,
-        indices: Ints,
-        lengths: Ints,
+        dp_rank: int | None = None,
+        indices: Ints = _NO_INTS,
+        lengths: Ints = _NO_INTS,
         num_loss_tokens: Ints | None = None,
         *,
         dp_size: int | None = None,
     ) -> None:
         self.plan, self.dp_rank, self.dp_size = plan, dp_rank, dp_size
-        self.rows, self.num_examples = range(plan.num_rows), len(indices)
+        self.rows, self.num_examples = range(len(plan.row_offsets) - 1), len(indices)
         if dp_rank is not None:
             self.dp_size = dp_size or plan.rows_multiple_of
             each = plan.rows_multiple_of // self.dp_size  # ranks of the plan, whose rows follow
@@ -103,11 +103,6 @@ class RankPlan:
         if num_loss_tokens is not None:
             self.num_loss_tokens = int(np.delete(num_loss_tokens, plan.dropped).sum())
             self.own_num_loss_tokens = int(num_loss_tokens[examples].sum())
-
-    @classmethod
-    def whole(cls, plan: PackingPlan) -> RankPlan:
-        """Return all rows of ``plan``; its pieces may be any parts of the examples it numbers."""
-        return cls(plan, None, _NO_INTS, _NO_INTS)
 
     def without(self, positions: Sequence[int]) -> RankPlan:
         """Return the same rows without the examples at ``positions`` of ``indices``.
@@ -162,10 +157,6 @@ class RankPlan:
         patches = np.zeros(num_examples, dtype=np.int64)
         np.add.at(patches, self.pieces.examples, self.plan.patches[self.numbers])
         return patches
-
-    def num_loss_tokens_elsewhere(self, found: int) -> int:
-        """Return the loss tokens of the batch besides those ``found`` here; 0 if unknown."""
-        return 0 if self.num_loss_tokens is None else self.num_loss_tokens - found
 
     def check_lengths(self, lengths: Ints) -> None:
         """Check that the examples read, of these lengths, are those that were planned.
@@ -230,18 +221,19 @@ class RankPlan:
                 f"{planned[i]}; pass the sampler patches= of the dataset that is read"
             )
 
-    def check_loss_tokens(self, num_loss_tokens: int) -> None:
-        """Check that the examples read have as many loss tokens as the sampler has for them.
+    def num_loss_tokens_elsewhere(self, found: int) -> int:
+        """Return the loss tokens of the batch besides those ``found`` here; 0 if unknown.
 
         Raises:
-            DataError: they have not.
+            DataError: the sampler has another number for the examples read here.
         """
-        if self.own_num_loss_tokens not in (None, num_loss_tokens):
+        if self.own_num_loss_tokens not in (None, found):
             raise DataError(
-                f"the examples at {self.indices} of the dataset have {num_loss_tokens} loss "
+                f"the examples at {self.indices} of the dataset have {found} loss "
                 f"tokens, the sampler has {self.own_num_loss_tokens}; its num_loss_tokens must "
                 "be those of the dataset that is read: pass dataset.num_loss_tokens"
             )
+        return 0 if self.num_loss_tokens is None else self.num_loss_tokens - found
 
     def with_examples(self, examples: Any) -> PlannedExamples:
         """Return the plan with the examples at ``indices``, a list or columns, for a collator."""
@@ -274,4 +266,4 @@ class PlannedExamples:
     @property
     def part(self) -> RankPlan:
         """The plan, as the share of one rank or as all of it."""
-        return RankPlan.whole(self.plan) if isinstance(self.plan, PackingPlan) else self.plan
+        return RankPlan(self.plan) if isinstance(self.plan, PackingPlan) else self.plan

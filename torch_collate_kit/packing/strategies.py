@@ -47,10 +47,6 @@ def best_fit_decreasing(
     size is then the fullest one with room, so it takes the next piece of that size as well: rows
     with equal free space each take ``space // size`` at once. With ``max_pieces``, of equally full
     rows the one with the fewest free slots comes first. ``opened`` rows are numbered first.
-
-    >>> rows = best_fit_decreasing(np.array([4, 6, 3, 7]), 10, None)
-    >>> rows.order.tolist(), rows.offsets.tolist()
-    ([3, 2, 1, 0], [0, 2, 4])
     """
     order, distinct, counts = _histogram(sizes)
     numbers = np.zeros(0, dtype=np.int64)
@@ -147,10 +143,7 @@ def _fill_best(
 def _equally_full(
     opened: OpenRows, shortest: int, stride: int, closes: int
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield first row, number of rows and key of each run of opened rows that can take a piece.
-
-    ``opened`` rows are in descending order of their keys; a sorted list of places is a heap.
-    """
+    """Yield first row, number of rows and key of each run of opened rows that can take a piece."""
     keys = opened.space * stride + opened.slots * closes
     fits = (opened.space >= shortest) & (opened.slots > 0)
     starts = np.flatnonzero(np.diff(keys, prepend=-1)).tolist()

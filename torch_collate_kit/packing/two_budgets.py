@@ -98,10 +98,7 @@ class _Opened:
         self._labels: list[Ints] = []
 
     def deal(self, pieces: Ints, num_rows: int) -> Ints:
-        """Deal pieces, at least as many as rows, and return those that did not fit.
-
-        In rounds of a piece for each row: the largest goes to the emptiest row.
-        """
+        """Deal pieces, at least as many as rows, and return those that did not fit."""
         known, limits = self._pieces, self._pieces.limits
         self._add(pieces[:num_rows], np.arange(num_rows), num_rows)
         left = [pieces[:0]]

@@ -34,11 +34,7 @@ _SHAPES = {
 
 
 def route_column(column: Any, lengths: np.ndarray) -> Ragged:
-    """Return the expert routes of the first tokens of rollouts: uint8 or int16.
-
-    Raises:
-        DataError: other shapes, more routes than tokens, or experts that int16 does not hold.
-    """
+    """Return the expert routes of the first tokens of rollouts: uint8 or int16."""
     name = "rollout_expert_indices"
     shape = "integers [tokens, layers, top_k], an array [0, layers, top_k] where there are none"
     arrays = list(_arrays(name, dict(enumerate(column)), 3, "iu", shape).values())
@@ -68,12 +64,7 @@ def route_column(column: Any, lengths: np.ndarray) -> Ragged:
 
 
 def read_images(raw: Mapping[str, Any], layout: VisionLayout, input_ids: Numbers) -> Images:
-    """Return the images of examples, of which None, or no entry, stands for no image.
-
-    Raises:
-        DataError: fields of a wrong shape, or that disagree with each other or with the number of
-            placeholders among the ids.
-    """
+    """Return the images of examples, of which None, or no entry, stands for no image."""
     fields = layout.fields
     _refuse_other_media(raw, layout)
     given = {
@@ -151,11 +142,7 @@ def _image_arrays(
 def _checked_images(
     index: int, fields: dict[str, np.ndarray], layout: VisionLayout
 ) -> tuple[dict[str, np.ndarray], ImageUnits]:
-    """Return the fields of one example with tiles laid flat, and its images.
-
-    Raises:
-        DataError: fields that disagree with each other, or are not of this model.
-    """
+    """Return the fields of one example with tiles laid flat, and its images."""
     if layout.other_fields:  # of which nothing is known
         return fields, layout.units(fields)
     grid = fields.get("image_grid_thw")
@@ -281,10 +268,7 @@ def _arrays(
     *,
     or_padded: bool = False,
 ) -> dict[int, np.ndarray]:
-    """Return entries by example as arrays of that many dimensions and one of these kinds.
-
-    ``or_padded``: one dimension more is taken, too.
-    """
+    """Return entries by example as arrays of that many dimensions and one of these kinds."""
     arrays: dict[int, np.ndarray] = {}
     for i, entry in entries.items():
         array = _as_array(name, i, entry, shape)

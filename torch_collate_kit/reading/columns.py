@@ -71,11 +71,7 @@ Numbers = Ragged | Rows  # of ndarrays
 
 
 def number_column(name: str, column: Any, kind: Kind) -> Numbers:
-    """Return the column as flat arrays of a NumPy dtype of its kind, not copied if it is one.
-
-    Raises:
-        DataError: an entry of another form, or of another dtype.
-    """
+    """Return the column as flat arrays of a NumPy dtype of its kind, not copied if it is one."""
     typecode, kinds, advice = _KINDS[kind]
     if isinstance(column, Ragged):
         flat, offsets = column.values, column.offsets
@@ -223,10 +219,7 @@ def _row_array(name: str, index: int, row: Any, typecode: str) -> np.ndarray:
 
 
 def tensor_to_numpy(name: str, index: int | None, tensor: Tensor) -> np.ndarray:
-    """Return a tensor of any dtype and device as an array, a view if it can be one.
-
-    Floats shorter than 32 bits become float32. Without an ``index`` it is the whole column.
-    """
+    """Return a tensor of any dtype and device as an array, a view if it can be one."""
     where = f"column {name}" if index is None else f"example {index}: {name}"
     if tensor.is_nested:
         raise DataError(f"{where} is a nested tensor; give each example its own, as of .unbind()")

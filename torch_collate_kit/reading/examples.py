@@ -80,10 +80,7 @@ class ExampleColumns:
         return cls(empty, None, None, columns, names, images)
 
     def with_dummy_images(self, pieces: Pieces, rows: np.ndarray) -> tuple[ExampleColumns, Pieces]:
-        """Add the smallest image as an example, and a piece of it to these rows: bool [R].
-
-        It trains nothing.
-        """
+        """Add the smallest image as an untrained example, a piece of it to these rows: bool [R]."""
         assert self.images is not None
         layout = self.images.layout
         num_tokens, target, num_actions = layout.smallest_tokens, self.target, self.num_actions
@@ -110,11 +107,7 @@ class ExampleColumns:
         return self.input_ids.lengths
 
     def place(self, pieces: Pieces) -> PlacedColumns:
-        """Return the columns of the pieces, whose first tokens nothing predicts or trains.
-
-        Raises:
-            DataError: an id, a label, a weight, or a number of a declared field is wrong.
-        """
+        """Return the columns of the pieces, whose first tokens nothing predicts or trains."""
         ids = placed_ids(self.input_ids, pieces, self.num_actions if self.are_rollouts else None)
         image_token_id = None if self.images is None else self.images.layout.image_token_id
         is_image = None if image_token_id is None else ids == image_token_id
@@ -142,13 +135,7 @@ class ExampleColumns:
         return PlacedColumns(pieces, columns, specs, counts, num_trained)
 
     def checked(self, *, limits: bool = True) -> dict[str, Ragged]:
-        """Return all columns but images as ndarrays in the dtypes of a batch, a row per example.
-
-        ``limits``: refuse a number over the limit of its field, as ``place`` does.
-
-        Raises:
-            DataError: as of ``place``.
-        """
+        """Return all columns but images as ndarrays in the dtypes of a batch, a row per example."""
         images = None if self.images is None else replace(self.images, arrays={})
         found = replace(self, images=images)
         if not limits:
@@ -160,11 +147,7 @@ class ExampleColumns:
         }
 
     def num_loss_tokens(self, image_token_id: int | None) -> np.ndarray:
-        """Count the trained tokens of each example: int64 [N]; image tokens are not trained.
-
-        Raises:
-            DataError: a label or a weight is wrong.
-        """
+        """Count the trained tokens of each example: int64 [N]; image tokens are not trained."""
         is_image = None
         if image_token_id is not None:
             is_image = joined(self.input_ids).values == image_token_id
@@ -173,11 +156,7 @@ class ExampleColumns:
     def _target(
         self, pieces: Pieces, is_image: np.ndarray | None
     ) -> tuple[np.ndarray, Pieces, np.ndarray]:
-        """Return labels or weights, the response tokens, and trained tokens per piece.
-
-        The target is of every token; of rollouts, of every response token. No model and no
-        processor excludes the placeholders of images from the loss; here they are not trained.
-        """
+        """Return labels or weights, the response tokens, and trained tokens per piece."""
         if self.num_actions is None:
             responses, most = pieces, pieces.lengths - 1
             target, untrained = self._given(pieces)
@@ -188,7 +167,7 @@ class ExampleColumns:
             target, untrained = self._given(responses)
             if is_image is not None:
                 is_image = is_image[_last_tokens(pieces, most)]
-        if is_image is not None and is_image.any():
+        if is_image is not None and is_image.any():  # no model and no processor excludes them
             target[is_image] = untrained
         trained = target if target.dtype == np.bool_ else target != untrained
         if np.count_nonzero(trained) == most.sum():
@@ -206,10 +185,7 @@ class ExampleColumns:
         return target, responses, num_trained
 
     def _responses_of_split(self, pieces: Pieces, num_responses: np.ndarray) -> np.ndarray:
-        """Return ``num_responses`` int64 [S], in pieces of split examples by the whole example.
-
-        A response begins at the first trained token of its example, which may be in another piece.
-        """
+        """Return ``num_responses`` int64 [S], in pieces of split examples by the whole example."""
         is_split = np.zeros(len(self.lengths), dtype=np.bool_)
         is_split[pieces.examples[pieces.starts > 0]] = True
         split = np.flatnonzero(is_split)
@@ -234,11 +210,7 @@ class ExampleColumns:
 
 
 def _last_of_examples(pieces: Pieces, lengths: np.ndarray, num_actions: np.ndarray) -> Pieces:
-    """Return which of its example's last ``num_actions`` tokens each piece has.
-
-    Not the first token of the piece, which nothing predicts. ``starts`` count from the first of
-    these tokens; ``lengths`` and ``num_actions`` are of the examples, int64 [N].
-    """
+    """Return which of its example's last ``num_actions`` tokens each piece has."""
     prompts = (lengths - num_actions)[pieces.examples]
     ends = pieces.starts + pieces.lengths
     num_responses = np.clip(ends - prompts, 0, pieces.lengths - 1)

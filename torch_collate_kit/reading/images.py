@@ -58,10 +58,7 @@ class Images:
         return np.flatnonzero(self.input_ids[example] == self.layout.image_token_id)
 
     def cut_before(self, example: int, limit: int) -> int:
-        """Return the most tokens of an example, up to ``limit``, that end inside no image.
-
-        The images that are kept are those of ``num_kept``.
-        """
+        """Return the most tokens of an example, up to ``limit``, that end inside no image."""
         places, unit = self._places(example), self.units.get(example)
         if unit is None or not len(places) or places[-1] < limit:
             return limit
@@ -72,11 +69,7 @@ class Images:
         return min(limit, int(firsts[kept]))
 
     def cuts(self, max_tokens: int, max_patches: int | None) -> tuple[np.ndarray, list[list[int]]]:
-        """Return the longest beginnings that fit a row without cutting an image.
-
-        Tokens int64 [N], and patches per image: 0 tokens where an example begins with an image that
-        does not fit, all where there is no image or everything fits.
-        """
+        """Return the longest beginnings that fit a row without cutting an image."""
         lengths, patches = self.input_ids.lengths.copy(), self.patches
         for i, unit in self.units.items():
             limit = int(lengths[i])
@@ -92,11 +85,7 @@ class Images:
         return lengths, patches
 
     def kept(self, pieces: Pieces) -> np.ndarray:
-        """int64 [S], how many images each piece has: the first ones of its example.
-
-        Raises:
-            DataError: a piece ends inside an image, or begins after the first token of an example.
-        """
+        """int64 [S], how many images each piece has: the first ones of its example."""
         lengths = self.input_ids.lengths
         counts = np.zeros_like(lengths)
         for i, unit in self.units.items():
@@ -125,11 +114,7 @@ class Images:
         return PerImage(torch.float32 if is_float else torch.int64)
 
     def place(self, pieces: Pieces) -> dict[str, tuple[PerImage, Tensor, Pieces]]:
-        """Return by field the entries of the pieces, a copy in one pass; and which they are.
-
-        Raises:
-            DataError: a piece ends inside an image; the frames of a patch differ.
-        """
+        """Return by field the entries of the pieces, a copy in one pass; and which they are."""
         kept = self.kept(pieces)
         placed = {}
         for name in self.arrays:
@@ -178,10 +163,7 @@ class Images:
 
 
 def _write_first_frames(example: int, patches: np.ndarray, column: Tensor) -> None:
-    """Write the first of the equal frames of patches ``[P, channels, frames, size]``.
-
-    They are compared right after the copy, a block at a time, while the block is in the cache.
-    """
+    """Write the first of the equal frames of patches ``[P, channels, frames, size]``."""
     channels, _, size = patches.shape[1:]
     column = column.view(-1, channels, size)
     for start in range(0, len(patches), _PATCHES_IN_CACHE):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -62,14 +63,7 @@ def raw_columns(
     fields: Iterable[str],
     vision: VisionLayout | None,
 ) -> RawColumns:
-    """Return the known columns of the examples, nothing converted.
-
-    ``rollouts``: whether they are; None: their keys tell.
-
-    Raises:
-        DataError: keys that are missing, differ between examples, contradict or look misspelled.
-        TypeError: no form of dataset.
-    """
+    """Return the known columns of the examples, nothing converted."""
     given: Any = examples
     if not isinstance(given, Mapping | list | tuple):
         given = in_memory(given)
@@ -194,16 +188,17 @@ def _transposed(
 ) -> dict[str, Any]:
     """Return lists of entries: every example has all columns but those of media."""
     first = examples[0].keys()
-    names = [key for key in known if key in first]
     for i, example in enumerate(examples):
-        if example.keys() != first:
-            odd = sorted({*names} ^ {key for key in known if key in example})
-            if odd:
-                raise DataError(
-                    f"example {i} and example 0 differ in {', '.join(odd)}; every example of a "
-                    "batch needs the same keys"
-                )
-    raw: dict[str, Any] = {key: [example[key] for example in examples] for key in names}
+        is_other = example.keys() != first
+        if is_other and (odd := {k for k in known if (k in first) != (k in example)}):
+            raise DataError(
+                f"example {i} and example 0 differ in {', '.join(sorted(odd))}; every example of a "
+                "batch needs the same keys"
+            )
+    raw: dict[str, Any] = {}
+    for key in known:
+        if key in first:
+            raw[key] = list(map(itemgetter(key), examples))
     for key in media:
         column = [example.get(key) for example in examples]
         if any(entry is not None for entry in column):
@@ -233,14 +228,7 @@ def _is_all_none(column: Any) -> bool:
 def check_keys(
     owners: Mapping[str, str], *, train_all: bool, declared: tuple[str, ...] = ()
 ) -> None:
-    """Check the keys of examples; ``owners`` says whose each is, such as "example 0".
-
-    Without a target every token is trained. With other keys, which are not read, this must be
-    requested: one of them may have been meant as the target. ``declared`` keys are read as fields.
-
-    Raises:
-        DataError: a key in another spelling; keys that leave open, or say twice, what is trained.
-    """
+    """Check the keys of examples; ``owners`` says whose each is, such as "example 0"."""
     others = [key for key in owners if key not in KNOWN and key not in declared]
     for key in others:
         name = respelt(str(key), (*KNOWN, *declared))

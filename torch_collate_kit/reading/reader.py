@@ -70,14 +70,7 @@ def read_columns(
     fields: DeclaredFields | None = None,
     vision: VisionLayout | None = None,
 ) -> ExampleColumns:
-    """Check the examples, and return their columns.
-
-    ``rollouts``: whether they are; None: their keys tell. ``train_all``: SFT examples have no
-    target, whatever other keys they have. ``fields`` are read too, and images for ``vision``.
-
-    Raises:
-        DataError: an example is wrong; the message names it.
-    """
+    """Check the examples, and return their columns."""
     raw, are_rollouts, token_types = raw_columns(
         examples, rollouts=rollouts, train_all=train_all, fields=fields or {}, vision=vision
     )
@@ -141,10 +134,7 @@ def _sft_ids(raw: Mapping[str, Any]) -> tuple[Numbers, np.ndarray | None]:
 
 
 def _rollout_ids(raw: dict[str, Any]) -> tuple[Ragged, np.ndarray]:
-    """Return prompts and responses as one, int32 if they fit, and the lengths of the responses.
-
-    Single rewards and advantages in ``raw`` become one per response token.
-    """
+    """Return prompts and responses as one, int32 if they fit, and the lengths of the responses."""
     prompts, responses = (_ids(name, raw[name]) for name in ("prompt_ids", "response_ids"))
     num_actions = responses.lengths
     lengths = prompts.lengths + num_actions
@@ -184,11 +174,7 @@ def _field(
     *,
     are_rollouts: bool,
 ) -> Numbers:
-    """Return the column of a field of our own or a declared one.
-
-    Raises:
-        DataError: it is missing, or has another number of entries than tokens that need one.
-    """
+    """Return the column of a field of our own or a declared one."""
     if key not in raw:
         raise DataError(
             f"example 0 has no {key}, which fields declares; give every example one, or "

@@ -60,11 +60,7 @@ def is_sequence(value: Any) -> bool:
 
 
 def kind_of(names: Collection[str]) -> Literal["tokens", "rollouts", "chats"] | None:
-    """Return what records with these keys are; None if they are none of the three.
-
-    >>> kind_of(["input_ids", "labels"]), kind_of(["messages"]), kind_of(["text"])
-    ('tokens', 'chats', None)
-    """
+    """Return what records with these keys are; None if they are none of the three."""
     if "input_ids" in names:
         return "tokens"
     if "prompt_ids" in names or "response_ids" in names:
@@ -78,13 +74,6 @@ class Source:
     ``data`` is a mapping of columns, a pandas DataFrame, a sequence or a map-style dataset of
     examples, a ``datasets.Dataset`` in any format, a pyarrow Table or RecordBatch, or one or more
     paths of Arrow or Parquet files. Errors call it ``name``, and name ``others`` that would do.
-
-    Raises:
-        TypeError: another form.
-
-    >>> source = Source({"input_ids": [[5, 6], [7]], "split": "train"})
-    >>> len(source), source.part(1, 2), source.records(1, 2)
-    (2, {'input_ids': [[7]], 'split': 'train'}, [{'input_ids': [7]}])
     """
 
     def __init__(self, data: Any, name: str = "examples", others: str = "") -> None:
@@ -172,11 +161,7 @@ def in_memory(data: Any) -> Mapping[str, Any] | Sequence[Any]:
 
 
 def check_even(columns: Mapping[str, Any], first: str) -> None:
-    """Compare every column with ``first``; text, and what has no length, is no column.
-
-    Raises:
-        DataError: a column has more rows or fewer.
-    """
+    """Compare every column with ``first``; text, and what has no length, is no column."""
     expected = num_rows(columns[first])
     for key, column in columns.items():
         found = num_rows(column)
@@ -231,11 +216,7 @@ def _of_arrow(column: Any) -> Any:
 
 
 class ArrowFiles:
-    """Arrow or Parquet files by path: what a worker needs to map them again.
-
-    Raises:
-        FileNotFoundError, ValueError: a path is no such file.
-    """
+    """Arrow or Parquet files by path: what a worker needs to map them again."""
 
     def __init__(self, paths: list[str]) -> None:
         for path in paths:
@@ -260,11 +241,7 @@ class ArrowFiles:
         return [parquet.read_schema(path).names for path in self._paths]
 
     def select(self, names: list[str]) -> Any:
-        """Return the files with these columns alone; of Parquet files a ``datasets.Dataset``.
-
-        Raises:
-            ValueError: a file has other columns: left out, a target would be lost.
-        """
+        """Return the files with these columns alone; of Parquet files a ``datasets.Dataset``."""
         kept = [[name for name in names if name in found] for found in self._names()]
         for path, found in zip(self._paths, kept, strict=True):
             if found != kept[0]:

@@ -32,11 +32,7 @@ def _one_value(value: Any) -> Any:
 
 
 def scalar_column(name: str, column: Any, kinds: str, wanted: str) -> np.ndarray:
-    """Return numbers of these kinds of dtypes: [N]; Python's own where one is beyond 64 bits.
-
-    >>> scalar_column("domain", [3, np.int8(4)], "iu", "give an integer")
-    array([3, 4])
-    """
+    """Return numbers of these kinds of dtypes: [N]; Python's own where one is beyond 64 bits."""
     if (
         isinstance(column, Tensor)
         and column.layout is torch.strided
@@ -58,11 +54,7 @@ def scalar_column(name: str, column: Any, kinds: str, wanted: str) -> np.ndarray
 
 
 def id_column(name: str, column: Iterable[Any], row: str = "example") -> list[Hashable]:
-    """Return uids as plain values that can be hashed; errors call what has one a ``row``.
-
-    >>> id_column("uid", [np.int64(3), "a"])
-    [3, 'a']
-    """
+    """Return uids as plain values that can be hashed; errors call what has one a ``row``."""
     if set(map(type, column := list(column))) <= {str, int}:
         return column
     uids = [_one_value(value) for value in column]
@@ -88,11 +80,7 @@ def _is_hashable(value: Any) -> bool:
 
 
 def flag_column(name: str, column: Iterable[Any], row: str = "example") -> list[bool]:
-    """Return True and False, or 0 and 1, as bools.
-
-    >>> flag_column("is_last_step", np.array([0, 1]))
-    [False, True]
-    """
+    """Return True and False, or 0 and 1, as bools."""
     if isinstance(column, np.ndarray) and column.dtype == np.bool_ and column.ndim == 1:
         return column.tolist()
     if set(map(type, column := list(column))) == {bool}:

@@ -84,11 +84,7 @@ def _is_hub_name(name: str) -> bool:
 
 
 def _check_depth(path: Path, limit: int) -> None:
-    """Check that no line, or no place of a file that is not JSON Lines, is nested deeper.
-
-    Raises:
-        DataError: one is; it names the line and the depth.
-    """
+    """Check that no line, or no place of a file that is not JSON Lines, is nested deeper."""
     with path.open("rb") as file:
         parts = file if path.suffix.lower() == ".jsonl" else [file.read()]
         for number, part in enumerate(parts, 1):
