@@ -32,7 +32,6 @@ from trained_model import make_optimizer, prepare, weight_dtype, with_loss
 
 import torch_collate_kit as kit
 from torch_collate_kit import DataError
-from torch_collate_kit.packing import ModelCost
 
 # A rank whose last row has no image has no gradient of the vision tower in the backward pass that
 # DDP exchanges; if no other rank has one in its last row either, there is no dummy image for it.
@@ -116,10 +115,10 @@ def make_collator(processor: Any, model: Any, args: argparse.Namespace) -> Any:
         "bfloat16" if args.precision == "bf16" else "float32"
     )  # what they are computed in
     if not args.no_packing:
-        options |= {"max_tokens": args.max_tokens, "max_patches": args.max_patches}
-        options |= {"strategy": "balanced", "cost": ModelCost.of(model.config)}
-        options |= {"parallel": kit.ParallelLayout(dp=args.num_ranks)}
-        options["fixed_width"] = args.compile
+        packing = {"max_tokens": args.max_tokens, "max_patches": args.max_patches}
+        packing |= {"strategy": "balanced", "cost": kit.ModelCost.of(model.config)}
+        packing |= {"parallel": kit.ParallelLayout(dp=args.num_ranks)}
+        options |= {"packing": kit.PackingOptions(**packing), "fixed_width": args.compile}
     try:
         collate = kit.VisionLanguageCollator(processor, **options)
     except ValueError as error:
