@@ -25,22 +25,30 @@ import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.utils import parse_flag_from_env, set_seed
-from attention_choice import NAMES
 from checkpoints import (
     Termination,
     checkpoints,
     claim,
+    fail,
     finish_the_step,
     resume,
     save_checkpoint,
 )
-from read_data import fail, read_dataset
 from run_log import TRACKERS, RunLog, check_finite, checked_tracker, is_finished, write_results
-from sharding import check_sharding, whole_model, whole_weights
 from torch.utils.data import DataLoader
-from trained_model import check_arguments, load_model, make_optimizer, with_loss
+from trained_model import (
+    NAMES,
+    check_arguments,
+    check_sharding,
+    load_model,
+    make_optimizer,
+    whole_model,
+    whole_weights,
+    with_loss,
+)
 
 import torch_collate_kit as kit
+from torch_collate_kit.loading import read_records
 
 # Options that a resumed run may have otherwise; all others are what its losses follow from.
 MAY_CHANGE = {
@@ -148,6 +156,14 @@ def parse_arguments(
     return args
 
 
+def read_dataset(name: str, split: str) -> datasets.Dataset:
+    """Read the records of a file, a saved folder or a hub dataset, or end the script."""
+    try:
+        return read_records(name, split=split)
+    except kit.DataError as error:
+        fail(f"--dataset {error}")
+
+
 def load_conversations(args: argparse.Namespace) -> tuple[datasets.Dataset, datasets.Dataset]:
     """Conversations to train on, and others to evaluate on."""
     num_held_out = 350 if args.num_held_out is None else args.num_held_out
@@ -217,25 +233,27 @@ def two_examples(
 
 
 def micro_batches(batch: kit.Batch, args: argparse.Namespace) -> list[kit.Batch]:
-    """This rank's rows, a few at a time; all of one shape, if the model is compiled."""
+    """Return this rank's rows, a few at a time; all parts of one shape if the model is compiled."""
     if args.no_packing:
         batch = batch.pad_rows(multiple_of=args.num_ranks).chunk(args.num_ranks)[args.rank]
-    size = args.rows_per_micro_batch
-    parts = [batch[i : i + size] for i in range(0, len(batch), size)]
-    return [part.pad_rows(multiple_of=size) for part in parts] if args.compile else parts
+    if args.compile:
+        batch = batch.pad_rows(multiple_of=args.rows_per_micro_batch)
+    return batch.split(args.rows_per_micro_batch)
 
 
 def train_step(
     model: Any, parts: list[kit.Batch], optimizer: Any, accelerator: Accelerator, args: Any
 ) -> tuple[float, float, bool]:
-    """One optimizer step: the loss of all micro-batches and ranks, the gradient norm, and whether
-    a rank was told to stop."""
-    num_loss_tokens = parts[0].metadata["num_loss_tokens"]  # of all micro-batches and ranks
+    """Take one optimizer step.
+
+    Returns the loss of all micro-batches and ranks, the gradient norm, and whether a rank was told
+    to stop.
+    """
     total = torch.zeros((), device=accelerator.device)
-    for i, part in enumerate(parts):
-        is_last = i == len(parts) - 1  # only the last backward exchanges gradients
-        with contextlib.nullcontext() if is_last else accelerator.no_sync(model):
-            loss = model(part, num_loss_tokens)
+    for part in parts:
+        synchronize = part.metadata["is_last_part"]
+        with contextlib.nullcontext() if synchronize else accelerator.no_sync(model):
+            loss = model(part, part.metadata["num_loss_tokens"])  # of all parts and ranks
             accelerator.backward(loss * accelerator.num_processes)  # DDP averages over ranks
         total += loss.detach()
     grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm)

@@ -8,8 +8,10 @@ on when it is given no model and no dataset.
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -210,3 +212,70 @@ def exact_match(
         asked[skill] += 1
         right[skill] += is_right
     return {skill: right[skill] / asked[skill] for skill in sorted(asked)}
+
+
+# --- the game of grpo.py
+
+PEOPLE, HIDING_PLACES = NAMES[:4], PLACES[:6]
+
+
+@dataclass(frozen=True)
+class Game:
+    """A game of several turns, which grpo.py learns: where is the thing?
+
+    Somebody had it and may have passed it on; the player asks people, and then says where it is.
+    An answer ends the game, so the player has to ask first, and the last reply tells whom.
+
+        Ada had the lamp.  ->  Ada?
+        Ben has it.        ->  Ben?
+        in the barn        ->  in the barn
+    """
+
+    uid: str
+    thing: str
+    people: list[str]  # each passed it on to the next; the last put it away
+    place: str
+
+    def question(self) -> str:
+        return f"{self.people[0]} had the {self.thing}."
+
+    def reply(self, said: str) -> str | None:
+        """What the player is told; None ends the game: an answer, or nonsense."""
+        if said.removesuffix("?") not in PEOPLE or not said.endswith("?"):
+            return None
+        if said[:-1] not in self.people:
+            return "not me"
+        later = self.people[self.people.index(said[:-1]) + 1 :]
+        return f"{later[0]} has it." if later else f"in the {self.place}"
+
+    def reward(self, said: str) -> float:
+        return float(said == f"in the {self.place}")
+
+
+def make_games(count: int, *seed: int) -> list[Game]:
+    """Games that are a function of the seed; half of the things were passed on."""
+    rng, games = np.random.default_rng(np.random.SeedSequence(seed)), []
+    for i in range(count):
+        people = rng.choice(PEOPLE, rng.integers(1, 3), replace=False).tolist()
+        uid = f"{'-'.join(map(str, seed))}-{i}"
+        games.append(Game(uid, str(rng.choice(THINGS)), people, str(rng.choice(HIDING_PLACES))))
+    return games
+
+
+def make_game_tokenizer() -> transformers.PreTrainedTokenizerFast:
+    """Return a tokenizer of what is said in games: nearly every word and role is a token."""
+    said = [f"{person} had it. {person} has it. not me {person}?\n" for person in PEOPLE]
+    said += [f" the {thing}. in the {place}" for thing in THINGS for place in HIDING_PLACES]
+    texts = said + ["user\nassistant\n", *PEOPLE] * len(said)
+    return train_tokenizer([{"messages": [{"content": text}]} for text in texts])
+
+
+def clumsy_turn(text: str, rng: np.random.Generator) -> str:
+    """Speaks as one should, but mostly asks just anybody, and sometimes says just anything.
+
+    A fifth of the time it guesses instead of asking.
+    """
+    told, owners = re.findall(r"in the (\w+)", text), re.findall(r"(\w+) ha[sd] ", text)
+    if told or rng.random() < 0.2:
+        return f"in the {told[0] if told and rng.random() < 0.9 else rng.choice(HIDING_PLACES)}"
+    return f"{owners[-1] if rng.random() < 0.3 else rng.choice(PEOPLE)}?"

@@ -26,7 +26,7 @@ import run_log
 import sft
 import transformers
 from accelerate.utils import DistributedDataParallelKwargs
-from read_data import fail, images_as_files, read_dataset
+from checkpoints import fail
 from torch.utils.data import DataLoader, Dataset
 from trained_model import make_optimizer, prepare, weight_dtype, with_loss
 
@@ -65,12 +65,23 @@ def load_conversations(args: argparse.Namespace) -> tuple[datasets.Dataset, data
         made = numbered(datasets.Dataset.from_list(train + held_out))
         train_indices, held_out_indices = np.split(np.arange(len(made)), [len(train)])
         return made.select(train_indices), made.select(held_out_indices)
-    found = numbered(images_as_files(read_dataset(args.dataset, args.split)))
+    found = numbered(images_as_files(sft.read_dataset(args.dataset, args.split)))
     num_held_out = args.num_held_out
     if num_held_out is None:
         num_held_out = min(350, len(found) // 20)
     order = np.random.default_rng(np.random.SeedSequence((args.seed, 1))).permutation(len(found))
     return found.select(order[num_held_out:]), found.select(order[:num_held_out])
+
+
+def images_as_files(found: datasets.Dataset) -> datasets.Dataset:
+    """The dataset with the files of the columns `image` and `images`, not decoded."""
+    for name in {"image", "images"} & set(found.column_names):
+        files, feature = datasets.Image(decode=False), found.features[name]
+        if isinstance(feature, datasets.Image):
+            found = found.cast_column(name, files)
+        elif isinstance(getattr(feature, "feature", None), datasets.Image):
+            found = found.cast_column(name, datasets.Sequence(files))
+    return found
 
 
 def numbered(records: datasets.Dataset) -> datasets.Dataset:

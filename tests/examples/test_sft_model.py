@@ -7,13 +7,12 @@ import sys
 from argparse import Namespace
 from typing import Any
 
-import attention_choice
 import pytest
 import sft
 import torch
+import trained_model
 import transformers
-from attention_choice import Attention, choose_attention
-from trained_model import ModelWithLoss
+from trained_model import Attention, ModelWithLoss, choose_attention
 
 import torch_collate_kit as kit
 from tests.tiny_models import tiny_model
@@ -140,8 +139,8 @@ def chosen_on_cuda(
         name = f"is_flash_attn_{version}_available"
         patch.setattr(transformers.utils, name, lambda v=version: v in installed)
     patch.setattr(torch.cuda, "get_device_capability", lambda _: gpu)
-    patch.setattr(attention_choice, "why_refused", lambda *_: None)
-    patch.setattr(attention_choice, "why_it_fails", fails)
+    patch.setattr(trained_model, "why_refused", lambda *_: None)
+    patch.setattr(trained_model, "why_it_fails", fails)
     attention, line = choose_attention(tiny_model(kind, **changes), TWO, CUDA, args)
     assert attention == tried[-1]
     assert line.count("\n") == 0
