@@ -57,7 +57,7 @@ def load_model(args: argparse.Namespace, tokenizer: Any) -> Any:
         except (OSError, ValueError) as error:
             fail(f"--model {args.model}: {str(error).splitlines()[0]}")
     else:
-        model = synthetic_chat.make_model(tokenizer, **options)
+        model = synthetic_chat.make_model(tokenizer, hidden_size=128, **options)
     return prepare(model, args)
 
 

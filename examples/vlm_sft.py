@@ -46,7 +46,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--image-root", type=Path, help="folder that paths of images start at and may not leave")
     add("--max-patches", type=int, help="of a row's images; none: 128, with --model no limit")
     add("--padded", dest="no_packing", action="store_true", help="as --no-packing")
-    args = sft.parse_arguments(parser, from_scratch=1.5e-3, max_tokens=512)
+    args = sft.parse_arguments(parser, from_scratch=1.5e-3, packed_rows=1)
     if args.max_patches is None and not args.model:
         args.max_patches = 128
     if args.max_patches == 0:

@@ -204,14 +204,14 @@ def arguments(patch: pytest.MonkeyPatch, given: str = "", *, gpu: bool = False) 
     patch.setattr(sys, "argv", ["sft.py", *given.split()])
     patch.setattr(torch.cuda, "is_available", lambda: gpu)
     patch.delenv("ACCELERATE_USE_CPU", raising=False)
-    return sft.parse_arguments(sft.argument_parser(), from_scratch=2e-3)
+    return sft.parse_arguments(sft.argument_parser(), from_scratch=3e-3)
 
 
 @pytest.mark.parametrize("gpu", [False, True])
 @pytest.mark.parametrize(
     ("given", "max_tokens", "learning_rate"),
     [
-        ("", 1024, 2e-3),
+        ("", 512, 3e-3),
         ("--model m", 4096, 2e-5),
         ("--model m --lora 8", 4096, 2e-4),
         ("--model m --max-tokens 512 --learning-rate 0.5", 512, 0.5),
@@ -224,5 +224,6 @@ def test_defaults_do_not_depend_on_the_machine(
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
     args = arguments(monkeypatch, given, gpu=gpu)
     assert (args.max_tokens, args.learning_rate) == (max_tokens, learning_rate)
-    assert (args.rows_per_micro_batch, args.attention, args.compile) == (1, "auto", False)
+    rows = 1 if "--model" in given else 8
+    assert (args.rows_per_micro_batch, args.attention, args.compile) == (rows, "auto", False)
     assert args.precision == ("bf16" if gpu else "no")
