@@ -1,4 +1,4 @@
-"""The output folder of a run: locked while it runs, with checkpoints that a kill leaves whole."""
+"""The output folder of a run: locked, with checkpoints that a kill leaves whole, and its end."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from accelerate import Accelerator
 from accelerate.utils import gather_object, set_seed
-from read_data import fail
 from torch.distributed.checkpoint import CheckpointException
+
+
+def fail(message: str) -> NoReturn:
+    """End the script, whose name precedes the message."""
+    raise SystemExit(f"{argparse.ArgumentParser().prog}: {message}")
 
 
 @contextlib.contextmanager

@@ -1,9 +1,9 @@
 """Reinforcement learning (GRPO) on a game of several turns: one file, from rollouts to a model.
 
-The game (lost_things.py): ask people about a lost thing, then say where it is. Only a right answer
-at the end is rewarded, so whom to ask must be learnt from there. A tokenizer and a small Qwen3 are
-made on the spot. The model first imitates a clumsy player, so that it can speak at all; what it
-learns then, it learns from rewards, in a minute or two on two CPU cores.
+The game (synthetic_chat.Game): ask people about a lost thing, then say where it is. Only a right
+answer at the end is rewarded, so whom to ask must be learnt from there. A tokenizer and a small
+Qwen3 are made on the spot. The model first imitates a clumsy player, so that it can speak at all;
+what it learns then, it learns from rewards, in a minute or two on two CPU cores.
 
 Every turn is a rollout example of its own, whose prompt is the conversation so far. An iteration
 plays games on all ranks, and trains on them in mini-batches of whole games.
@@ -20,15 +20,15 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import lost_things
 import numpy as np
 import synthetic_chat
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import gather_object, parse_flag_from_env, set_seed
+from checkpoints import fail
 from tqdm import tqdm
 
 import torch_collate_kit as kit
@@ -81,12 +81,8 @@ def parse_arguments() -> argparse.Namespace:
     return args
 
 
-def fail(message: str) -> NoReturn:
-    raise SystemExit(f"grpo.py: {message}")
-
-
 def play(
-    games: list[lost_things.Game], player: Player, tokenizer: Any, max_turns: int
+    games: list[synthetic_chat.Game], player: Player, tokenizer: Any, max_turns: int
 ) -> list[dict]:
     """A rollout example for every turn, the turns of a game one after the other.
 
@@ -126,7 +122,7 @@ def clumsy_player(tokenizer: Any, seed: int) -> Player:
 
     def player(prompts: list[list[int]]) -> list[tuple[list[int], list[float]]]:
         texts = tokenizer.batch_decode(prompts)
-        said = [lost_things.clumsy_turn(text, rng) + tokenizer.eos_token for text in texts]
+        said = [synthetic_chat.clumsy_turn(text, rng) + tokenizer.eos_token for text in texts]
         return [(ids, [0.0] * len(ids)) for ids in tokenizer(said)["input_ids"]]
 
     return player
@@ -167,7 +163,7 @@ def warm_start(model: Any, tokenizer: Any, accelerator: Accelerator, args: Any) 
     player, collate = clumsy_player(tokenizer, args.seed), kit.RolloutCollator(tokenizer)
     loss = torch.zeros(())
     for step in tqdm(range(args.warm_start_steps), "warm start", disable=hidden):
-        games = lost_things.make_games(32, args.seed, 1, step)
+        games = synthetic_chat.make_games(32, args.seed, 1, step)
         turns = play(games, player, tokenizer, args.max_turns)
         batch = collate(rl.merge_steps(turns)).to(model.device)
         logits = model(**batch.model_inputs("sdpa")).logits
@@ -237,13 +233,11 @@ def train_step(
     model: Any, batch: kit.Batch, optimizer: Any, accelerator: Accelerator, args: Any
 ) -> dict[str, float]:
     """One optimizer step on this rank's rows of a mini-batch, a few at a time."""
-    size = args.rows_per_micro_batch
-    parts = [batch[i : i + size].to(accelerator.device) for i in range(0, len(batch), size)]
     sums, largest = torch.zeros(3, device=accelerator.device), []
-    for i, part in enumerate(parts):
-        is_last = i == len(parts) - 1  # only the last backward exchanges gradients
-        with contextlib.nullcontext() if is_last else accelerator.no_sync(model):
-            loss, found = policy_loss(model, part, args.clip)
+    for part in batch.split(args.rows_per_micro_batch):
+        synchronize = part.metadata["is_last_part"]
+        with contextlib.nullcontext() if synchronize else accelerator.no_sync(model):
+            loss, found = policy_loss(model, part.to(accelerator.device), args.clip)
             accelerator.backward(loss * accelerator.num_processes)  # DDP averages over ranks
         sums += found[:3]
         largest.append(found[3])
@@ -261,7 +255,7 @@ def sample(
     player: Player, tokenizer: Any, iteration: int, accelerator: Accelerator, args: Any
 ) -> list[dict]:
     """Every rank plays its share of the games; the turns of all of them, on every rank."""
-    games = lost_things.make_games(args.prompts, args.seed, 2, iteration)
+    games = synthetic_chat.make_games(args.prompts, args.seed, 2, iteration)
     own = len(games) // accelerator.num_processes
     first = accelerator.process_index * own
     repeated = [game for game in games[first : first + own] for _ in range(args.group_size)]
@@ -327,7 +321,7 @@ def main() -> None:
         fail(f"--output-dir {args.output_dir}: cannot be made and written to: {error.strerror}")
     set_seed(args.seed)
     began = time.perf_counter()
-    tokenizer = lost_things.make_tokenizer()
+    tokenizer = synthetic_chat.make_game_tokenizer()
     options = {"dtype": torch.float32, "attn_implementation": "sdpa"}
     model = synthetic_chat.make_model(tokenizer, **options).to(accelerator.device)
     loss = warm_start(model, tokenizer, accelerator, args)

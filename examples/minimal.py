@@ -1,74 +1,70 @@
 """Train a small chat model on packed rows, from conversations to a saved model.
 
-python examples/minimal.py: a minute on a CPU, the same on a GPU. Everything that is made up here,
-the conversations, the tokenizer and the model, is what from_pretrained and load_dataset give you.
+python examples/minimal.py: seconds on a CPU, and the same on a GPU. The conversations, the
+tokenizer and the model are made up here; load_dataset and from_pretrained return your own.
 """
 
 import torch
 from datasets import Dataset
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.utils.data import DataLoader
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
 import torch_collate_kit as kit
 
-STEPS, SAVED = 120, "outputs/minimal"
-TEMPLATE = """{% for m in messages %}{{ '<start>' + m.role + '\n' + m.content + '<end>\n' }}
-{%- endfor %}{% if add_generation_prompt %}{{ '<start>assistant\n' }}{% endif %}"""
+TEMPLATE = """{% for m in messages %}{{ m.role + ' ' + m.content + '<end>' }}{% endfor %}
+{%- if add_generation_prompt %}assistant {% endif %}"""
+COLORS = ["red", "blue", "green", "white", "black", "brown", "grey", "pink"]
+ANIMALS = ["cat", "dog", "owl", "fox", "bear", "mouse", "horse", "snail"]
 device = "cuda" if torch.cuda.is_available() else "cpu"
 torch.manual_seed(0)
+torch.set_num_threads(1)  # so small a model is no work for more
 
-# Conversations: dicts with "messages".
-colors = ["red", "blue", "green", "white", "black", "brown", "grey", "pink"]
-animals = ["cat", "dog", "owl", "fox", "bear", "mouse", "horse", "snail"]
-chats = [
-    [
-        {"role": "user", "content": f"My {animal} is {color}."},
-        {"role": "assistant", "content": f"A {color} {animal}!"},
-        {"role": "user", "content": "Which color?"},
-        {"role": "assistant", "content": color},
-    ]
-    for color in colors
-    for animal in animals
-]
 
-# A tokenizer of bytes with a chat template, and a small model.
-characters = ["<pad>", "<start>", "<end>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-bytes_only = Tokenizer(models.BPE({c: i for i, c in enumerate(characters)}, merges=[]))
-bytes_only.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-bytes_only.decoder = decoders.ByteLevel()
-tokenizer = PreTrainedTokenizerFast(
-    tokenizer_object=bytes_only, pad_token="<pad>", eos_token="<end>", chat_template=TEMPLATE
-)
-tokenizer.add_special_tokens({"additional_special_tokens": ["<start>"]})
-sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
-sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
-config = Qwen3Config(vocab_size=len(tokenizer), tie_word_embeddings=True, **sizes)
-kit.register_torch_varlen()  # attention that keeps packed examples apart
-model = Qwen3ForCausalLM._from_config(config, attn_implementation="torch_varlen").to(device)
+def conversation(color: str, animal: str) -> list[dict]:
+    said = [f"My {animal} is {color}.", f"A {color} {animal}!", "Which color?", f"It is {color}."]
+    roles = ["user", "assistant"] * 2
+    return [{"role": role, "content": text} for role, text in zip(roles, said, strict=True)]
 
-# Tokens with their loss masks, packed rows, batches collated one ahead.
+
+# Model: a tokenizer of words with a chat template, and a Qwen3 of two layers.
+words = ["<pad>", "<end>", "user", "assistant", "My", "A", "is", "It", "Which", "color", *".!?"]
+vocabulary = {word: i for i, word in enumerate(words + COLORS + ANIMALS)}
+of_words = Tokenizer(models.WordLevel(vocabulary))
+of_words.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+names = {"pad_token": "<pad>", "eos_token": "<end>", "chat_template": TEMPLATE}
+tokenizer = PreTrainedTokenizerFast(tokenizer_object=of_words, **names)
+sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+sizes |= {"intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": len(tokenizer)}
+model = AutoModelForCausalLM.from_config(Qwen3Config(**sizes), attn_implementation="sdpa")
+
+# Dataset: 64 conversations, one of them held out; tokenized, with a mask of what is trained.
+asked, *chats = [conversation(color, animal) for color in COLORS for animal in ANIMALS]
 tokenized, _ = kit.tokenize_chat_dataset(Dataset.from_dict({"messages": chats}), tokenizer)
 examples = kit.TokenizedDataset(tokenized)
-collate = kit.PackedCollator(tokenizer, max_tokens=1024)
+
+# Batches: 32 conversations a step in rows of at most 256 tokens, in a new order every epoch.
+collate = kit.PackedCollator(tokenizer, max_tokens=256)
 sampler = kit.PackedBatchSampler(examples, collate, batch_size=32)
 loader = DataLoader(examples, batch_sampler=sampler, collate_fn=collate)
-optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-
-with kit.PrefetchLoader(loader, device=device) as batches:
-    kit.check_isolation(model, collate([examples[0], examples[1]]).to(device))
-    for step, batch in enumerate(batches.steps(STEPS), 1):  # each epoch in an order of its own
+optimizer = torch.optim.AdamW(model.to(device).parameters(), lr=3e-3)
+with kit.PrefetchLoader(loader, device=device) as batches:  # the next one is made meanwhile
+    for step, batch in enumerate(batches.steps(100), 1):
+        if step == 1:  # raises if one packed conversation can see another
+            kit.check_isolation(model, batch.model_inputs("sdpa", labels=False))
         total = 0.0
-        for part in batch.split(2):  # two rows at a time
-            logits = model(**part.model_inputs(labels=False)).logits
-            number = part.metadata["num_loss_tokens"]  # of the whole step
-            loss = kit.token_loss(logits, part, num_loss_tokens=number)
-            loss.backward()
+        for part in batch.split(2):  # on several ranks: synchronize in the last (is_last_part)
+            logits = model(**part.model_inputs("sdpa", labels=False)).logits
+            loss = kit.token_loss(logits, part, num_loss_tokens=part.metadata["num_loss_tokens"])
+            loss.backward()  # divided by the tokens of the whole step, so that parts add up
             total += loss.item()
         optimizer.step()
         optimizer.zero_grad()
         if step % 20 == 0:
             print(f"step {step}: loss {total:.4f}")
 
-model.save_pretrained(SAVED)
-tokenizer.save_pretrained(SAVED)
+options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+prompt = tokenizer.apply_chat_template(asked[:3], **options).to(device)
+print(tokenizer.decode(model.generate(**prompt, max_new_tokens=5)[0]))
+model.save_pretrained("outputs/minimal")
+tokenizer.save_pretrained("outputs/minimal")

@@ -24,7 +24,8 @@ from typing import Any
 
 import datasets
 import drawn_images
-from read_data import fail, images_as_files, read_dataset
+from sft import fail, read_dataset
+from vlm_sft import images_as_files
 
 from torch_collate_kit import ChatOptions, DataError, VisionLanguageCollator
 

@@ -1,8 +1,14 @@
-"""The log of a run: a line per step, a tracker, the bar, and at the end a summary and a plot."""
+"""The log of a run: a line per step, a tracker, the bar, and at the end a summary and a plot.
+
+Where the GPU is known, a line has MFU, model FLOPs utilization: the work that the model asks for
+(forward and backward, without pads, recomputation and attention between examples) over what the GPU
+could do in that time, `flops_per_step(config, lengths) / seconds / peak_flops(name)`.
+"""
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import time
@@ -12,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
+import transformers
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import LoggerType
-from flops import flops_per_step, peak_flops
-from read_data import fail
+from checkpoints import fail
 from tqdm import tqdm
 
 import torch_collate_kit as kit
@@ -190,12 +197,11 @@ def _known_peak(model: Any, device: torch.device) -> tuple[float | None, str | N
     if hasattr(model.model.config, "vision_config"):
         return None, "the FLOPs of a vision tower are not counted"
     trained = [name for name, value in model.named_parameters() if value.requires_grad]
-    if _num_adapter_parameters(model) is not None and not all("lora_" in n for n in trained):
+    if len(trained) < len(list(model.parameters())) and not all("lora_" in n for n in trained):
         return None, "some weights are frozen, and not all that are trained are adapters"
+    adapters = _num_adapter_parameters(model)
     try:
-        flops_per_step(
-            model.model.config, [1], num_adapter_parameters=_num_adapter_parameters(model)
-        )
+        flops_per_step(model.model.config, [1], num_adapter_parameters=adapters)
     except ValueError as error:
         return None, str(error)
     name = torch.cuda.get_device_name(device)
@@ -245,3 +251,116 @@ def _plot_loss(summary: Mapping[str, float], folder: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     figure.savefig(folder / "loss.png", dpi=120)
+
+
+# --- model FLOPs
+
+# Dense bf16 with fp32 sums, in TFLOP/s, from NVIDIA's data sheets ("with sparsity" halved), for the
+# RTX 4090 from its Ada whitepaper, by torch.cuda.get_device_name(): the first name in it counts.
+PEAKS = {
+    **{"H200 NVL": 835.5, "H200": 989.4, "H100 NVL": 835.5, "H100 PCIe": 756.0},
+    **{"H100": 989.4, "A100": 312.0, "L40S": 362.05, "RTX 4090": 165.2},
+}
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Return the dense bf16 FLOP/s of a GPU; None if unknown, as of a part of a GPU (MIG)."""
+    if " MIG " in device_name or device_name.endswith(("Laptop GPU", "RTX 4090 D")):
+        return None
+    return next((peak * 1e12 for name, peak in PEAKS.items() if name in device_name), None)
+
+
+def flops_per_step(
+    config: Any,
+    lengths: npt.ArrayLike,
+    *,
+    num_head_tokens: int | None = None,
+    num_adapter_parameters: int | None = None,
+) -> float:
+    """Return the FLOPs of the forward and backward pass over examples of these true lengths.
+
+    ``6 * matmul parameters * tokens``, and ``12 * heads * head_dim`` per layer and pair of a token
+    and one that it sees. Only `num_head_tokens` pass the head. With LoRA adapters a frozen weight
+    costs 4 per token. ValueError for layers other than attention, and adapters beside experts.
+    """
+    lengths_N = np.asarray(lengths, dtype=np.float64)
+    text = config.get_text_config()
+    layers, head = flops_per_token(text)
+    num_tokens = lengths_N.sum()
+    through_head = num_tokens if num_head_tokens is None else num_head_tokens
+    linear = layers * num_tokens + head * through_head
+    if num_adapter_parameters is not None:
+        if _experts(text)[0]:
+            raise ValueError(
+                "the FLOPs of adapters in a mixture of experts are not known: how many tokens pass "
+                "them depends on where they are; leave MFU out for this model"
+            )
+        linear = linear * 4 / 6 + 6 * num_adapter_parameters * num_tokens
+    per_pair = 6 * text.num_attention_heads * _head_sizes(text)
+    pairs = sum(count * _seen(lengths_N, window) for window, count in _windows(text).items())
+    return float(linear + per_pair * pairs)
+
+
+def flops_per_token(config: Any) -> tuple[float, float]:
+    """Return the FLOPs of linear layers per token, forward and backward: all but the head, head."""
+    return _counted(type(config), json.dumps(config.to_dict(), sort_keys=True, default=str))
+
+
+@functools.cache
+def _counted(config_type: type, written: str) -> tuple[float, float]:
+    """Count on a model without memory: a matrix is one product per token, except embeddings.
+
+    A token passes only the experts that it is routed to.
+    """
+    config = config_type.from_dict(json.loads(written))
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    output = model.get_output_embeddings().weight
+    embeddings = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
+    looked_up = {id(weight) for module in embeddings for weight in module.parameters()}
+    experts, taken = _experts(config)
+    layers = 0.0
+    for weight in model.parameters():
+        if weight.ndim < 2 or weight is output or id(weight) in looked_up:
+            continue
+        is_of_experts = weight.ndim == 3 and weight.shape[0] == experts
+        layers += weight.numel() * (taken / experts if is_of_experts else 1)
+    return 6.0 * layers, 6.0 * output.numel()
+
+
+def _experts(config: Any) -> tuple[int, int]:
+    """Return the experts of a layer, and those that a token passes; 0 in a dense model."""
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    number = next((n for name in names if (n := getattr(config, name, None))), 0)
+    return number, getattr(config, "num_experts_per_tok", None) or 0
+
+
+def _head_sizes(config: Any) -> int:
+    """Return the entries of a key and a value of one head: they differ in DeepSeek's models."""
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    key = getattr(config, "qk_head_dim", None) or size
+    return key + (getattr(config, "v_head_dim", None) or size)
+
+
+def _windows(config: Any) -> dict[int | None, int]:
+    """Count the layers per attention window; None: a token sees all before it."""
+    window = getattr(config, "sliding_window", None)
+    if getattr(config, "use_sliding_window", True) is False:
+        window = None
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        return {window: config.num_hidden_layers}
+    chunk = getattr(config, "attention_chunk_size", None)
+    known = {"full_attention": None, "sliding_attention": window, "chunked_attention": chunk}
+    if other := sorted(set(kinds) - set(known)):
+        raise ValueError(
+            f"the FLOPs of a {other[0]!r} layer are not known, only those of {sorted(known)}; "
+            "leave MFU out for this model"
+        )
+    return dict(Counter(known[kind] for kind in kinds))
+
+
+def _seen(lengths_N: np.ndarray, window: int | None) -> float:
+    """Count pairs of a token and one that it sees, itself included."""
+    cut = lengths_N if window is None else np.minimum(lengths_N, window)
+    return float((cut * (cut + 1) / 2 + (lengths_N - cut) * cut).sum())

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import math
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,22 +27,32 @@ import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.utils import parse_flag_from_env, set_seed
-from attention_choice import NAMES
 from checkpoints import (
     Termination,
     checkpoints,
     claim,
+    fail,
     finish_the_step,
     resume,
     save_checkpoint,
 )
-from read_data import fail, read_dataset
 from run_log import TRACKERS, RunLog, check_finite, checked_tracker, is_finished, write_results
-from sharding import check_sharding, whole_model, whole_weights
 from torch.utils.data import DataLoader
-from trained_model import check_arguments, load_model, make_optimizer, with_loss
+from trained_model import (
+    NAMES,
+    Attention,
+    ModelWithLoss,
+    check_arguments,
+    check_sharding,
+    load_model,
+    make_optimizer,
+    whole_model,
+    whole_weights,
+    with_loss,
+)
 
 import torch_collate_kit as kit
+from torch_collate_kit.loading import read_records
 
 # Options that a resumed run may have otherwise; all others are what its losses follow from.
 MAY_CHANGE = {
@@ -59,7 +71,7 @@ def argument_parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("data and model").add_argument
     add("--dataset", help="JSON Lines or Parquet file, saved folder, or hub name; none: made up")
     add("--split", default="train", help="split of a hub dataset or saved folder")
-    add("--num-conversations", type=int, default=5000, help="made up for training")
+    add("--num-conversations", type=int, default=9000, help="made up for training")
     add("--num-held-out", type=int, help="to evaluate on; none: 350, of a dataset at most 5%%")
     add("--model", help="hub name or folder; none: a small one, from scratch")
     add(
@@ -72,9 +84,9 @@ def argument_parser() -> argparse.ArgumentParser:
     add(
         "--max-tokens",
         type=int,
-        help="capacity of a row; none: with --model 4096, else as it suits",
+        help="capacity of a row; none: with --model 4096, else 512",
     )
-    add("--rows-per-micro-batch", type=int, help="rows at a time; none: 1 packed, 8 padded")
+    add("--rows-per-micro-batch", type=int, help="rows at a time; none: 8, packed with --model 1")
     add(
         "--rows-multiple-of",
         type=int,
@@ -83,7 +95,7 @@ def argument_parser() -> argparse.ArgumentParser:
     )
     add("--attention", default="auto", choices=["auto", *NAMES], help="auto: the fastest that can")
     add = parser.add_argument_group("training").add_argument
-    add("--batch-size", type=int, default=8, help="conversations a step, over all ranks")
+    add("--batch-size", type=int, default=32, help="conversations a step, over all ranks")
     add("--epochs", type=int, default=1, help="passes over the data")
     add("--max-steps", type=int, help="train no more steps than that")
     add("--lora", type=int, metavar="RANK", help="train adapters of this rank, not the weights")
@@ -120,10 +132,10 @@ def argument_parser() -> argparse.ArgumentParser:
 
 
 def parse_arguments(
-    parser: argparse.ArgumentParser, from_scratch: float, max_tokens: int = 1024
+    parser: argparse.ArgumentParser, from_scratch: float, packed_rows: int = 8
 ) -> argparse.Namespace:
-    """The arguments, checked; without --model the learning rate is `from_scratch`, and a row holds
-    `max_tokens`."""
+    """Return the arguments, checked; without --model the learning rate is `from_scratch`, and
+    `packed_rows` are trained at a time."""
     args = parser.parse_args()
     for name, value in vars(args).items():
         lowest = 1 if name in COUNTS else 0
@@ -135,17 +147,26 @@ def parse_arguments(
     if args.warmup > 1:
         fail(f"--warmup {args.warmup}: must be at most 1, it is a fraction of the steps")
     if args.rows_per_micro_batch is None:
-        args.rows_per_micro_batch = 8 if args.no_packing else 1
+        packed = 1 if args.model else packed_rows
+        args.rows_per_micro_batch = 8 if args.no_packing else packed
     if args.learning_rate is None:
         of_model = 2e-4 if args.lora else 2e-5
         args.learning_rate = of_model if args.model else from_scratch
     if args.max_tokens is None:
-        args.max_tokens = 4096 if args.model else max_tokens
+        args.max_tokens = 4096 if args.model else 512
     args.cpu |= parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available()
     kept = {name: str(value) for name, value in vars(args).items() if name not in MAY_CHANGE}
     args.run = {f"--{name.replace('_', '-')}": value for name, value in kept.items()}
     check_arguments(args)
     return args
+
+
+def read_dataset(name: str, split: str) -> datasets.Dataset:
+    """Read the records of a file, a saved folder or a hub dataset, or end the script."""
+    try:
+        return read_records(name, split=split)
+    except kit.DataError as error:
+        fail(f"--dataset {error}")
 
 
 def load_conversations(args: argparse.Namespace) -> tuple[datasets.Dataset, datasets.Dataset]:
@@ -217,25 +238,27 @@ def two_examples(
 
 
 def micro_batches(batch: kit.Batch, args: argparse.Namespace) -> list[kit.Batch]:
-    """This rank's rows, a few at a time; all of one shape, if the model is compiled."""
+    """Return this rank's rows, a few at a time; all parts of one shape if the model is compiled."""
     if args.no_packing:
         batch = batch.pad_rows(multiple_of=args.num_ranks).chunk(args.num_ranks)[args.rank]
-    size = args.rows_per_micro_batch
-    parts = [batch[i : i + size] for i in range(0, len(batch), size)]
-    return [part.pad_rows(multiple_of=size) for part in parts] if args.compile else parts
+    if args.compile:
+        batch = batch.pad_rows(multiple_of=args.rows_per_micro_batch)
+    return batch.split(args.rows_per_micro_batch)
 
 
 def train_step(
     model: Any, parts: list[kit.Batch], optimizer: Any, accelerator: Accelerator, args: Any
 ) -> tuple[float, float, bool]:
-    """One optimizer step: the loss of all micro-batches and ranks, the gradient norm, and whether
-    a rank was told to stop."""
-    num_loss_tokens = parts[0].metadata["num_loss_tokens"]  # of all micro-batches and ranks
+    """Take one optimizer step.
+
+    Returns the loss of all micro-batches and ranks, the gradient norm, and whether a rank was told
+    to stop.
+    """
     total = torch.zeros((), device=accelerator.device)
-    for i, part in enumerate(parts):
-        is_last = i == len(parts) - 1  # only the last backward exchanges gradients
-        with contextlib.nullcontext() if is_last else accelerator.no_sync(model):
-            loss = model(part, num_loss_tokens)
+    for part in parts:
+        synchronize = part.metadata["is_last_part"]
+        with contextlib.nullcontext() if synchronize else accelerator.no_sync(model):
+            loss = model(part, part.metadata["num_loss_tokens"])  # of all parts and ranks
             accelerator.backward(loss * accelerator.num_processes)  # DDP averages over ranks
         total += loss.detach()
     grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm)
@@ -292,6 +315,31 @@ def held_out_loss(model: Any, loader: Any, accelerator: Accelerator, args: Any) 
             nll += model(part, 1)
         num_loss_tokens += batch.metadata["num_loss_tokens"]
     return accelerator.reduce(nll, "sum").item() / num_loss_tokens
+
+
+def padded_line(
+    model: Any, examples: Any, tokenizer: Any, summary: dict, accelerator: Any, args: Any
+) -> str:
+    """Train the first steps again on padded rows, without keeping it; one line to compare with."""
+    padded = argparse.Namespace(**{**vars(args), "no_packing": True, "compile": False})
+    alone = copy.deepcopy(model.model)
+    alone.set_attn_implementation("sdpa")
+    model = ModelWithLoss(alone, Attention("sdpa")).train()
+    optimizer, collate = make_optimizer(model, padded), kit.PaddedCollator(tokenizer)
+    steps, tokens, cells = min(20, args.num_steps), 0, 0
+    with make_loader(examples, collate, accelerator, padded, shuffle=True) as loader:
+        began = time.perf_counter()
+        for batch in loader.steps(steps):
+            parts = micro_batches(batch, padded)
+            train_step(model, parts, optimizer, accelerator, padded)
+            tokens += batch.metadata["num_tokens"]
+            cells += batch["input_ids"].numel()
+        speed = tokens / (time.perf_counter() - began)
+    return (
+        f"the first {steps} steps padded: {speed:,.0f} tokens/s, {1 - tokens / cells:.0%} padding; "
+        f"packed, all steps: {summary['tokens_per_second']:,.0f} tokens/s, "
+        f"{summary['padding']:.0%} padding"
+    )
 
 
 def start(args: argparse.Namespace, *handlers: Any) -> Accelerator:
@@ -368,12 +416,17 @@ def run(args: argparse.Namespace, accelerator: Accelerator) -> None:
         with make_loader(held_out_examples, collate, accelerator, args, shuffle=False) as loader:
             summary["held_out_loss"] = held_out_loss(model, loader, accelerator, args)
     weights, model_alone = whole_weights(model, accelerator), whole_model(model, accelerator)
+    shown: dict[str, str] = {}
     if not args.dataset:
-        rates = synthetic_chat.exact_match(model_alone, tokenizer, held_out, accelerator)
+        rates, shown = synthetic_chat.exact_match(model_alone, tokenizer, held_out, accelerator)
         summary |= {f"exact match, {skill}": rate for skill, rate in rates.items()}
     accelerator.log({f"summary/{name}": of for name, of in summary.items()}, args.num_steps)
     if accelerator.is_main_process:
         save_results(model_alone, weights, tokenizer, summary, args)
+    if shown and args.num_ranks == 1:
+        print("\n".join(shown[skill] for skill in ("addition", "story") if skill in shown))
+        if not args.no_packing:
+            print(padded_line(model, examples, tokenizer, summary, accelerator, args))
 
 
 def leave(accelerator: Accelerator) -> None:
@@ -385,7 +438,7 @@ def leave(accelerator: Accelerator) -> None:
 
 
 def main() -> None:
-    args = parse_arguments(argument_parser(), from_scratch=2e-3)
+    args = parse_arguments(argument_parser(), from_scratch=3e-3)
     accelerator = start(args)
     run(args, accelerator)
     leave(accelerator)

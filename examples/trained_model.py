@@ -1,18 +1,25 @@
-"""The model of a run: loaded or made, with its loss inside, and checked before it is trained."""
+"""The model of a run: loaded or made, its attention chosen and checked, its loss inside.
+
+Also what happens to its weights on several ranks: FSDP2 through Accelerate keeps weights, gradients
+and optimizer state in parts, one on each rank.
+"""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import importlib.util
-from typing import Any
+import re
+from typing import Any, NamedTuple
 
 import synthetic_chat
 import torch
 import transformers
 from accelerate import Accelerator
-from attention_choice import Attention, choose_attention
-from read_data import fail
+from accelerate.utils import DistributedType, parse_flag_from_env
+from checkpoints import fail
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, StateDictType
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import torch_collate_kit as kit
@@ -20,6 +27,11 @@ import torch_collate_kit as kit
 # What differs from batch to batch in rows of one shape: how many segments there are, and how long
 # the longest is. A layer that is compiled takes any number.
 VARYING = ".*cu_seq_lens_[qk].*,.*max_length_[qk].*"
+FLASH = ["flash_attention_3", "flash_attention_2"]
+NAMES = [*FLASH, "torch_varlen", "sdpa", "eager"]  # the fastest first
+
+# Attention that cannot do what a model or a batch asks for raises one of these.
+CANNOT = (kit.IsolationError, ImportError, NotImplementedError, RuntimeError, ValueError)
 
 
 def check_arguments(args: argparse.Namespace) -> None:
@@ -45,7 +57,7 @@ def load_model(args: argparse.Namespace, tokenizer: Any) -> Any:
         except (OSError, ValueError) as error:
             fail(f"--model {args.model}: {str(error).splitlines()[0]}")
     else:
-        model = synthetic_chat.make_model(tokenizer, **options)
+        model = synthetic_chat.make_model(tokenizer, hidden_size=128, **options)
     return prepare(model, args)
 
 
@@ -162,3 +174,183 @@ def compile_layers(model: Any, backend: str = "inductor") -> None:
         fail(f"--compile: {type(model).__name__} has no layers that are known; leave it out")
     for layer in layers:
         layer.compile(backend=backend)
+
+
+# --- attention
+
+
+class Attention(NamedTuple):
+    """The options of `Batch.model_inputs` that belong to the attention of a model."""
+
+    attention: str
+    mask: str | None = None
+    sliding_window: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.attention} with a block mask" if self.mask else self.attention
+
+
+def choose_attention(
+    model: Any, batch: kit.Batch, device: torch.device, args: argparse.Namespace
+) -> tuple[Attention, str]:
+    """The attention that the model has from now on, and one line that says which, and why.
+
+    `batch` has two examples; packed ones must not see each other. `--attention auto` tries what the
+    device may have, the fastest first.
+    """
+    names = [args.attention]
+    if args.attention == "auto":
+        names = NAMES if device.type == "cuda" else NAMES[len(FLASH) :]
+        names = ["sdpa", "eager"] if args.no_packing else names
+    reasons: list[str] = []
+    for name in names:
+        if reason := why_not(name, model, device, args) or why_refused(name, model):
+            reasons.append(f"{name} {reason}")
+            continue
+        for attention in ways_to_use(name, model, args):
+            if reason := why_it_fails(attention, model, batch, args):
+                reasons.append(f"{attention} {reason}")
+                continue
+            why = "; ".join(reasons) or f"the first choice on {device.type}"
+            asked = args.attention != "auto" and not reasons
+            return attention, f"attention: {attention} ({'as asked for' if asked else why})"
+    what = f"train {type(model).__name__}"
+    what += "" if args.no_packing else " on packed rows, use --no-packing"
+    cannot = "no attention can"
+    if args.attention != "auto":
+        cannot = f"--attention {args.attention} cannot"
+    raise kit.IsolationError(f"{cannot} {what}: {'; '.join(reasons)}")
+
+
+def ways_to_use(name: str, model: Any, args: argparse.Namespace) -> list[Attention]:
+    """As it is, and with a mask: some models (gpt-oss, Falcon) make theirs without positions."""
+    if name not in ("sdpa", "eager") or args.no_packing:
+        return [Attention(name)]
+    config = model.config.get_text_config()
+    slides = "sliding_attention" in (getattr(config, "layer_types", None) or ())
+    return [Attention(name), Attention(name, "block", config.sliding_window if slides else None)]
+
+
+def why_not(name: str, model: Any, device: torch.device, args: argparse.Namespace) -> str | None:
+    """Why this attention is not tried; None if it is."""
+    if name == "sdpa" and getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
+        return f"leaves out the soft-capping of {type(model).__name__}"
+    if name in FLASH:
+        is_installed = {
+            "flash_attention_2": transformers.utils.is_flash_attn_2_available,
+            "flash_attention_3": transformers.utils.is_flash_attn_3_available,
+        }
+        if device.type != "cuda":
+            return "needs a CUDA GPU"
+        if not is_installed[name]():
+            return "is not installed"
+        # gpt-oss and others have sinks, which most flash attention leaves out in silence
+        known = getattr(model, "_compatible_flash_implementations", None) or [name]
+        if not model._supports_flash_attn or name not in known:
+            return f"is not supported by {type(model).__name__}"
+    elif name != "torch_varlen" or device.type != "cuda":
+        return None
+    elif importlib.util.find_spec("torch.nn.attention.varlen") is None:
+        return f"needs a newer torch than {torch.__version__}"
+    return why_no_kernel(name, model, torch.cuda.get_device_capability(device), args)
+
+
+def why_no_kernel(
+    name: str, model: Any, capability: tuple[int, int], args: argparse.Namespace
+) -> str | None:
+    """The limits of the kernels for CUDA."""
+    config = model.config.get_text_config()
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if name == "flash_attention_3" and capability[0] != 9:
+        return "needs a Hopper GPU (compute capability 9), this one has {}.{}".format(*capability)
+    if capability < (8, 0):
+        return "needs a GPU of compute capability 8.0, this one has {}.{}".format(*capability)
+    if args.precision != "bf16":
+        return "needs bfloat16, and this run is in float32"
+    if size % 8 or size > 256:
+        return f"needs a head size that divides by 8 and is at most 256, this model has {size}"
+    return None
+
+
+def why_refused(name: str, model: Any) -> str | None:
+    """Give the text model this attention; a vision tower keeps its own. Or why it has another."""
+    kit.register_torch_varlen()
+    has_parts = "text_config" in model.config.sub_configs
+    try:
+        model.set_attn_implementation({"text_config": name} if has_parts else name)
+    except CANNOT as error:
+        return f"is refused: {in_short(error)}"
+    found = model.config.get_text_config()._attn_implementation
+    return None if found == name else f"cannot be set, {type(model).__name__} keeps {found}"
+
+
+def why_it_fails(
+    attention: Attention, model: Any, batch: kit.Batch, args: argparse.Namespace
+) -> str | None:
+    """Why packed examples are not apart, in training too, or not what they are alone."""
+    if args.no_packing:
+        return None
+    inputs: Any = batch
+    try:
+        if attention.mask:
+            inputs = batch.model_inputs(**attention._asdict(), labels=False)
+        kit.check_isolation(model, inputs)
+    except CANNOT as error:
+        return f"fails: {in_short(error)}"
+    return None
+
+
+def in_short(error: Exception) -> str:
+    """The beginning of a message, without its reasons and ways out."""
+    return re.split(r"[:;.] ", " ".join(str(error).split()) or type(error).__name__)[0]
+
+
+# --- weights in parts
+
+
+def check_sharding(accelerator: Accelerator) -> None:
+    """Refuse what Accelerate would take and do otherwise, and keep sums in fp32."""
+    if not parse_flag_from_env("ACCELERATE_USE_FSDP"):
+        return
+    if accelerator.distributed_type != DistributedType.FSDP:
+        if accelerator.num_processes > 1:
+            fail(
+                "FSDP: Accelerate shards on GPUs only, and would use DDP here; choose that instead"
+            )
+        return
+    plugin = accelerator.state.fsdp_plugin
+    is_sharded = plugin.state_dict_type == StateDictType.SHARDED_STATE_DICT
+    needed = {
+        "fsdp_version: 2": plugin.fsdp_version == 2,
+        "fsdp_state_dict_type: SHARDED_STATE_DICT": is_sharded,
+        # The others would check a model without weights.
+        "fsdp_cpu_ram_efficient_loading: false": not plugin.cpu_ram_efficient_loading,
+    }
+    if other := [setting for setting, is_met in needed.items() if not is_met]:
+        fail(f"FSDP is tested with other settings: write {', '.join(other)} in the configuration")
+    if policy := plugin.mixed_precision_policy:  # Accelerate's has bf16 losses and sums of ranks
+        options = {"param_dtype": policy.param_dtype, "reduce_dtype": torch.float32}
+        plugin.mixed_precision_policy = MixedPrecisionPolicy(**options)
+
+
+def whole_weights(model: Any, accelerator: Accelerator) -> dict[str, torch.Tensor] | None:
+    """The trained weights for `save_pretrained`: on the main process, from all ranks."""
+    if not accelerator.is_fsdp2:
+        return None  # the model has them
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = get_model_state_dict(model, options=options)
+    tied = model.model.all_tied_weights_keys  # a head that is the embedding is saved once
+    named = {name.removeprefix("model."): weight for name, weight in weights.items()}
+    return {name: weight for name, weight in named.items() if name not in tied}
+
+
+def whole_model(model: Any, accelerator: Accelerator) -> Any:
+    """The model by itself, to generate with: every rank has all of it, and shares nothing more.
+
+    Ranks write answers of different lengths, so none may wait for the weights of another.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_reshard_after_forward(False, recurse=False)
+            module.unshard()
+    return accelerator.unwrap_model(model).model

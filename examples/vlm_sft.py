@@ -26,13 +26,12 @@ import run_log
 import sft
 import transformers
 from accelerate.utils import DistributedDataParallelKwargs
-from read_data import fail, images_as_files, read_dataset
+from checkpoints import fail
 from torch.utils.data import DataLoader, Dataset
 from trained_model import make_optimizer, prepare, weight_dtype, with_loss
 
 import torch_collate_kit as kit
 from torch_collate_kit import DataError
-from torch_collate_kit.packing import ModelCost
 
 # A rank whose last row has no image has no gradient of the vision tower in the backward pass that
 # DDP exchanges; if no other rank has one in its last row either, there is no dummy image for it.
@@ -47,7 +46,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--image-root", type=Path, help="folder that paths of images start at and may not leave")
     add("--max-patches", type=int, help="of a row's images; none: 128, with --model no limit")
     add("--padded", dest="no_packing", action="store_true", help="as --no-packing")
-    args = sft.parse_arguments(parser, from_scratch=1.5e-3, max_tokens=512)
+    args = sft.parse_arguments(parser, from_scratch=1.5e-3, packed_rows=1)
     if args.max_patches is None and not args.model:
         args.max_patches = 128
     if args.max_patches == 0:
@@ -66,12 +65,23 @@ def load_conversations(args: argparse.Namespace) -> tuple[datasets.Dataset, data
         made = numbered(datasets.Dataset.from_list(train + held_out))
         train_indices, held_out_indices = np.split(np.arange(len(made)), [len(train)])
         return made.select(train_indices), made.select(held_out_indices)
-    found = numbered(images_as_files(read_dataset(args.dataset, args.split)))
+    found = numbered(images_as_files(sft.read_dataset(args.dataset, args.split)))
     num_held_out = args.num_held_out
     if num_held_out is None:
         num_held_out = min(350, len(found) // 20)
     order = np.random.default_rng(np.random.SeedSequence((args.seed, 1))).permutation(len(found))
     return found.select(order[num_held_out:]), found.select(order[:num_held_out])
+
+
+def images_as_files(found: datasets.Dataset) -> datasets.Dataset:
+    """The dataset with the files of the columns `image` and `images`, not decoded."""
+    for name in {"image", "images"} & set(found.column_names):
+        files, feature = datasets.Image(decode=False), found.features[name]
+        if isinstance(feature, datasets.Image):
+            found = found.cast_column(name, files)
+        elif isinstance(getattr(feature, "feature", None), datasets.Image):
+            found = found.cast_column(name, datasets.Sequence(files))
+    return found
 
 
 def numbered(records: datasets.Dataset) -> datasets.Dataset:
@@ -116,10 +126,10 @@ def make_collator(processor: Any, model: Any, args: argparse.Namespace) -> Any:
         "bfloat16" if args.precision == "bf16" else "float32"
     )  # what they are computed in
     if not args.no_packing:
-        options |= {"max_tokens": args.max_tokens, "max_patches": args.max_patches}
-        options |= {"strategy": "balanced", "cost": ModelCost.of(model.config)}
-        options |= {"parallel": kit.ParallelLayout(dp=args.num_ranks)}
-        options["fixed_width"] = args.compile
+        packing = {"max_tokens": args.max_tokens, "max_patches": args.max_patches}
+        packing |= {"strategy": "balanced", "cost": kit.ModelCost.of(model.config)}
+        packing |= {"parallel": kit.ParallelLayout(dp=args.num_ranks)}
+        options |= {"packing": kit.PackingOptions(**packing), "fixed_width": args.compile}
     try:
         collate = kit.VisionLanguageCollator(processor, **options)
     except ValueError as error:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from flops import flops_per_step, peak_flops
+from run_log import flops_per_step, peak_flops
 
 from gpu.lengths import ROWS, Mix, loader_of
 from gpu.models import Setting, optimizer_of

@@ -33,7 +33,7 @@ def code_digest(cell: str, root: Path = ROOT) -> str:
         *(path for path in measuring if path.stem not in others),
         *(path for pattern in reads for path in root.glob(pattern)),
         root / "benchmarks" / "samples.py",
-        root / "examples" / "flops.py",
+        root / "examples" / "run_log.py",
     ]
     digest = hashlib.sha256(f"{function} {options}".encode())
     for path in sorted(files):

@@ -26,10 +26,11 @@ _CLAIM = (
 _SPEED_NOTE = (
     "**How to read the tables of speed.** Tokens are real ones, without pads. MFU counts the FLOPs "
     "of the true lengths: 6 per weight of a matrix and token, and 12 * heads * head_dim per layer "
-    "and pair of a token and one that it sees (examples/flops.py), over the dense bf16 peak of the "
-    "GPU. *full*: the share of cells that hold a token. *waiting*: the share of the time in which "
-    "the training thread waited for a batch. *copies hidden*: batches that were on the device "
-    "before the GPU had finished the step before. *graphs*: compiled after the warm-up. *loss*: of "
+    "and pair of a token and one that it sees (examples/run_log.py), over the dense bf16 peak "
+    "of the GPU. *full*: the share of cells that hold a token. *waiting*: the share of the time in "
+    "which the training thread waited for a batch. *copies hidden*: batches that were on the "
+    "device before the GPU had finished the step before. *graphs*: compiled after the warm-up. "
+    "*loss*: of "
     "the first step's examples, before training. The variants of a table alternate in one process, "
     "by blocks of steps; each is a loop as in examples/sft.py, with the loss read in every step."
 )

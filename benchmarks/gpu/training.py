@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from flops import flops_per_step, peak_flops
+from run_log import flops_per_step, peak_flops
 from torch import Tensor
 
 from gpu.lengths import Layout, Mix, loader_of

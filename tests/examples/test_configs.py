@@ -8,8 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import sharding
 import torch
+import trained_model
 from accelerate import FullyShardedDataParallelPlugin
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
@@ -72,14 +72,14 @@ def accelerator(plugin: FullyShardedDataParallelPlugin) -> SimpleNamespace:
 
 
 def test_sums_over_ranks_and_the_loss_are_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    sharding.check_sharding(SimpleNamespace())  # without FSDP nothing is asked
+    trained_model.check_sharding(SimpleNamespace())  # without FSDP nothing is asked
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
     plugin.set_mixed_precision("bf16")  # as Accelerate does
-    sharding.check_sharding(accelerator(plugin))
+    trained_model.check_sharding(accelerator(plugin))
     policy = plugin.mixed_precision_policy
     found = (policy.param_dtype, policy.reduce_dtype, policy.output_dtype)
     assert found == (torch.bfloat16, torch.float32, None)
     older = FullyShardedDataParallelPlugin(fsdp_version=1, state_dict_type="SHARDED_STATE_DICT")
     with pytest.raises(SystemExit, match=r"other settings: write fsdp_version: 2 in the config"):
-        sharding.check_sharding(accelerator(older))
+        trained_model.check_sharding(accelerator(older))

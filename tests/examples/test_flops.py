@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flops import flops_per_step, flops_per_token, peak_flops
+from run_log import flops_per_step, flops_per_token, peak_flops
 from torch.utils.flop_counter import FlopCounterMode
 
 transformers = pytest.importorskip("transformers")

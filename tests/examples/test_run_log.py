@@ -42,7 +42,7 @@ EXAMPLES_OF_A_STEP = [{"input_ids": [n] * n} for n in (3, 1, 4, 2)]
 
 
 def packed() -> kit.Batch:
-    return kit.PackedCollator(0, **PACKING)(EXAMPLES_OF_A_STEP)
+    return kit.PackedCollator(0, packing=kit.PackingOptions(**PACKING))(EXAMPLES_OF_A_STEP)
 
 
 class Loader:

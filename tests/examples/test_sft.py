@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,20 @@ def test_it_trains_evaluates_and_saves(base: Path) -> None:
     assert tokenizer.chat_template == synthetic_chat.TEMPLATE
     assert model.config.vocab_size == len(tokenizer)
     assert Image.open(base / "loss.png").size == (840, 480)
+
+
+def test_answers_and_a_padded_run_to_compare_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The last lines: a question of two skills with what the model wrote, and padded steps."""
+    run(f"{TINY} --max-steps 2", tmp_path)
+    *_, where, addition, story, padded = capsys.readouterr().out.splitlines()
+    assert where == f"model, metrics and summary are in {tmp_path}"
+    assert re.match(r"How much is \d plus \d\?  ->  ", addition)
+    assert re.match(r"I put the \w+ in the \w+\. Where is the \w+\?  ->  |The ", story)
+    number, share = r"[\d,]+ tokens/s", r"\d+% padding"
+    both = rf"the first 2 steps padded: {number}, {share}; packed, all steps: {number}, {share}"
+    assert re.fullmatch(both, padded)
 
 
 def test_tensorboard_has_what_the_file_has(base: Path) -> None:

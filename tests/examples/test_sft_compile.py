@@ -16,11 +16,10 @@ import pytest
 import sft
 import torch
 import trained_model
-from attention_choice import Attention
 from datasets import Dataset
 from torch._dynamo.exc import RecompileError
 from torch._dynamo.utils import counters
-from trained_model import ModelWithLoss, compile_layers
+from trained_model import Attention, ModelWithLoss, compile_layers
 
 import torch_collate_kit as kit
 from tests.tiny_models import VOCAB, tiny_model

@@ -19,7 +19,7 @@ LINE = json.dumps(RECORD) + "\n"
 
 def arguments(monkeypatch: pytest.MonkeyPatch, *options: object) -> Any:
     monkeypatch.setattr(sys, "argv", ["sft.py", *map(str, options)])
-    return sft.parse_arguments(sft.argument_parser(), from_scratch=2e-3)
+    return sft.parse_arguments(sft.argument_parser(), from_scratch=3e-3)
 
 
 @pytest.fixture(scope="module")

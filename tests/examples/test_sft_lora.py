@@ -12,9 +12,8 @@ import pytest
 import torch
 import trained_model
 import transformers
-from attention_choice import Attention
 from safetensors.torch import load_file
-from trained_model import ModelWithLoss, make_optimizer, prepare, trained_parameters
+from trained_model import Attention, ModelWithLoss, make_optimizer, prepare, trained_parameters
 
 import torch_collate_kit as kit
 from tests.examples.runs import run

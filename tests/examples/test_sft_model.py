@@ -7,13 +7,12 @@ import sys
 from argparse import Namespace
 from typing import Any
 
-import attention_choice
 import pytest
 import sft
 import torch
+import trained_model
 import transformers
-from attention_choice import Attention, choose_attention
-from trained_model import ModelWithLoss
+from trained_model import Attention, ModelWithLoss, choose_attention
 
 import torch_collate_kit as kit
 from tests.tiny_models import tiny_model
@@ -140,8 +139,8 @@ def chosen_on_cuda(
         name = f"is_flash_attn_{version}_available"
         patch.setattr(transformers.utils, name, lambda v=version: v in installed)
     patch.setattr(torch.cuda, "get_device_capability", lambda _: gpu)
-    patch.setattr(attention_choice, "why_refused", lambda *_: None)
-    patch.setattr(attention_choice, "why_it_fails", fails)
+    patch.setattr(trained_model, "why_refused", lambda *_: None)
+    patch.setattr(trained_model, "why_it_fails", fails)
     attention, line = choose_attention(tiny_model(kind, **changes), TWO, CUDA, args)
     assert attention == tried[-1]
     assert line.count("\n") == 0
@@ -205,14 +204,14 @@ def arguments(patch: pytest.MonkeyPatch, given: str = "", *, gpu: bool = False) 
     patch.setattr(sys, "argv", ["sft.py", *given.split()])
     patch.setattr(torch.cuda, "is_available", lambda: gpu)
     patch.delenv("ACCELERATE_USE_CPU", raising=False)
-    return sft.parse_arguments(sft.argument_parser(), from_scratch=2e-3)
+    return sft.parse_arguments(sft.argument_parser(), from_scratch=3e-3)
 
 
 @pytest.mark.parametrize("gpu", [False, True])
 @pytest.mark.parametrize(
     ("given", "max_tokens", "learning_rate"),
     [
-        ("", 1024, 2e-3),
+        ("", 512, 3e-3),
         ("--model m", 4096, 2e-5),
         ("--model m --lora 8", 4096, 2e-4),
         ("--model m --max-tokens 512 --learning-rate 0.5", 512, 0.5),
@@ -225,5 +224,6 @@ def test_defaults_do_not_depend_on_the_machine(
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
     args = arguments(monkeypatch, given, gpu=gpu)
     assert (args.max_tokens, args.learning_rate) == (max_tokens, learning_rate)
-    assert (args.rows_per_micro_batch, args.attention, args.compile) == (1, "auto", False)
+    rows = 1 if "--model" in given else 8
+    assert (args.rows_per_micro_batch, args.attention, args.compile) == (rows, "auto", False)
     assert args.precision == ("bf16" if gpu else "no")

@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("datasets")
 import sft
-from flops import peak_flops
+from run_log import peak_flops
 
 
 def run(folder: Path, patch: pytest.MonkeyPatch, *options: str) -> tuple[list[float], set[Any]]:
