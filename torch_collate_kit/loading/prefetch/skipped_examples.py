@@ -32,7 +32,7 @@ class Failed(NamedTuple):
     error: str | None = None
     """The kind of error and its message."""
     traceback: str = ""
-    """As text: not every error can be sent by a worker."""
+    """The traceback as text, since not every error can be sent by a worker."""
 
 
 class Collated(NamedTuple):
