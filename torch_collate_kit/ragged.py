@@ -10,7 +10,7 @@ import torch
 from numpy.ma import MaskedArray
 from torch import Tensor
 
-__all__ = ["Ragged", "row_indices", "span_indices", "take_spans", "unchecked"]
+__all__ = ["Ragged"]
 
 _SHORT_SPAN = 100  # entries on average; below it an index gather is the faster one (measured)
 

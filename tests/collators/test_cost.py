@@ -19,7 +19,8 @@ import pytest
 from torch_collate_kit import Batch
 from torch_collate_kit.collators import PackedCollator, PaddedCollator, RolloutCollator
 from torch_collate_kit.loading import TokenizedDataset
-from torch_collate_kit.packing import PackingPlan, PlannedExamples, pack
+from torch_collate_kit.packing import PackingPlan, pack
+from torch_collate_kit.packing.rank_plan import PlannedExamples
 from torch_collate_kit.ragged import Ragged
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 from tests.vision.oracle_images import LAYOUTS, TOKEN
 from torch_collate_kit import DataError, PackedCollator, ParallelLayout, token_loss
 from torch_collate_kit.batch import Batch, PerExample, PerResponseToken, PerToken
-from torch_collate_kit.packing import PlannedExamples
+from torch_collate_kit.packing.rank_plan import PlannedExamples
 from torch_collate_kit.rl import from_response_values, response_values
 
 IMAGE = {"pixel_values": np.ones((16, 6)), "image_grid_thw": [[1, 4, 4]]}

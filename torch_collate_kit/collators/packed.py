@@ -31,10 +31,11 @@ from torch_collate_kit.collators.assembly import (
 )
 from torch_collate_kit.collators.trainer import TrainerCollator, check_targets
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.packing import PackingOptions, PackingPlan, PlannedExamples, RankPlan
+from torch_collate_kit.packing import PackingOptions, PackingPlan, RankPlan
 from torch_collate_kit.packing.options import ParallelLayout, common_options
 from torch_collate_kit.packing.pieces import ImageLoad, Patches, image_load
 from torch_collate_kit.packing.planner import pack, plan_rows
+from torch_collate_kit.packing.rank_plan import PlannedExamples
 from torch_collate_kit.ragged import unchecked
 from torch_collate_kit.reading.entries import DeclaredFields
 from torch_collate_kit.reading.examples import ExampleColumns

@@ -17,7 +17,8 @@ from torch_collate_kit.collators.packed import PackedCollator, changed_options
 from torch_collate_kit.collators.padded import PaddedCollator
 from torch_collate_kit.collators.trainer import TrainerCollator
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.packing import PackingOptions, PlannedExamples
+from torch_collate_kit.packing import PackingOptions
+from torch_collate_kit.packing.rank_plan import PlannedExamples
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.entries import DeclaredFields
 from torch_collate_kit.reading.source import Examples, Source

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 from torch_collate_kit.loading.dataset import TokenizedDataset, read_records
-from torch_collate_kit.loading.prefetch import (
-    AsyncBatchCollator,
-    PrefetchLoader,
-    SkippedExample,
-    StepTimes,
-)
+from torch_collate_kit.loading.prefetch import AsyncBatchCollator, PrefetchLoader
 from torch_collate_kit.loading.sampler import (
     MixedSampler,
     PackedBatchSampler,
@@ -25,8 +20,6 @@ __all__ = [
     "PrefetchLoader",
     "PrefetchingSampler",
     "ResumableSampler",
-    "SkippedExample",
-    "StepTimes",
     "TokenizedDataset",
     "merge_states",
     "read_records",

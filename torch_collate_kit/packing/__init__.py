@@ -6,14 +6,13 @@ from torch_collate_kit.packing.cost import ModelCost
 from torch_collate_kit.packing.options import PackingOptions, ParallelLayout
 from torch_collate_kit.packing.plan import PackingPlan
 from torch_collate_kit.packing.planner import pack
-from torch_collate_kit.packing.rank_plan import PlannedExamples, RankPlan
+from torch_collate_kit.packing.rank_plan import RankPlan
 
 __all__ = [
     "ModelCost",
     "PackingOptions",
     "PackingPlan",
     "ParallelLayout",
-    "PlannedExamples",
     "RankPlan",
     "pack",
 ]

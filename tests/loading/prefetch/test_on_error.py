@@ -16,8 +16,8 @@ from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading import (
     PackedIterableDataset,
     PrefetchLoader,
-    SkippedExample,
 )
+from torch_collate_kit.loading.prefetch import SkippedExample
 from torch_collate_kit.testing import assert_exact_resume, batch_digest
 
 ORDER = list(make_sampler())  # the steps of epoch 0: 4, 4, 4 and 1 examples

@@ -11,9 +11,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from torch_collate_kit import PrefetchingSampler, PrefetchLoader
-from torch_collate_kit.loading import StepTimes
+from torch_collate_kit.loading.prefetch import StepTimes, read_ahead, step_times
 from torch_collate_kit.loading.prefetch import loader as loader_module
-from torch_collate_kit.loading.prefetch import read_ahead, step_times
 
 STEPS = [
     StepTimes(0, 0, 10.0, 11.0, 11.5, 10.0, 11.5, 13.5),  # built when it was asked for

@@ -16,7 +16,8 @@ from torch_collate_kit.batch import PerExample, PerResponseToken, PerToken
 from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.loading import TokenizedDataset
-from torch_collate_kit.packing import PlannedExamples, pack
+from torch_collate_kit.packing import pack
+from torch_collate_kit.packing.rank_plan import PlannedExamples
 from torch_collate_kit.testing import batch_digest
 
 FIELDS = {

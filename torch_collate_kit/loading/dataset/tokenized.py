@@ -29,7 +29,8 @@ from torch_collate_kit.loading.dataset.sources import (
     kept_source,
     to_state,
 )
-from torch_collate_kit.packing import PlannedExamples, RankPlan
+from torch_collate_kit.packing import RankPlan
+from torch_collate_kit.packing.rank_plan import PlannedExamples
 from torch_collate_kit.ragged import row_indices
 from torch_collate_kit.reading.reader import read_columns
 from torch_collate_kit.reading.source import ArrowFiles, is_a

@@ -24,7 +24,8 @@ from torch_collate_kit.loading.streaming.shards import Stream
 from torch_collate_kit.loading.streaming.skipping import WrongExamples
 from torch_collate_kit.loading.streaming.states import Place, Position, positions_in, state_of
 from torch_collate_kit.loading.streaming.windows import Windows
-from torch_collate_kit.packing import PackingPlan, PlannedExamples
+from torch_collate_kit.packing import PackingPlan
+from torch_collate_kit.packing.rank_plan import PlannedExamples
 
 __all__ = ["DividedStream", "ShardBatches", "Turn", "in_rounds"]
 
