@@ -137,5 +137,5 @@ def test_corpus_holds_out_what_it_does_not_train() -> None:
     assert len({json.dumps(record["messages"]) for record in corpus}) == 700
     assert {record["skill"] for record in corpus} == {s.__name__ for s in synthetic_chat.SKILLS}
     lengths = sorted(sum(len(m["content"]) for m in record["messages"]) for record in corpus)
-    assert lengths[-1] > 10 * lengths[350]  # a long tail
+    assert lengths[-1] > 8 * lengths[350]  # a long tail
     assert any(m["role"] == "tool" for record in corpus for m in record["messages"])
