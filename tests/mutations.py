@@ -49,7 +49,7 @@ FAULTS = [
     # reading
     Fault("reading/arrays.py", "flat.max() < 256", "flat.max() <= 256", "collators"),
     Fault("reading/arrays.py", "(sizes < 1).any()", "(sizes < 0).any()", "vision"),
-    Fault("reading/columns.py", '{"q": np.int64, "d": np.float64}[typecode] if len(dtypes) > 1 else None', "None", "collators"),
+    Fault("reading/columns.py", "np.concatenate(rows, dtype=dtype)", "np.concatenate(rows)", "collators"),
     # batch
     Fault("batch/placement.py", "first += self.segments[\"lengths\"].values - counted", "first += 0", "test_batch_explain.py test_batch_drawing.py"),
     Fault("batch/dense.py", 'starts = starts + self.per_segment("lengths") - number', "starts = starts", "collators"),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torch_collate_kit._checks import checked_int
 from torch_collate_kit.batch import rows
-from torch_collate_kit.batch.buffer import tensor_of
+from torch_collate_kit.batch.buffer import tensor_of, version_of
 from torch_collate_kit.batch.columns import Columns
 from torch_collate_kit.batch.dense import make_field
 from torch_collate_kit.batch.fields import Field
@@ -39,12 +39,10 @@ class Batch(Mapping[str, Field]):
     ``batch[2:5]`` is a Batch of these rows, ``len(batch)`` is R. docs/contract.md lists the fields
     that a collator gives.
 
-    A collator's batch stores columns, one entry per token, and their places. A field is made when
-    it is first read, on their device, and kept. A change in place stays (not one through
-    ``.numpy()``, which cannot be seen); :meth:`with_fields` replaces a field.
-
-    ``row_metadata`` has one entry per row (list, ndarray, tensor or Ragged) and is sliced with the
-    rows. ``metadata`` belongs to the batch as it was collated, so slices keep it.
+    A collator's batch stores columns, one entry per token. A field is made on their device when it
+    is first read, and kept. A change in place stays (not one through ``.numpy()``, which cannot be
+    seen); :meth:`with_fields` replaces a field. ``row_metadata`` has one entry per row (list,
+    ndarray, tensor or Ragged) and is sliced with the rows; slices keep ``metadata`` as it is.
 
     Raises:
         TypeError: a field that is neither a tensor nor a Ragged.
@@ -68,9 +66,8 @@ class Batch(Mapping[str, Field]):
                     f"field {name} must be a tensor with rows first or a Ragged, got "
                     f"{type(field).__name__}; what belongs to the whole batch goes into metadata"
                 )
-        storage = Storage(
-            Columns.none(), dict(fields), dict(row_metadata or {}), dict(metadata or {})
-        )
+        others = dict(row_metadata or {}), dict(metadata or {})
+        storage = Storage(Columns.none(), dict(fields), *others)
         storage.check()
         self._set(storage)
 
@@ -105,8 +102,7 @@ class Batch(Mapping[str, Field]):
         start, stop, step = key.indices(len(self))
         if step < 1:
             raise ValueError(f"rows cannot be sliced with step {step}; use batch.select(indices)")
-        picked = slice(start, stop, step)
-        return Batch.of_storage(self.stored().change(lambda value: value[picked]))
+        return Batch.of_storage(self.stored().change(lambda value: value[start:stop:step]))
 
     if not TYPE_CHECKING:  # a type checker would take every name for an attribute
 
@@ -123,7 +119,7 @@ class Batch(Mapping[str, Field]):
             if name not in storage.columns.names:
                 raise KeyError(f"{name}; the batch has {', '.join(self)}")
             field = make_field(name, storage.columns, self._shared, self.metadata)
-            self._made[name] = field, _version(field)
+            self._made[name] = field, version_of(field)
         return self._made[name][0]
 
     def __iter__(self) -> Iterator[str]:
@@ -175,8 +171,7 @@ class Batch(Mapping[str, Field]):
         >>> [c["x"].tolist() for c in Batch({"x": torch.arange(4)}).chunk(2)]
         [[0, 1], [2, 3]]
         """
-        num_chunks = index(num_chunks)
-        if num_chunks < 1 or len(self) % num_chunks:
+        if (num_chunks := index(num_chunks)) < 1 or len(self) % num_chunks:
             raise ValueError(
                 f"{len(self)} rows do not divide into {num_chunks} equal chunks; "
                 "add zero-loss rows with batch.pad_rows(multiple_of=...)"
@@ -187,12 +182,8 @@ class Batch(Mapping[str, Field]):
     def split(self, rows: int | Sequence[Sequence[int] | np.ndarray]) -> list[Batch]:
         """Return micro-batches: of ``rows`` rows each (the last may have fewer), or of these rows.
 
-        Their metadata is that of the batch, such as ``"num_loss_tokens"``, the divisor of the whole
-        step, and ``"is_last_part"``, True of the last one, where gradients are synchronized. With
-        an int they are slices, with row numbers per part copies.
-
-        Raises:
-            ValueError, TypeError: ``rows`` below 1, or not an int.
+        Their metadata is that of the batch, such as ``"num_loss_tokens"`` of the whole step, and
+        ``"is_last_part"``. With an int they are slices, with row numbers per part copies.
 
         >>> batch = Batch({"x": torch.arange(5)}, metadata={"num_loss_tokens": 9})
         >>> [(part["x"].tolist(), part.metadata["is_last_part"]) for part in batch.split(2)]
@@ -220,9 +211,7 @@ class Batch(Mapping[str, Field]):
 
     @classmethod
     def cat(cls, batches: Sequence[Batch], metadata: Mapping[str, Any] | None = None) -> Batch:
-        """Return the rows of all batches, one after the other: a copy.
-
-        Row metadata is concatenated. ``metadata`` replaces keys on which the batches disagree.
+        """Return the rows of all batches: a copy; ``metadata`` has the keys on which they disagree.
 
         Raises:
             ValueError: no batches, other fields or widths, or metadata that disagrees.
@@ -234,23 +223,18 @@ class Batch(Mapping[str, Field]):
         return cls.of_storage(joined(stored, batches, dict(metadata or {})))
 
     def pad_rows(self, *, multiple_of: int) -> Batch:
-        """Add rows at the end until ``multiple_of`` divides them: a copy, or self if it does.
-
-        An added row repeats row 0, so that every model can run it, with zero loss and without
-        sub-sequences; docs/contract.md has every field. ``num_dummy_rows`` counts them.
+        """Add rows without loss until ``multiple_of`` divides them: a copy, or self if it does.
 
         >>> batch = Batch({"input_ids": torch.tensor([[5]]), "loss_mask": torch.tensor([[1.0]])})
         >>> batch.pad_rows(multiple_of=2)["loss_mask"].tolist()
         [[1.0], [0.0]]
         """
         added = -len(self) % checked_int("multiple_of", multiple_of)
-        if not added:
-            return self
-        return Batch.of_storage(padded(self.stored(), added))
+        return Batch.of_storage(padded(self.stored(), added)) if added else self
 
     def stored(self) -> Storage:
         """Return all that is stored, with the dense fields that were changed in place."""
-        changed = {k: field for k, (field, at) in self._made.items() if _version(field) != at}
+        changed = {k: field for k, (field, at) in self._made.items() if version_of(field) != at}
         storage = replace(self._storage, row_metadata=self.row_metadata, metadata=self.metadata)
         return storage.with_given(changed)
 
@@ -261,23 +245,16 @@ class Batch(Mapping[str, Field]):
 
     def column(self, name: str) -> Tensor | None:
         """Return a column as it is stored, with an entry per token, or None."""
-        columns = self._storage.columns
-        return tensor_of(columns.values[name]) if name in columns.values else None
+        values = self._storage.columns.values
+        return tensor_of(values[name]) if name in values else None
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes stored, without the dense fields made from them.
-
-        >>> Batch({"x": torch.arange(4)}).nbytes
-        32
-        """
+        """Number of bytes stored, without the dense fields made from them."""
         return self.stored().nbytes
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> Batch:
-        """Return the batch on ``device``, by one copy of what is stored; self if it is there.
-
-        Metadata stays in host memory. ``non_blocking=True`` overlaps only from pinned memory.
-        """
+        """Return the batch on ``device``; self if it is there. Metadata stays in host memory."""
         if isinstance(device, torch.dtype):
             raise TypeError(f"Batch.to takes a device, got {device}; fields keep their dtypes")
         target = torch.empty(0, device=device).device  # with its index
@@ -311,16 +288,13 @@ class Batch(Mapping[str, Field]):
     ) -> dict[str, Any]:
         """Return what ``model(**inputs)`` of a transformers model needs, in a plain dict.
 
-        ``input_ids``, ``position_ids``, ``use_cache=False``, and ``labels`` unless ``labels`` is
-        False. A padded batch adds ``attention_mask``; a packed one never does: with a 2-D mask
-        transformers ignores the segments. For varlen ``attention`` it adds ``cu_seq_lens_q/k``
-        (int32, flat over the rows) and ``max_length_q/k`` (ints); images add their fields.
-        ``attention`` may be a dict, as ``attn_implementation`` may.
-
+        ``input_ids``, ``position_ids``, ``use_cache=False``, ``labels`` unless False, and fields of
+        images. A padded batch adds ``attention_mask``; a packed one never does: with a 2-D mask
+        transformers ignores the segments. For varlen ``attention`` (a name, or a dict as
+        ``attn_implementation``) it adds ``cu_seq_lens_q/k`` (int32) and ``max_length_q/k`` (ints).
         ``mask="block"``, for packed rows of models whose mask ignores position ids (named in
         docs/contract.md), adds a causal mask ``[R, 1, W, W]`` of a block per segment, for "sdpa" or
-        "eager". For a model with sliding-window layers pass
-        ``sliding_window=model.config.sliding_window``: then it is a dict of two masks.
+        "eager"; with ``sliding_window=model.config.sliding_window`` it is a dict of two masks.
 
         Raises:
             ValueError: an unknown name, or one without the other it needs; more cells than int32.
@@ -340,24 +314,23 @@ class Batch(Mapping[str, Field]):
     ) -> Explanation:
         """Show a row token by token: ids, text, positions, labels, weights and the other fields.
 
-        ``tokenizer`` (or a processor) adds the text. ``example`` shows that example alone, of the
-        first row that has a piece of it if no row is named; ``start`` and ``stop`` limit the cells.
-        Past ``max_tokens`` a table shows the first and last ones; None shows all.
+        ``tokenizer`` (or a processor) adds the text. ``example`` shows that example alone (without
+        ``row``, in the first row with a piece of it); ``start`` and ``stop`` limit the cells. Past
+        ``max_tokens`` a table shows the first and last ones; None shows all.
 
         Raises:
             IndexError, ValueError: no such row; an example that is not there; no ``input_ids``.
         """
         row = row_of(self.stored(), row, example)
         one = Batch.of_storage(self[row : row + 1].to("cpu").stored().with_divisor(1))
-        title, cells = f"row {row} of {len(self)}", slice(start, stop)
-        of: dict[str, Any] = {"example": example, "cells": cells, "max_tokens": max_tokens}
-        return explained(one, one.stored(), title, tokenizer, **of)
+        of: dict[str, Any] = {"example": example, "max_tokens": max_tokens}
+        of["cells"] = slice(start, stop)
+        return explained(one, one.stored(), f"row {row} of {len(self)}", tokenizer, **of)
 
     def plot(self, *, max_rows: int = 40, ax: Axes | None = None) -> Axes:
         """Draw the first ``max_rows`` rows with matplotlib, on ``ax`` or a new figure.
 
-        Each example is a block, dark where it is trained; padding is hatched. Nothing is shown:
-        call ``plt.show()``, or ``batch.plot().figure.savefig("rows.png")``.
+        Each example is a block, dark where it is trained. Call ``plt.show()`` to see it.
 
         Raises:
             ValueError: no rows, or no ``input_ids`` ``[R, W]`` in host memory.
@@ -375,9 +348,3 @@ class Batch(Mapping[str, Field]):
 
     def _repr_html_(self) -> str:
         return html_of(self.stored())
-
-
-def _version(field: Field) -> int:
-    """Goes up with every change in place; of a NumPy array or an inference tensor nobody counts."""
-    tensor = tensor_of(field)
-    return 0 if tensor.is_inference() else tensor._version

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torch_collate_kit.ragged import Ragged
 
-__all__ = ["Slot", "carve", "fresh_bytes", "gather", "slots_of", "tensor_of"]
+__all__ = ["Slot", "carve", "fresh_bytes", "gather", "slots_of", "tensor_of", "version_of"]
 
 _ALIGNMENT = 64  # bytes: a cache line, and enough for every vector load
 _HUGE_PAGE = 1 << 21
@@ -46,6 +46,12 @@ class Slot(NamedTuple):
 def tensor_of(field: Tensor | Ragged) -> Tensor:
     """Return a tensor field, or the values of a ragged one as a tensor."""
     return field if isinstance(field, Tensor) else torch.as_tensor(field.values)
+
+
+def version_of(field: Tensor | Ragged) -> int:
+    """Return a number that grows with changes in place; 0 for an inference tensor."""
+    tensor = tensor_of(field)
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def slots_of(fields: Mapping[Key, Tensor | Ragged]) -> dict[Key, Slot]:

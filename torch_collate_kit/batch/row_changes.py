@@ -45,7 +45,7 @@ _REPEATED = ("attention_mask", "cu_seq_lens", "inputs_embeds", *IMAGE_FIELDS)
 def joined(
     parts: Sequence[Storage], fields: Sequence[Mapping[str, Field]], overrides: dict[str, Any]
 ) -> Storage:
-    """Return all rows of all parts; ``fields`` are read where only another part stores them."""
+    """Return all rows of all parts; ``fields`` are for what only another part stores."""
     if not parts:
         raise ValueError("Batch.cat needs at least one batch, got none")
     first = parts[0]

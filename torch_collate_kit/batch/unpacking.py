@@ -108,7 +108,7 @@ def _check_shape(values: Any, num_rows: int, width: int) -> None:
 
 
 def cells_of_every_example(batch: Batch, num_columns: int, count: Count = "responses") -> Ragged:
-    """Return ``cells_by_example`` with an entry for every example that was collated."""
+    """Return the cells of every example that was collated; none for one without rows here."""
     examples, cells = cells_by_example(batch, num_columns, count)
     last = int(examples[-1]) if len(examples) else -1
     num_examples = batch.metadata.get("num_examples", last + 1)

@@ -30,6 +30,7 @@ from torch_collate_kit.vision import VisionLayout
 __all__ = [
     "assemble",
     "checked_overflow",
+    "lost_examples",
     "made_of_images",
     "one_per_row",
     "own_fields",
@@ -198,15 +199,19 @@ def one_per_row(
         names,
         normalize_loss=collator.normalize_loss,
         row_metadata=per_example,
-        metadata={
-            "num_examples": len(examples.lengths),
-            "num_dummy_rows": 0,
-            "num_dropped": len(dropped),
-            "num_cut": len(cut),
-            "dropped": tuple(dropped.tolist()),
-            "cut": tuple(cut.tolist()),
-        },
+        metadata={"num_examples": len(examples.lengths), "num_dummy_rows": 0}
+        | lost_examples(dropped, cut),
     )
+
+
+def lost_examples(dropped: np.ndarray, cut: np.ndarray) -> dict[str, Any]:
+    """Return batch metadata: the numbers of examples that were dropped and cut."""
+    return {
+        "num_dropped": len(dropped),
+        "num_cut": len(cut),
+        "dropped": tuple(dropped.tolist()),
+        "cut": tuple(cut.tolist()),
+    }
 
 
 def _fit(

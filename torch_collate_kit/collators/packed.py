@@ -14,7 +14,6 @@ from torch_collate_kit._reprs import call_repr, changed_settings
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.placement import (
     MAX_WIDTH,
-    Pieces,
     Placement,
     longest_segments,
     packed,
@@ -23,6 +22,7 @@ from torch_collate_kit.batch.placement import (
 from torch_collate_kit.batch.rows import PackedValues
 from torch_collate_kit.collators.assembly import (
     assemble,
+    lost_examples,
     made_of_images,
     own_fields,
     pad_token_id_of,
@@ -159,9 +159,7 @@ class PackedCollator:
         """Collate the examples into a new Batch."""
         return self.make_batch(examples)
 
-    def make_batch(
-        self, examples: Examples | PlannedExamples, *, for_trainer: bool = False
-    ) -> Batch:
+    def make_batch(self, examples: Any, *, for_trainer: bool = False) -> Batch:
         """Return the Batch of the examples; for ``transformers.Trainer`` with its checks."""
         if isinstance(examples, PlannedExamples):
             part = examples.part
@@ -257,7 +255,11 @@ class PackedCollator:
         width = self.packing.capacity if self.fixed_width else plan.width
         if width > MAX_WIDTH:
             raise too_wide(width, f"lower max_tokens={plan.max_tokens}")
-        per_row = _per_row(columns.per_example, pieces)
+        rows = list(pairwise(pieces.row_offsets.tolist()))
+        per_row = {}
+        for name, values in columns.per_example.items():
+            in_order = [values[i] for i in pieces.examples.tolist()]
+            per_row[name] = [PackedValues(in_order[start:stop]) for start, stop in rows]
         if self.vision is not None and part.needs_dummy_image.any():
             columns, pieces = columns.with_dummy_images(pieces, part.needs_dummy_image)
         placed = columns.place(pieces)
@@ -298,23 +300,7 @@ class PackedCollator:
             images = plan.vision_cost_per_rank.reshape(dp_size, -1).sum(axis=1)
             metadata["vision_cost_per_rank"] = tuple(images.tolist())
             metadata["num_dummy_images"] = int(np.count_nonzero(plan.needs_dummy_image))
-        return {
-            **metadata,
-            "num_dropped": len(plan.dropped),
-            "num_cut": len(plan.cut),
-            "dropped": tuple(plan.dropped.tolist()),
-            "cut": tuple(plan.cut.tolist()),
-        }
-
-
-def _per_row(per_example: dict[str, list[Any]], pieces: Pieces) -> dict[str, Any]:
-    """Return the values of the examples in each row, in the order of their pieces."""
-    rows = list(pairwise(pieces.row_offsets.tolist()))
-    per_row = {}
-    for name, values in per_example.items():
-        in_order = [values[i] for i in pieces.examples.tolist()]
-        per_row[name] = [PackedValues(in_order[start:stop]) for start, stop in rows]
-    return per_row
+        return metadata | lost_examples(plan.dropped, plan.cut)
 
 
 def changed_options(collator: PackedCollator) -> dict[str, Any]:

@@ -213,23 +213,16 @@ class VisionLanguageCollator:
         )
 
     def _processed(
-        self,
-        examples: Examples,
-        *,
-        pixels: bool = True,
-        start: int = 0,
-        or_dropped: bool = False,
+        self, examples: Examples, *, pixels: bool = True, start: int = 0, or_dropped: bool = False
     ) -> list[dict[str, Any]]:
         """Tokenize records, the first of which has the number ``start``."""
-        source = Source(examples)
-        records = source.records(0, len(source))
-        setup = self._setup
+        source, setup = Source(examples), self._setup
         if not pixels:
             setup = ChatSetup(self._processor, replace(self.chat, pixels=False))
+        records = source.records(0, len(source))
+        tokenized = tokenize_records(records, setup, from_arrow=source.is_arrow)
         processed = []
-        for i, found in enumerate(
-            tokenize_records(records, setup, from_arrow=source.is_arrow), start
-        ):
+        for i, found in enumerate(tokenized, start):
             if isinstance(found, DataError):
                 raise DataError(f"example {i}: {found}") from found
             (example,) = found

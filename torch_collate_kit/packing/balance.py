@@ -75,14 +75,8 @@ def level(
     pieces go to these rows and the added ones, longest first, each to the row with the least weight
     so far (LPT: R. L. Graham, "Bounds on multiprocessing timing anomalies", 1969): those with
     images by ``image_weights``, int64 [S], then the others by tokens. If that overfills a row,
-    images are dealt by their patches instead; if that fails too, half as many rows are taken apart,
-    and at last rows are split in two. If no row is added, rows change only if the heaviest and the
-    lightest then differ less.
-
-    Without images and ``limits.pieces`` dealing succeeds at the latest when as many rows are taken
-    apart as are added: for a piece of size n to fit nowhere, each of the new rows, twice as many,
-    would have to hold more than ``limits.tokens - n``. That is more than the tokens of the old rows
-    or, for n over half the limit, more such pieces than the old rows hold.
+    images are dealt by their patches; then half as many rows are taken apart, at last rows are
+    split in two. If no row is added, rows change only if the heaviest and the lightest differ less.
     """
     old_rows = len(rows.offsets) - 1
     added = np.arange(old_rows, num_rows)

@@ -21,7 +21,6 @@ __all__ = [
     "STRATEGIES",
     "PackingOptions",
     "ParallelLayout",
-    "capacity_of",
     "common_options",
 ]
 
@@ -163,7 +162,7 @@ class PackingOptions:
     @cached_property
     def capacity(self) -> int:
         """Cells of a row that aligned pieces can fill: the longest piece."""
-        return capacity_of(self.max_tokens, self.parallel.align)
+        return self.max_tokens // self.parallel.align * self.parallel.align
 
     @cached_property
     def row_multiple(self) -> int:
@@ -225,8 +224,3 @@ def common_options(
             "packing=dataclasses.replace(packing, ...)"
         )
     return packing
-
-
-def capacity_of(max_tokens: int, align: int) -> int:
-    """Return the cells of a row that pieces rounded up to ``align`` can fill."""
-    return max_tokens // align * align

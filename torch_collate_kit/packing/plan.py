@@ -11,7 +11,6 @@ import numpy.typing as npt
 from torch_collate_kit._checks import checked_int
 from torch_collate_kit._reprs import plural
 from torch_collate_kit.packing.cost import ModelCost
-from torch_collate_kit.packing.options import capacity_of
 from torch_collate_kit.packing.rows import Ints, Rows, row_sums
 
 __all__ = ["PackingPlan"]
@@ -128,11 +127,10 @@ class PackingPlan:
     def lower_bound(self) -> int:
         """A lower bound on the number of rows that these pieces need at this capacity.
 
-        The larger of two numbers: all cells divided by the capacity, and the number of pieces
-        longer than half the capacity, since no two of those share a row; or that of patches, if
-        these are limited. Rounded up to a multiple of ``rows_multiple_of``.
+        All cells (or patches) divided by the capacity, or the number of pieces of more than half of
+        it, whichever is larger; rounded up to a multiple of ``rows_multiple_of``.
         """
-        budgets = [(self.aligned_lengths, capacity_of(self.max_tokens, self.align))]
+        budgets = [(self.aligned_lengths, self.max_tokens // self.align * self.align)]
         if self.max_patches is not None:
             budgets.append((self.patches, self.max_patches))
         rows = 1
@@ -174,10 +172,6 @@ class PackingPlan:
         Raises:
             TypeError: ``rank`` is not an int.
             ValueError: ``rank`` is not in ``range(rows_multiple_of)``.
-
-        >>> from torch_collate_kit.packing import ParallelLayout, pack
-        >>> pack([5, 3, 9, 2], 10, parallel=ParallelLayout(dp=2)).rank_rows(1)
-        range(1, 2)
         """
         num_ranks = self.rows_multiple_of
         hint = f"this plan has ranks 0 to {num_ranks - 1}"

@@ -113,11 +113,9 @@ def batch_of_rows(
 ) -> tuple[Ints, PackingPlan]:
     """Plan some rows that ``fill_rows`` has filled as a batch for all ranks of ``packing``.
 
-    Returns its examples, int64 [N] ascending, and a plan in which they are numbered 0 to N - 1;
-    ``dropped`` are examples that it counts as dropped. Without images it is the plan that packing
-    these examples alone gives (sequential: where the rows are neighbours), because a piece goes
-    where it went before: whether a row is fuller than another does not depend on a third. With
-    images the same rows are kept.
+    Returns its examples, int64 [N] ascending, and a plan in which they are numbered 0 to N - 1.
+    Without images it is the plan of these examples alone (sequential: where rows are neighbours),
+    since whether a row is fuller than another does not depend on a third.
     """
     chosen = Rows(np.arange(len(filled.lengths)), filled.row_offsets).take(np.sort(rows))
     examples = np.unique(np.append(filled.example_indices[chosen.order], dropped))

@@ -29,17 +29,10 @@ class RankPlan:
         def __getitems__(self, indices):
             return indices.with_examples([self[i] for i in indices.indices])
 
-    and then ``PackedCollator`` follows the plan. A RankPlan cannot be iterated, because a dataset
-    that does not know about plans would return the examples alone, and each rank would pack its
-    own.
-
-    Args:
-        plan: the plan of the whole batch, over all ranks.
-        dp_rank: the rank that reads; its rows are a run of those of the plan.
-        indices: int64 [N], the dataset index of each example of the batch.
-        lengths: int64 [N], their tokens.
-        num_loss_tokens: int64 [N], their loss tokens; None if unknown.
-        dp_size: number of ranks, a divisor of ``plan.rows_multiple_of``, and by default that.
+    and then ``PackedCollator`` follows the plan. It cannot be iterated, or a dataset that does not
+    know about plans would return the examples alone, and each rank would pack its own.
+    ``indices``, ``lengths`` and ``num_loss_tokens`` are int64 [N], of all examples of the batch;
+    ``dp_size`` divides ``plan.rows_multiple_of``, and is that by default.
 
     >>> from torch_collate_kit.packing import ParallelLayout, pack
     >>> lengths = np.array([5, 3, 9, 2])  # of examples 40, 41, 42 and 43 of a dataset
@@ -107,16 +100,8 @@ class RankPlan:
     def without(self, positions: Sequence[int]) -> RankPlan:
         """Return the same rows without the examples at ``positions`` of ``indices``.
 
-        The width of the rows stays. The rest of a row moves up, and the pad tail grows; a row may
-        be left without a piece. Other ranks do not know, so numbers of the whole batch stay as
-        planned, ``num_loss_tokens`` too.
-
-        >>> from torch_collate_kit.packing import ParallelLayout, pack
-        >>> lengths = np.array([5, 3, 9, 2])
-        >>> plan = pack(lengths, 10, parallel=ParallelLayout(dp=2))
-        >>> shorter = RankPlan(plan, 0, np.arange(40, 44), lengths).without([1])
-        >>> shorter.indices, shorter.pieces.row_offsets.tolist(), shorter.plan.width
-        ([40, 43], [0, 2], 10)
+        The width stays, the rest of a row moves up, and a row may be left without a piece. Other
+        ranks do not know, so numbers of the whole batch stay as planned.
         """
         is_read = np.ones(len(self.indices), dtype=bool)
         is_read[[int(position) for position in positions]] = False
@@ -159,11 +144,7 @@ class RankPlan:
         return patches
 
     def check_lengths(self, lengths: Ints) -> None:
-        """Check that the examples read, of these lengths, are those that were planned.
-
-        Raises:
-            DataError: more or fewer examples, or others; a plan of them would cut or leave holes.
-        """
+        """Check that the examples read, of these lengths, are those that were planned."""
         if self.dp_rank is None:
             self._check_whole(lengths)
             return
@@ -202,12 +183,7 @@ class RankPlan:
             )
 
     def check_patches(self, patches: Ints) -> None:
-        """Check that the examples read have as many patches of images, int64, as planned.
-
-        Raises:
-            DataError: another number of patches, whole or of what the plan reads; a row might then
-                hold more than it may, and ranks would not run the vision tower equally often.
-        """
+        """Check that the examples read have as many patches of images, int64, as planned."""
         planned = self._patches_of(len(patches))
         if self.dp_rank is None:
             cut = np.isin(np.arange(len(patches)), [*self.plan.cut, *self.plan.dropped])
@@ -222,11 +198,7 @@ class RankPlan:
             )
 
     def num_loss_tokens_elsewhere(self, found: int) -> int:
-        """Return the loss tokens of the batch besides those ``found`` here; 0 if unknown.
-
-        Raises:
-            DataError: the sampler has another number for the examples read here.
-        """
+        """Return the loss tokens of the batch besides those ``found`` here, checked; or 0."""
         if self.own_num_loss_tokens not in (None, found):
             raise DataError(
                 f"the examples at {self.indices} of the dataset have {found} loss "

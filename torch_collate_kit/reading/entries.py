@@ -208,7 +208,7 @@ def _as_flags(values: np.ndarray) -> np.ndarray:
 
 
 def count_trained(trained: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Count trained tokens of each piece, and tokens from its first trained one on: int64 [S]."""
+    """Count trained tokens of each piece, and all from its first trained one on: int64 [S] each."""
     edges = np.flatnonzero(trained[1:] != trained[:-1]) + 1
     if trained[:1].any():
         edges = np.append(0, edges)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from torch_collate_kit._checks import bare_key, respelt
 from torch_collate_kit.batch.fields import PerToken
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
-from torch_collate_kit.reading.source import Examples, in_memory, num_rows
+from torch_collate_kit.reading.source import Examples, Source, num_rows
 from torch_collate_kit.vision import VisionLayout
 from torch_collate_kit.vision.families import IMAGE_FIELDS
 
@@ -27,7 +27,6 @@ __all__ = [
     "TARGETS",
     "TOKEN_TYPES",
     "VIDEOS",
-    "RawColumns",
     "check_keys",
     "first_with",
     "raw_columns",
@@ -45,16 +44,6 @@ MEDIA = (*IMAGE_FIELDS, *VIDEOS)
 TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")  # follow from the ids
 
 
-class RawColumns(NamedTuple):
-    """Columns as they were given, one entry per example."""
-
-    columns: dict[str, Any]
-    """Each a Ragged, an array, a tensor or a list; None stands for an example without images."""
-    are_rollouts: bool
-    token_types: dict[str, PerToken]
-    """Fields per token that are passed on to a model which makes its own positions."""
-
-
 def raw_columns(
     examples: Examples,
     *,
@@ -62,11 +51,12 @@ def raw_columns(
     train_all: bool,
     fields: Iterable[str],
     vision: VisionLayout | None,
-) -> RawColumns:
-    """Return the known columns of the examples, nothing converted."""
+) -> tuple[dict[str, Any], bool, dict[str, PerToken]]:
+    """Return the known columns as given, whether they are rollouts, and fields per token."""
     given: Any = examples
     if not isinstance(given, Mapping | list | tuple):
-        given = in_memory(given)
+        source = Source(given)
+        given = source.part(0, len(source))
     first = given
     if not isinstance(given, Mapping):
         first = _first_example(given, "response_ids" if rollouts else "input_ids")
@@ -97,10 +87,10 @@ def raw_columns(
         names = {key: f"example {i}" for key, i in owners.items()}
         check_keys(names, train_all=train_all, declared=(*fields, *of_model))
     if vision is None or vision.family.positions != "model":
-        return RawColumns(raw, rollouts, {})
+        return raw, rollouts, {}
     read = {*KNOWN, *ROLLOUT_KEYS, *media, *fields}
     others = {key: i for key, i in owners.items() if key not in read}
-    return RawColumns(raw, rollouts, _token_types(given, raw, others, vision))
+    return raw, rollouts, _token_types(given, raw, others, vision)
 
 
 def unknown_images(owner: str) -> DataError:

@@ -45,17 +45,13 @@ from torch_collate_kit.vision import VisionLayout
 __all__ = ["read_columns"]
 
 _SFT_FIELDS: Mapping[str, FieldSpec] = {
-    "loss_mask": PerToken(torch.float32),
+    **dict.fromkeys((*TARGETS, "attention_mask"), PerToken(torch.float32)),
     "labels": PerToken(torch.int64, IGNORE_INDEX),
-    "assistant_masks": PerToken(torch.float32),
-    "completion_mask": PerToken(torch.float32),
-    "attention_mask": PerToken(torch.float32),
 }
 _ROLLOUT_FIELDS: Mapping[str, FieldSpec] = {
-    "rewards": PerResponseToken(torch.float32),
-    "loss_mask": PerResponseToken(torch.float32),
-    "logprobs": PerResponseToken(torch.float32),
-    "advantages": PerResponseToken(torch.float32),
+    **dict.fromkeys(
+        ("rewards", "loss_mask", "logprobs", "advantages"), PerResponseToken(torch.float32)
+    ),
     "rollout_expert_indices": PerRoutedToken(torch.int16),
 }
 # rollouts with images of an unknown model: they are carried along

@@ -23,7 +23,6 @@ __all__ = [
     "Examples",
     "Source",
     "check_even",
-    "in_memory",
     "is_a",
     "is_sequence",
     "kind_of",
@@ -151,13 +150,6 @@ class Source:
     def _columns(self) -> dict[str, Any]:
         """Return the columns of a mapping, without texts and numbers that hold for all rows."""
         return {key: of for key, of in self.data.items() if num_rows(of) is not None}
-
-
-def in_memory(data: Any) -> Mapping[str, Any] | Sequence[Any]:
-    """Return a dataset in any form as a mapping of columns or a sequence of examples."""
-    source = Source(data)
-    whole: Mapping[str, Any] | Sequence[Any] = source.part(0, len(source))
-    return whole
 
 
 def check_even(columns: Mapping[str, Any], first: str) -> None:

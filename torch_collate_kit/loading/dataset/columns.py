@@ -97,10 +97,10 @@ class ListColumn:
 
     def row(self, row: np.ndarray, named: np.ndarray) -> np.ndarray:
         """Return the one row, a read-only view (of Arrow booleans a copy)."""
+        if self._is_in_bits:
+            return np.asarray(self.take(row, named).values)
         chunks, row = self._places(row, named)
         starts, stops = self._bounds(chunks, row)
-        if self._is_in_bits:
-            return self._bools(chunks, starts, stops)
         return np.frombuffer(self._values[chunks[0]][starts[0] : stops[0]], dtype=self.dtype)
 
     def lengths_at(self, rows: np.ndarray, named: np.ndarray) -> np.ndarray:

@@ -27,10 +27,7 @@ _SAFE_DEPTH = 500
 
 
 def read_records(name: str | os.PathLike[str], *, split: str = "train") -> Dataset:
-    """Return the records of a file, of a folder that ``save_to_disk`` wrote, or of a hub dataset.
-
-    Files are JSON Lines, JSON, Parquet or Arrow, by their suffix. ``split`` is of folders and hub
-    datasets that have several.
+    """Return the records of a file (JSON Lines, JSON, Parquet, Arrow), a saved folder or the hub.
 
     Raises:
         DataError: there is no such file, folder, name or split; a file cannot be read, or is

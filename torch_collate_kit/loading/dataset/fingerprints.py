@@ -17,13 +17,7 @@ _SAMPLED_ROWS = 64
 def fingerprint_of(
     lengths: npt.NDArray[np.int64], token_ids: Callable[[npt.NDArray[np.int64]], npt.ArrayLike]
 ) -> dict[str, Any]:
-    """Return the fingerprint of rows with these lengths: small JSON.
-
-    ``token_ids(rows)`` returns the ids of some rows end to end.
-
-    >>> fingerprint_of(np.array([2, 1]), lambda rows: [5, 6, 7])["num_tokens"]
-    3
-    """
+    """Return the fingerprint of rows; ``token_ids(rows)`` returns the ids of some, end to end."""
     ids = np.asarray(token_ids(sampled_rows(len(lengths))))
     return {
         "num_tokens": int(lengths.sum()),
@@ -33,11 +27,7 @@ def fingerprint_of(
 
 
 def sampled_rows(num_rows: int) -> npt.NDArray[np.int64]:
-    """Return 64 rows at even distances, the first and the last among them, or all of fewer.
-
-    >>> sampled_rows(3), len(sampled_rows(1000))
-    (array([0, 1, 2]), 64)
-    """
+    """Return 64 rows at even distances, the first and the last among them, or all of fewer."""
     rows: npt.NDArray[np.int64] = np.unique(
         np.linspace(0, max(num_rows - 1, 0), min(num_rows, _SAMPLED_ROWS), dtype=np.int64)
     )

@@ -129,11 +129,8 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
     def fingerprint(self, num_examples: int | None = None) -> dict[str, Any]:
         """Return a fingerprint of the data, or of their first ``num_examples``: small JSON.
 
-        The number of tokens, a digest of all lengths, and one of the token ids of 64 rows. Samplers
-        put it into their states; a change of other rows that keeps their lengths is not seen.
-
-        Raises:
-            TypeError, ValueError: the dataset has no so many examples.
+        The number of tokens, a digest of all lengths, and one of the token ids of 64 rows: a change
+        of other rows that keeps their lengths is not seen.
 
         >>> rows = [{"input_ids": [5, 6, 7]}, {"input_ids": [8]}, {"input_ids": [9, 4]}]
         >>> TokenizedDataset(rows).fingerprint(2) == TokenizedDataset(rows[:2]).fingerprint()
@@ -146,9 +143,7 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
         return fingerprint_of(self.lengths[:count], self._token_ids)
 
     def __repr__(self) -> str:
-        """Describe the columns; tokens are counted unless there are too many rows."""
-        counted = len(self) <= _MAX_COUNTED
-        tokens = f", {int(self.lengths.sum()):,} tokens" if counted else ""
+        tokens = f", {self.lengths.sum():,} tokens" if len(self) <= _MAX_COUNTED else ""
         settings = ", train_all=True" if self._train_all else ""
         if self._vision is not None:
             settings += f", vision={self._vision!r}"
@@ -168,15 +163,12 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
     def num_loss_tokens(self) -> np.ndarray:
         """Trained tokens of every row, as the collators count them: int64 [N], a new array.
 
-        Reads all targets, a thousand rows at a time. First tokens do not count, since nothing
-        predicts them. What a collator would cut off does.
+        Reads all targets. First tokens do not count, since nothing predicts them; what a collator
+        would cut off does. Raises DataError for a row that no collator would take.
 
-        Raises:
-            DataError: a row that no collator would take.
-
-        >>> rows = [{"input_ids": [5, 6, 7], "labels": [5, -100, 7]}, {"input_ids": [8, 9]}]
-        >>> [TokenizedDataset([row]).num_loss_tokens.tolist() for row in rows]
-        [[1], [1]]
+        >>> rows = [{"input_ids": [5, 6, 7], "labels": [5, -100, 7]}]
+        >>> TokenizedDataset(rows).num_loss_tokens.tolist()
+        [1]
         """
         parts = [np.empty(0, dtype=np.int64)]
         for start in range(0, len(self), _ROWS_AT_A_TIME):
@@ -202,20 +194,12 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
 
     @property
     def vision(self) -> VisionLayout | None:
-        """The ``VisionLayout`` passed at construction, or None.
-
-        >>> TokenizedDataset([{"input_ids": [5, 6, 7]}]).vision
-        """
+        """The ``VisionLayout`` passed at construction, or None."""
         return self._vision
 
     @property
     def patches(self) -> list[list[int]]:
-        """[N] lists, patches of each image of every row (tiles where images are cut into tiles).
-
-        What ``PackedBatchSampler`` takes. Reads no pixel.
-
-        Raises:
-            ValueError: ``vision`` was not given.
+        """[N] lists, patches of each image of every row (or tiles); raises without ``vision``.
 
         >>> qwen = VisionLayout("qwen3_vl", image_token_id=9, merge_size=2)
         >>> row = {"input_ids": [9, 5], "pixel_values": np.zeros((4, 1176))}
@@ -260,8 +244,9 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
         """Return whether collators accept its columns as examples: lists, and integer ids."""
         lists = {k: of for k, of in self._columns.items() if isinstance(of, ListColumn)}
         ids = [column.dtype for name, column in lists.items() if name in IDS]
-        is_number = {name for name in self._columns if name == "num_actions"}
-        return lists.keys() == set(self._columns) - is_number and all(d.kind in "iu" for d in ids)
+        return lists.keys() == self._columns.keys() - {"num_actions"} and all(
+            dtype.kind in "iu" for dtype in ids
+        )
 
     def _lengths_at(self, indices: np.ndarray) -> np.ndarray:
         """Return int64, the tokens of these rows alone."""
