@@ -253,19 +253,13 @@ def test_images_and_only_a_tokenizer() -> None:
         tokenize_chat(WANTED, tokenizer)
 
 
-TEMPLATES = {
-    "drops images": ("", "writes 0 placeholders '<|image_pad|>' for 1 images"),
-    "writes them twice": ("<|image_pad|><|image_pad|>", "writes 2 placeholders .* for 1 images"),
-}
-
-
-@pytest.mark.parametrize("kind", TEMPLATES)
-def test_templates_that_do_not_write_each_image_once(kind: str) -> None:
-    written, message = TEMPLATES[kind]
+@pytest.mark.parametrize("count", [0, 2])
+def test_templates_that_do_not_write_each_image_once(count: int) -> None:
     processor = FAMILY.make_processor()
     whole = "<|vision_start|><|image_pad|><|vision_end|>"
-    processor.chat_template = processor.chat_template.replace(whole, written)
-    with pytest.raises(DataError, match=message + "; set a chat_template that writes one"):
+    processor.chat_template = processor.chat_template.replace(whole, "<|image_pad|>" * count)
+    message = f"writes {count} placeholders .* for 1 images; set a chat_template that writes one"
+    with pytest.raises(DataError, match=message):
         tokenize_chat(WANTED, processor)
 
 
