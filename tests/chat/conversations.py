@@ -67,6 +67,8 @@ def missing_content(chat: dict[str, Any]) -> dict[str, Any]:
 
 PLAIN = "one turn"
 ASK, ANSWER = user("zebra1 walks2"), assistant("lion3 sleeps4")
+OSLO, ROME = call({"city": "oslo31"}, 1), call({"city": "rome32"}, 2, "find2")
+RESULTS = tool("rain5 falls6", 1), tool("sun11 shines12", 2, "find2")
 MORE = (user("tiger5 runs6"), assistant("eagle7 flies8"))
 
 CONVERSATIONS: dict[str, dict[str, Any]] = {
@@ -84,13 +86,8 @@ CONVERSATIONS: dict[str, dict[str, Any]] = {
     "consecutive questions": record(user("goat31 jumps32"), ASK, ANSWER),
     "system in the middle": record(ASK, ANSWER, system("rule10 one11"), *MORE),
     "last turn by the user": record(ASK, ANSWER, user("tiger5 runs6")),
-    "five turns": record(
-        *(
-            message
-            for i in range(5)
-            for message in (user(f"ask{i}a{i}1 now{i}b{i}2"), assistant(f"say{i}c{i}3 so{i}d{i}4"))
-        )
-    ),
+    "five turns": record(*(m for i in range(5) for m in (user(f"ask{i}a{i}1 now{i}b{i}2"),
+                                                         assistant(f"say{i}c{i}3 so{i}d{i}4")))),
     # ---- tools
     "call, dict": one_call({"city": "oslo31", "when": "noon32"}),
     "call, string": one_call('{"city": "oslo31", "when": "noon32"}'),
@@ -108,27 +105,23 @@ CONVERSATIONS: dict[str, dict[str, Any]] = {
     "text beside a call, string": one_call('{"city": "oslo31"}', "wait41 please42"),
     "parallel calls": with_tools(
         user("where9 now10"),
-        assistant(
-            None, tool_calls=[call({"city": "oslo31"}, 1), call({"city": "rome32"}, 2, "find2")]
-        ),
-        tool("rain5 falls6", 1),
-        tool("sun11 shines12", 2, "find2"),
+        assistant(None, tool_calls=[OSLO, ROME]),
+        *RESULTS,
         assistant("wet7 there8"),
     ),
     "two rounds of calls": with_tools(
         user("where9 now10"),
-        assistant(None, tool_calls=[call({"city": "oslo31"}, 1)]),
-        tool("rain5 falls6", 1),
-        assistant(None, tool_calls=[call({"city": "rome32"}, 2, "find2")]),
-        tool("sun11 shines12", 2, "find2"),
+        assistant(None, tool_calls=[OSLO]),
+        RESULTS[0],
+        assistant(None, tool_calls=[ROME]),
+        RESULTS[1],
         assistant("wet7 there8"),
         *MORE[:1],
         assistant("bye51 now52"),
     ),
     "ends with a call": with_tools(ASK, assistant(None, tool_calls=[call({"city": "oslo31"})])),
     "ends with a result": with_tools(
-        ASK, assistant(None, tool_calls=[call({"city": "oslo31"})]), tool("rain5 falls6")
-    ),
+        ASK, assistant(None, tool_calls=[call({"city": "oslo31"})]), tool("rain5 falls6")),
     # ---- content
     "empty answer": record(ASK, assistant(""), *MORE),
     "None answer": record(ASK, assistant(None), *MORE),
@@ -179,8 +172,7 @@ CONVERSATIONS: dict[str, dict[str, Any]] = {
     ),
     # ---- the edges of a turn
     "emoji": record(
-        user("\U0001f993zebra1 walks2\U0001f600"), assistant("\U0001f981lion3 \U0001f634")
-    ),
+        user("\U0001f993zebra1 walks2\U0001f600"), assistant("\U0001f981lion3 \U0001f634")),
     "combining marks": record(ASK, assistant("\u0301lion3 sleeps4e\u0301"), *MORE),
     "Chinese and Japanese": record(
         user("\u4f60\u597d1 \u4e16\u754c2"), assistant("\u65e5\u672c3\u3002"), *MORE

@@ -34,10 +34,8 @@ class Family:
 
 _IM, _THINK, _NO_THINK = "<|im_start|>assistant\n", "<think>\n", "<think>\n\n</think>\n\n"
 _COHERE, _COHERE_END = "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>", "<|END_OF_TURN_TOKEN|>"
-_DEEPSEEK_END, _LLAMA = (
-    "<\uff5cend▁of▁sentence\uff5c>",
-    "<|start_header_id|>assistant<|end_header_id|>",
-)
+_LLAMA = "<|start_header_id|>assistant<|end_header_id|>\n\n"
+_DEEPSEEK_END = "<\uff5cend▁of▁sentence\uff5c>"
 _IM_END, _UTTERANCE = "<|im_end|>", "<end_of_utterance>"
 FAMILIES = [
     Family("cohere*", _COHERE, (_COHERE_END,), _COHERE_END),
@@ -55,7 +53,7 @@ FAMILIES = [
     Family("gptoss*", "<|start|>assistant", ("<|return|>", "<|call|>"), "<|return|>"),
     Family("idefics3* smolvlm*", "Assistant:", (_UTTERANCE,), _UTTERANCE, only_parts=True),
     Family("lfm2* lfm2_2_5 lfm2_2_5_v2 lfm2_2_5_vl lfm2_v2*", _IM, (_IM_END,), _IM_END),
-    Family("llama3* llama3_1 llama3_2", _LLAMA + "<|end_header_id|>\n\n", ("<|eot_id|>",), "<|eot_id|>"),
+    Family("llama3* llama3_1 llama3_2", _LLAMA, ("<|eot_id|>",), "<|eot_id|>"),
     Family("llava_next*", " [/INST]", ("</s>",), "</s>", only_parts=True),
     Family("muse_glimmer*", "<|start|>assistant", ("<|eot|>",), "<|eot|>"),
     Family("nemotron_3_nano* nemotron_3_super* nemotron_3_ultra* nemotron_3_5_lightning*", _IM,

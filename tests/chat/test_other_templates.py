@@ -8,47 +8,35 @@ from typing import Any
 
 import pytest
 
+from tests.chat.chats import refused
 from tests.chat.conversations import CONVERSATIONS, PLAIN
 from tests.chat.families import tokenizer_for
 from tests.chat.other_templates import OTHERS
+from tests.chat.outcomes import MODES, outcomes
 from tests.chat.stop_templates import STOPS
-from tests.chat.truth import Case, Verdict
-from torch_collate_kit.chat import ChatOptions, tokenize_chat
-from torch_collate_kit.errors import DataError
 
 TEMPLATES = OTHERS | STOPS
-MODES = ("all", "last", "each")
 TAKEN = {  # by "all", "last" and "each", at least
-    "deepseek_v3_1": (36, 38, 36),
-    "llama_2": (30, 34, 30),
-    "vicuna": (37, 37, 37),
-    "alpaca": (37, 37, 37),
-    "apertus": (34, 37, 35),
-    "no second prompt": (35, 37, 35),
-    "granite": (39, 39, 39),
-    "laguna": (38, 38, 38),
-    "qwq": (1, 2, 2),
-    "two ends": (38, 38, 38),
-    "merging": (36, 37, 36),
-    "ascii": (0, 0, 0),
-    "kimi_k3": (61, 61, 61),
-    "kimi_k3, names after tags": (61, 61, 61),
-    "kimi_k3, names after tags, no EOS": (0, 0, 0),
-    "nameless closing tag alone": (38, 55, 38),
-    "command_r7b": (59, 61, 59),
-    "command_a": (35, 54, 35),
-    "command_a, no prompt": (56, 60, 56),
-    "mistral_v3": (52, 56, 53),
-    "mistral_v7": (52, 56, 53),
-    "mistral_v11": (52, 56, 53),
-    "mistral_v13": (58, 60, 58),
-    "mistral_v15": (58, 60, 58),
-    "gpt_oss": (36, 60, 58),
-    "gemma_4": (61, 61, 61),
-    "two stops": (56, 57, 56),
-    "a named closing tag, then EOS": (38, 38, 38),
-    "header in the question": (35, 37, 35),
-}
+    (36, 38, 36): ["deepseek_v3_1"],
+    (30, 34, 30): ["llama_2"],
+    (37, 37, 37): ["vicuna", "alpaca"],
+    (34, 37, 35): ["apertus"],
+    (35, 37, 35): ["no second prompt", "header in the question"],
+    (39, 39, 39): ["granite"],
+    (38, 38, 38): ["laguna", "two ends", "a named closing tag, then EOS"],
+    (1, 2, 2): ["qwq"],
+    (36, 37, 36): ["merging"],
+    (0, 0, 0): ["ascii", "kimi_k3, names after tags, no EOS"],
+    (61, 61, 61): ["kimi_k3", "kimi_k3, names after tags", "gemma_4"],
+    (38, 55, 38): ["nameless closing tag alone"],
+    (59, 61, 59): ["command_r7b"],
+    (35, 54, 35): ["command_a"],
+    (56, 60, 56): ["command_a, no prompt"],
+    (52, 56, 53): ["mistral_v3", "mistral_v7", "mistral_v11"],
+    (58, 60, 58): ["mistral_v13", "mistral_v15"],
+    (36, 60, 58): ["gpt_oss"],
+    (56, 57, 56): ["two stops"],
+}  # fmt: skip
 TOKENS = re.compile(r"\[/?[A-Z_]+\]")
 NAMED = ("<|{}_start|>", "<|{}_end|>", "<|start_{}|>", "<|end_{}|>")
 
@@ -65,29 +53,15 @@ def tokenizer_of(name: str) -> Any:
     return tokenizer
 
 
-def verdicts(name: str) -> dict[tuple[str, str], Verdict]:
-    tokenizer = tokenizer_of(name)
-    found = {}
-    for conversation, record in CONVERSATIONS.items():
-        case = Case(name, tokenizer, record, other=TEMPLATES[name][1])
-        for mode in MODES:
-            try:
-                result: Any = tokenize_chat(
-                    case.record, tokenizer, ChatOptions(train_on=mode, allow_empty=True)
-                )
-            except Exception as error:
-                result = error
-            found[conversation, mode] = case.verdict(mode, result)
-    return found
-
-
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_nothing_is_silently_wrong(name: str) -> None:
-    found = verdicts(name)
-    assert not {key: verdict.why for key, verdict in found.items() if verdict.kind == "wrong"}
-    taken = Counter(mode for (_, mode), verdict in found.items() if verdict.kind == "right")
-    for mode, least in zip(MODES, TAKEN[name], strict=True):
-        assert taken[mode] >= least, (mode, taken[mode], found[PLAIN, mode])
+    found = outcomes(name, tokenizer_of(name), TEMPLATES[name][1])
+    wrong = {key: verdict.why for key, (verdict, _) in found.items() if verdict.kind == "wrong"}
+    assert not wrong
+    taken = Counter(mode for (_, mode), (verdict, _) in found.items() if verdict.kind == "right")
+    [least] = [counts for counts, names in TAKEN.items() if name in names]
+    for mode, count in zip(MODES, least, strict=True):
+        assert taken[mode] >= count, (mode, taken[mode], found[PLAIN, mode])
 
 
 @pytest.mark.parametrize("name", ["command_a", "command_a, no prompt", "mistral_v7"])
@@ -96,12 +70,12 @@ def test_an_answer_to_a_message_without_a_header_is_refused(name: str) -> None:
     asked = {"role": "user", "content": "zebra1"}
     for role in ("system", "assistant"):
         messages = [asked, {"role": role, "content": "rule2"}, {**asked, "role": "assistant"}]
-        with pytest.raises(DataError, match=f"no header after a message of the {role}"):
-            tokenize_chat({"messages": messages}, tokenizer_of(name), ChatOptions(train_on="last"))
+        message = f"no header after a message of the {role}"
+        refused({"messages": messages}, tokenizer_of(name), message, train_on="last")
 
 
 def test_a_turn_with_its_end_inside_is_refused() -> None:
     tokenizer = tokenizer_of("nameless closing tag alone")
     for name in ("call, dict", "parallel calls", "reasoning, one turn"):
-        with pytest.raises(DataError, match=r"writes '<\|close\|>', which ends this turn, inside"):
-            tokenize_chat(CONVERSATIONS[name], tokenizer)
+        message = r"writes '<\|close\|>', which ends this turn, inside"
+        refused(CONVERSATIONS[name], tokenizer, message)

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from tests.chat.conversations import call, schema, text
 from tests.chat.families import FAMILY_OF, templates, tokenizer_for
+from tests.chat.outcomes import MODES, outcome
 from tests.chat.test_other_templates import TEMPLATES as OTHERS
 from tests.chat.test_other_templates import tokenizer_of as other_tokenizer
 from tests.chat.truth import Case
-from torch_collate_kit.chat import ChatOptions, tokenize_chat
 
 TEMPLATES = templates()
 
@@ -78,10 +78,6 @@ def chats(draw: st.DrawFn) -> dict[str, Any]:
 def test_nothing_is_silently_wrong(record: dict[str, Any], name: str) -> None:
     family = OTHERS[name][1] if name in OTHERS else None
     case = Case(name, tokenizer_of(name), record, other=family)
-    for mode in ("all", "last", "each"):
-        try:
-            result: Any = tokenize_chat(case.record, case.tokenizer, ChatOptions(train_on=mode))
-        except Exception as error:
-            result = error
-        verdict = case.verdict(mode, result)
+    for mode in MODES:
+        verdict, _ = outcome(case, mode)
         assert verdict.kind != "wrong", (mode, verdict.why)

@@ -209,7 +209,7 @@ def test_a_role_of_the_users_own_is_fine_beside_an_assistant(tokenizer: Any) -> 
     assert tokenize(chat("bot: hi", "assistant: yo"), tokenizer)["skip_reason"] == ""
 
 
-@pytest.mark.parametrize("where", ["content", "tools", "tool_calls", "documents"])
+@pytest.mark.parametrize("where", ["content", "tools", "tool_calls", "documents", "arguments"])
 def test_a_record_nested_too_deep(where: str, tokenizer: Any) -> None:
     deep: Any = []
     for _ in range(20_000):
@@ -220,6 +220,7 @@ def test_a_record_nested_too_deep(where: str, tokenizer: Any) -> None:
         "tools": SAID | {"tools": text},
         "tool_calls": answer(tool_calls=[text]),
         "documents": SAID | {"documents": deep},
+        "arguments": with_call(arguments={"a": deep}),
     }
     refused(records[where], tokenizer, "the record is nested too deep")
 

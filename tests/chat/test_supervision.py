@@ -9,7 +9,6 @@ from unittest.mock import patch
 
 import pytest
 from datasets import Dataset
-from tokenizers import AddedToken
 
 from tests.chat.chats import (
     CALL,
@@ -231,16 +230,6 @@ def test_a_turn_follows_the_prompt_of_inference() -> None:
     assert call in first
     assert call in second  # though the template drops it from the whole conversation
     assert second.endswith("assistant\nyo<|im_end|>\n")
-
-
-def test_an_added_token_that_takes_white_space_is_not_trained() -> None:
-    tokenizer = byte_tokenizer(
-        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-    )
-    tokenizer.add_tokens([AddedToken("<|assistant|>", rstrip=True, special=True)])
-    result = tokenize(chat("user: hi", "assistant:  yo"), tokenizer)
-    assert trained_text(result, tokenizer) == "yo<|im_end|>"
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,10 @@ import pytest
 
 from tests.chat.conversations import CONVERSATIONS, PLAIN
 from tests.chat.families import FAMILY_OF, templates, tokenizer_for
-from tests.chat.truth import Case, Verdict
-from torch_collate_kit.chat import ChatOptions, tokenize_chat
+from tests.chat.outcomes import MODES, outcomes
+from tests.chat.truth import Verdict
 
 TEMPLATES = templates()
-MODES = ("all", "last", "each")
 # How many of the conversations are taken by "all", "last" and "each", at least.
 TAKEN = {
     (0, 1, 0): "deepseek_r1_distill deepseekv3 deepseekv3_training",
@@ -54,19 +53,7 @@ TAKEN = {
 @cache
 def results(name: str) -> dict[tuple[str, str], tuple[Verdict, Any]]:
     """By conversation and mode."""
-    tokenizer = tokenizer_for(TEMPLATES[name], FAMILY_OF[name].eos)
-    found = {}
-    for conversation, record in CONVERSATIONS.items():
-        case = Case(name, tokenizer, record)
-        for mode in MODES:
-            try:
-                result: Any = tokenize_chat(
-                    case.record, tokenizer, ChatOptions(train_on=mode, allow_empty=True)
-                )
-            except Exception as error:
-                result = error
-            found[conversation, mode] = case.verdict(mode, result), result
-    return found
+    return outcomes(name, tokenizer_for(TEMPLATES[name], FAMILY_OF[name].eos))
 
 
 @pytest.mark.parametrize("name", sorted(TEMPLATES))

@@ -59,14 +59,6 @@ def context_dropped(case: Case, example: Example) -> Example:
     return {**example, **cut}
 
 
-def shifted_left(case: Case, example: Example) -> Example:
-    return {**example, "loss_mask": [*example["loss_mask"][1:], 0]}
-
-
-def shifted_right(case: Case, example: Example) -> Example:
-    return {**example, "loss_mask": [0, *example["loss_mask"][:-1]]}
-
-
 SEVERAL: dict[str, Callable[[Case, Example], Example]] = {
     "end dropped": lambda case, example: masked(example, [last(example)], 0),
     "header trained": lambda case, example: masked(example, [first(example) - 1], 1),
@@ -75,8 +67,9 @@ SEVERAL: dict[str, Callable[[Case, Example], Example]] = {
 }
 DAMAGES = SEVERAL | {
     "nothing": lambda case, example: masked(example, range(len(example["loss_mask"])), 0),
+    "shifted": lambda case, example: {**example, "loss_mask": [0, *example["loss_mask"][:-1]]},
     **{damage.__name__: damage for damage in (start_dropped, user_trained, text_after_the_end,
-       letter_changed, context_dropped, shifted_left, shifted_right)},
+       letter_changed, context_dropped)},
 }  # fmt: skip
 
 

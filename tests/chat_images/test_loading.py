@@ -5,17 +5,17 @@ from __future__ import annotations
 import io
 import os
 import struct
+import sys
 import warnings
 import zlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import PIL
 import pytest
 from PIL import Image, ImageFile
 
-from tests.chat_images.truth import chat, image, text
+from tests.chat_images.truth import chat, question
 from tests.vision.families import FAMILIES
 from tests.vision.images import draw
 from torch_collate_kit import ChatOptions, DataError, tokenize_chat
@@ -33,8 +33,11 @@ def encoded(picture: Image.Image, kind: str, **options: Any) -> bytes:
 
 
 def tokenize(source: Any, **options: Any) -> Any:
-    record = {"messages": chat([image(), text("What?")], "A cat."), "images": [source]}
-    return tokenize_chat(record, FAMILY.processor(), ChatOptions(**options))
+    return tokenize_chat(question(source), FAMILY.processor(), ChatOptions(**options))
+
+
+def assert_read(source: Any, **options: Any) -> None:
+    assert tokenize(source, **options)["input_ids"] == tokenize(PICTURE)["input_ids"]
 
 
 def refusal(source: Any, **options: Any) -> str:
@@ -48,57 +51,48 @@ def refusal(source: Any, **options: Any) -> str:
     return messages[0]
 
 
-def test_missing_file(tmp_path: Path) -> None:
-    path = tmp_path / "gone.png"
-    assert refusal(path) == (
-        f"`images`[0], '{path}': the file {path} does not exist; correct the path, or pass "
-        "image_root"
-    )
+# ---- paths
 
 
 def test_relative_paths_start_in_image_root(tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "sub").mkdir()
     PICTURE.save(tmp_path / "sub" / "a.png")
-    wanted = tokenize(PICTURE)["input_ids"]
-    assert tokenize("sub/a.png", image_root=tmp_path)["input_ids"] == wanted
-    assert tokenize("a.png", image_root=str(tmp_path / "sub"))["input_ids"] == wanted
+    assert_read("sub/a.png", image_root=tmp_path)
+    assert_read("a.png", image_root=str(tmp_path / "sub"))
     assert "does not exist; correct the path, or pass image_root" in refusal("sub/a.png")
     monkeypatch.chdir(tmp_path)
-    assert tokenize("sub/a.png")["input_ids"] == wanted
-    assert tokenize("a.png", image_root="sub")["input_ids"] == wanted
+    assert_read("sub/a.png")
+    assert_read("a.png", image_root="sub")
 
 
-def test_a_folder_and_what_is_no_regular_file(tmp_path: Path) -> None:
-    assert refusal(tmp_path).endswith(f"{tmp_path} is a folder; give the path of a file")
-    pipe = tmp_path / "pipe"
+def test_paths_that_cannot_be_read(tmp_path: Path) -> None:
+    gone, pipe, loop = (tmp_path / name for name in ("gone.png", "pipe", "loop"))
     os.mkfifo(pipe)
-    assert refusal(pipe).endswith(f"{pipe} is no regular file; give the path of one")
-
-
-def test_paths_that_the_system_refuses(tmp_path: Path) -> None:
-    assert "null" in refusal("a\0b.png")
-    assert "null" in refusal("a\0b.png", image_root=tmp_path)
-    assert refusal("a" * 5000 + ".png").endswith("correct the path")
-    (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    refusal(tmp_path / "loop")
+    loop.symlink_to(loop)
+    assert refusal(gone) == (
+        f"`images`[0], '{gone}': the file {gone} does not exist; correct the path, or pass "
+        "image_root"
+    )
+    for path, message in (
+        (tmp_path, f"{tmp_path} is a folder; give the path of a file"),
+        (pipe, f"{pipe} is no regular file; give the path of one"),
+        ("a" * 5000 + ".png", "correct the path"),
+        (loop, ""),
+    ):
+        assert refusal(path).endswith(message)
+    for root in (None, tmp_path):
+        assert "null" in refusal("a\0b.png", image_root=root)
     refusal("loop", image_root=tmp_path)
 
 
-@pytest.mark.parametrize(
-    "url", ["http://a.b/c.png", "https://a.b/c.png", "s3://a/c.png", "hf://datasets/a/c.png"]
-)
-def test_urls_are_not_downloaded(url: str) -> None:
-    assert refusal(url) == (
-        f"`images`[0], '{url}': images are not downloaded; download it first and give the path of "
-        "the file"
-    )
-    assert "download it first" in refusal(url, image_root="/")
-    part = {"type": "image", "url": url}
-    with pytest.raises(DataError, match=r"messages\[0\] content\[0\], '.*download it first"):
-        tokenize_chat({"messages": chat([part], "A cat.")}, FAMILY.processor())
-
-
-def test_a_file_on_another_host() -> None:
+def test_urls_are_not_downloaded() -> None:
+    for url in ("http://a.b/c.png", "https://a.b/c.png", "s3://a/c.png", "hf://datasets/a/c.png"):
+        message = "images are not downloaded; download it first and give the path of the file"
+        assert refusal(url) == f"`images`[0], '{url}': {message}"
+        assert "download it first" in refusal(url, image_root="/")
+        record = {"messages": chat([{"type": "image", "url": url}], "A cat.")}
+        with pytest.raises(DataError, match=r"messages\[0\] content\[0\], '.*download it first"):
+            tokenize_chat(record, FAMILY.processor())
     assert "a file on another host; download it first" in refusal("file://host/a.png")
 
 
@@ -110,24 +104,20 @@ def test_image_root_is_not_left(tmp_path: Path) -> None:
     (root / "link.png").symlink_to(outside / "a.png")
     (root / "inner.png").symlink_to(root / "a.png")
     (root / "folder").symlink_to(outside)
-    wanted = tokenize(PICTURE)["input_ids"]
     for inside in ("a.png", root / "a.png", "./x/../a.png", "inner.png", (root / "a.png").as_uri()):
-        assert tokenize(inside, image_root=root)["input_ids"] == wanted
+        assert_read(inside, image_root=root)
     for path in (
-        "../rooted/a.png",
-        "link.png",
-        "folder/a.png",
-        outside / "a.png",
-        (outside / "a.png").as_uri(),
-        "/etc/passwd",
-        "file:///etc/passwd",
-        "../../../../../etc/passwd",
-        {"bytes": None, "path": "../rooted/a.png"},
-    ):
+        "../rooted/a.png", "link.png", "folder/a.png", outside / "a.png",
+        (outside / "a.png").as_uri(), "/etc/passwd", "file:///etc/passwd",
+        "../../../../../etc/passwd", {"bytes": None, "path": "../rooted/a.png"},
+    ):  # fmt: skip
         message = refusal(path, image_root=root)
         assert f"is outside image_root='{root}'; move the file, or pass another image" in message
     (tmp_path / "alias").symlink_to(root)
-    assert tokenize(root / "a.png", image_root=tmp_path / "alias")["input_ids"] == wanted
+    assert_read(root / "a.png", image_root=tmp_path / "alias")
+
+
+# ---- what is in the file
 
 
 def test_empty_and_other_files(tmp_path: Path) -> None:
@@ -221,10 +211,10 @@ def png_header(height: int, width: int) -> bytes:
 
 def test_too_many_pixels(tmp_path: Path) -> None:
     for limit in (60 * 90, 89_478_485):
-        assert tokenize(PICTURE, max_pixels=limit)["input_ids"]
+        assert_read(PICTURE, max_pixels=limit)
+    way_out = "make it smaller, or pass a higher max_pixels"
     assert refusal(PICTURE, max_pixels=60 * 90 - 1) == (
-        "`images`[0] has 60 x 90 = 5400 pixels, more than max_pixels=5399; make it smaller, or "
-        "pass a higher max_pixels"
+        f"`images`[0] has 60 x 90 = 5400 pixels, more than max_pixels=5399; {way_out}"
     )
     PICTURE.save(tmp_path / "a.png")
     assert "max_pixels=5000" in refusal(tmp_path / "a.png", max_pixels=5000)
@@ -248,23 +238,18 @@ def test_no_limit_where_pil_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
         image_files(max_pixels=1000).size(png_header(20_000, 20_000), "it")
 
 
-def test_drawings_are_not_given_to_other_programs() -> None:
+def test_drawings_and_animations() -> None:
     message = "`images`[0] is a drawing (EPS), not pixels; convert it to PNG"
-    assert refusal(encoded(PICTURE, "EPS")) == message
-
-
-def test_animations() -> None:
-    frames = [draw(RNG, 30, 30) for _ in range(3)]
-    data = encoded(frames[0], "GIF", save_all=True, append_images=frames[1:])
-    assert refusal(data) == ("`images`[0] has 3 frames; give the frames that are meant as images")
-    mpo = encoded(frames[0], "MPO", save_all=True, append_images=frames[1:])
+    assert refusal(encoded(PICTURE, "EPS")) == message  # not given to another program
+    first, *rest = (draw(RNG, 30, 30) for _ in range(3))
+    data = encoded(first, "GIF", save_all=True, append_images=rest)
+    assert refusal(data) == "`images`[0] has 3 frames; give the frames that are meant as images"
+    mpo = encoded(first, "MPO", save_all=True, append_images=rest)
     found = image_files().load(mpo, "it")  # what cameras write: a photo, and its preview
     assert (np.asarray(found) == np.asarray(Image.open(io.BytesIO(mpo)))).all()
 
 
 def test_without_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(ImportError, match="an image needs the package PIL: pip install pillow"):
         image_files().load(b"", "it")
@@ -280,4 +265,3 @@ def test_files_are_closed(tmp_path: Path) -> None:
             tokenize(tmp_path / "a.png", pixels=False)
             with pytest.raises(DataError):
                 tokenize(tmp_path / "b.png")
-    assert PIL.__version__

@@ -9,22 +9,23 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, ImageFile
 from PIL.PngImagePlugin import PngInfo
 
-from tests.chat_images.truth import KINDS, assert_fields, chat, image, random_chat, text
+from tests.chat.chats import tokenize
+from tests.chat_images.truth import KINDS, assert_fields, chat, image, question, random_chat, text
 from tests.vision import processors
 from tests.vision.families import FAMILIES
 from tests.vision.images import draw
-from torch_collate_kit import ChatOptions, DataError, tokenize_chat
+from torch_collate_kit import DataError
 from torch_collate_kit.vision import VisionLayout, image_grid
 
 BIG = {"pixel_values", "pixel_attention_mask"}
 
 
 def check(record: Any, processor: Any, **options: Any) -> None:
-    whole = tokenize_chat(record, processor, ChatOptions(**options))
-    small = tokenize_chat(record, processor, ChatOptions(pixels=False, **options))
+    whole = tokenize(record, processor, **options)
+    small = tokenize(record, processor, pixels=False, **options)
     fields = {name: value for name, value in whole.items() if isinstance(value, np.ndarray)}
     for name in ("input_ids", "loss_mask", "num_cut_tokens", "skip_reason"):
         assert small[name] == whole[name]
@@ -56,22 +57,20 @@ def test_random_chats(name: str, seed: int) -> None:
 def test_every_size(name: str, height: int, width: int) -> None:
     """Or both refuse it: an image that is 200 times as long as it is wide, for Qwen."""
     picture = Image.fromarray(np.zeros((height, width, 3), np.uint8))
-    record = {"messages": chat([image(), text("What?")], "Black."), "images": [picture]}
-    processor = FAMILIES[name].processor()
+    record, processor = question(picture), FAMILIES[name].processor()
     try:
         check(record, processor)
     except DataError:
         for pixels in (True, False):
             with pytest.raises(DataError, match=f"refuses the images of {height} x {width} pixels"):
-                tokenize_chat(record, processor, ChatOptions(pixels=pixels))
+                tokenize(record, processor, pixels=pixels)
 
 
 def test_num_tiles_is_per_image() -> None:
     rng = np.random.default_rng(0)
     images = [draw(rng, 30, 30), draw(rng, 56, 120)]
     record = {"messages": chat([image(), text("and"), image()], "Yes."), "images": images}
-    processor = FAMILIES["internvl"].processor()
-    found = tokenize_chat(record, processor, ChatOptions(pixels=False))
+    found = tokenize(record, FAMILIES["internvl"].processor(), pixels=False)
     assert found["num_tiles"].tolist() == [1, 3]
     assert found["num_tiles"].dtype == np.int64
 
@@ -86,18 +85,18 @@ def test_gemma_with_crops_is_processed_and_its_pixels_dropped() -> None:
     rng = np.random.default_rng(0)
     images = [draw(rng, 60, 180), draw(rng, 50, 50)]
     record = {"messages": chat([image(), text("and"), image()], "Yes."), "images": images}
-    whole = tokenize_chat(record, processor)
+    whole = tokenize(record, processor)
     assert len(whole["pixel_values"]) == 5  # 1 + 3 crops, and 1
-    small = tokenize_chat(record, processor, ChatOptions(pixels=False))
+    small = tokenize(record, processor, pixels=False)
     assert small["num_tiles"].tolist() == [4, 1]
     check(record, processor)
     messages = chat([image(), text("What?")], "A cat.", [image()], "A dog.")
     both = {"messages": messages, "images": images}
-    ids = tokenize_chat(both, processor)["input_ids"]
+    ids = tokenize(both, processor)["input_ids"]
     kept = set()
     for limit in (len(ids) - 12, len(ids) - 40, len(ids)):
         options: Any = {"max_length": limit, "overflow": "truncate"}
-        found = tokenize_chat(both, processor, ChatOptions(**options))
+        found = tokenize(both, processor, **options)
         kept.add(len(found["pixel_values"]))
         check(both, processor, **options)
     assert kept == {4, 5}
@@ -149,9 +148,8 @@ def test_settings_of_the_processor_come_before_those_of_its_image_processor() ->
     processor = processors.internvl()
     processor.image_processor.crop_to_patches = False
     picture = draw(np.random.default_rng(0), 56, 120)
-    record = {"messages": chat([image(), text("What?")], "A cat."), "images": [picture]}
-    assert tokenize_chat(record, processor)["pixel_values"].shape[0] == 3
-    check(record, processor)
+    assert tokenize(question(picture), processor)["pixel_values"].shape[0] == 3
+    check(question(picture), processor)
 
 
 def test_image_grid_refuses_what_the_processor_refuses() -> None:
@@ -164,8 +162,6 @@ def test_image_grid_refuses_what_the_processor_refuses() -> None:
 
 def test_no_pixel_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files whose pixels are cut off: only their headers are read."""
-    from PIL import ImageFile
-
     rng = np.random.default_rng(0)
     names = ["a.jpg", "b.png", "c.webp", "d.gif", "e.bmp", "f.png"]
     for name in names:
@@ -174,14 +170,13 @@ def test_no_pixel_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         options = {"pnginfo": early} if name == "f.png" else {}
         draw(rng, 100, 150).save(tmp_path / name, **options)
     monkeypatch.setattr(ImageFile.ImageFile, "load", _fail)
-    record = {"messages": chat([image(), text("What?")], "A cat.")}
     processor = FAMILIES["qwen3_vl"].processor()
     for name in names:
-        with_image = {**record, "images": [str(tmp_path / name)]}
-        found = tokenize_chat(with_image, processor, ChatOptions(pixels=False))
+        record = question(str(tmp_path / name))
+        found = tokenize(record, processor, pixels=False)
         assert found["image_grid_thw"].tolist() == [[1, 6, 10]]
         with pytest.raises(DataError, match="decoded"):
-            tokenize_chat(with_image, processor)
+            tokenize(record, processor)
 
 
 def _fail(self: Any) -> None:

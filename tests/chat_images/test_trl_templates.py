@@ -41,12 +41,8 @@ def processor_for(template: str) -> Any:
 def test_ids_fields_and_trained_text(template: str, pixels: bool) -> None:
     rng = np.random.default_rng(0)
     images = [draw(rng, 60, 90), draw(rng, 90, 30), draw(rng, 40, 40)]
-    messages = chat(
-        [image(), text("What is it?")],
-        [text("A cat.")],
-        [text("And these: "), image(), text(" and "), image()],
-        [text("Two dogs.")],
-    )
+    both = [text("And these: "), image(), text(" and "), image()]
+    messages = chat([image(), text("What is it?")], [text("A cat.")], both, [text("Two dogs.")])
     processor = processor_for(template)
     record = {"messages": messages, "images": images}
     found = tokenize(record, processor, pixels=pixels)
