@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.building import packed_sampler
+from tests.building import packed_collator, packed_sampler
 from torch_collate_kit import (
     MixedSampler,
     PackedBatchSampler,
     PrefetchingSampler,
+    TokenizedDataset,
 )
 from torch_collate_kit.errors import StateError
 from torch_collate_kit.packing import ParallelLayout
@@ -20,6 +21,7 @@ from torch_collate_kit.packing import ParallelLayout
 RNG = np.random.default_rng(5)
 LENGTHS = RNG.integers(2, 40, size=53)
 COUNTS = LENGTHS - 1
+ROWS = [{"input_ids": np.full(n, i + 1)} for i, n in enumerate(LENGTHS)]
 
 
 def prefetching(rank: int, dp_size: int, **options: Any) -> PrefetchingSampler:
@@ -84,3 +86,22 @@ def test_a_layout_that_cannot_have_been(layout: Any) -> None:
     state = {**prefetching(0, 2).state_at(1, 2), "layout": layout}
     with pytest.raises(StateError, match=r"^state has layout=.*; pass what state_dict\(\) gave"):
         prefetching(0, 2).load_state_dict(state)
+
+
+@pytest.mark.parametrize("dp_size", [1, 2, 3, 6])
+def test_with_a_fixed_multiple_rows_are_the_same_bit_for_bit(dp_size: int) -> None:
+    """Ranks' batches, one after the other, are the batch of one rank that has all rows."""
+    dataset = TokenizedDataset(ROWS)
+    collators = [
+        packed_collator(0, max_tokens=64, parallel=ParallelLayout(dp=n), rows_multiple_of=6)
+        for n in (1, dp_size)
+    ]
+    samplers = [packed(rank, n, rows_multiple_of=6) for n in (1, dp_size) for rank in range(n)]
+    for step in zip(*samplers, strict=True):
+        whole = collators[0](dataset.__getitems__(step[0]))
+        parts = [collators[1](dataset.__getitems__(part)) for part in step[1:]]
+        for name in ("input_ids", "position_ids", "labels", "loss_mask"):
+            rows = np.concatenate([part[name].numpy() for part in parts])
+            assert np.array_equal(rows, whole[name].numpy()), name
+        assert {p.metadata["num_loss_tokens"] for p in parts} == {whole.metadata["num_loss_tokens"]}
+        assert len({len(p) for p in parts}) == 1
