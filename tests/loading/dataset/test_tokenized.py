@@ -201,23 +201,6 @@ def test_columns_chooses():
     assert list(TokenizedDataset(shown)[0]) == ["input_ids"]  # its format hides the others
 
 
-@pytest.mark.parametrize("nulls", [[], [5]])
-@pytest.mark.parametrize("dtype", [pa.bool_(), pa.int16(), pa.float32()])
-def test_values_that_are_a_slice_themselves(dtype, nulls):
-    """The values of a list column may start anywhere in their own buffer."""
-    plain = [0, 1, 1, 0, 1, 0, 0, 1, 1, 1, 0, 1]
-    given = [None if i in nulls else v for i, v in enumerate(plain)]
-    values = pa.array(given, pa.int8()).cast(dtype).slice(3)
-    offsets = [0, 2, 3, 9]
-    column = pa.ListArray.from_arrays(offsets, values)
-    ds = TokenizedDataset(pa.table({"input_ids": column}))
-    assert ds[0]["input_ids"].tolist() == plain[3:5]
-    assert ds.__getitems__([2, 0])["input_ids"].tolist() == [plain[6:], plain[3:5]]
-    assert (
-        TokenizedDataset(pa.table({"input_ids": column[2:]}))[0]["input_ids"].tolist() == plain[6:]
-    )
-
-
 def test_an_empty_chunk_without_buffers():
     kind = pa.list_(pa.int32())
     empty = pa.Array.from_buffers(kind, 0, [None, None], children=[pa.array([], pa.int32())])

@@ -47,25 +47,6 @@ def rows_of_24(rank: int, dp_size: int, **options: Any) -> PackedBatchSampler:
 MAKERS = {"prefetching": prefetching, "mixed": mixed, "packed": packed, "rows of 24": rows_of_24}
 
 
-@pytest.mark.parametrize("dp_size", [1, 2, 3, 6])
-def test_with_a_fixed_multiple_rows_are_the_same_bit_for_bit(dp_size: int) -> None:
-    """Ranks' batches, one after the other, are the batch of one rank that has all rows."""
-    dataset = TokenizedDataset(ROWS)
-    collators = [
-        packed_collator(0, max_tokens=64, parallel=ParallelLayout(dp=n), rows_multiple_of=6)
-        for n in (1, dp_size)
-    ]
-    samplers = [packed(rank, n, rows_multiple_of=6) for n in (1, dp_size) for rank in range(n)]
-    for step in zip(*samplers, strict=True):
-        whole = collators[0](dataset.__getitems__(step[0]))
-        parts = [collators[1](dataset.__getitems__(part)) for part in step[1:]]
-        for name in ("input_ids", "position_ids", "labels", "loss_mask"):
-            rows = np.concatenate([part[name].numpy() for part in parts])
-            assert np.array_equal(rows, whole[name].numpy()), name
-        assert {p.metadata["num_loss_tokens"] for p in parts} == {whole.metadata["num_loss_tokens"]}
-        assert len({len(p) for p in parts}) == 1
-
-
 def test_uneven_parts_differ_by_one() -> None:
     parts = [next(iter(prefetching(rank, 3, shuffle=False))) for rank in range(3)]
     assert parts == [[0, 1, 2], [3, 4, 5], [6, 7]]
@@ -105,3 +86,22 @@ def test_a_layout_that_cannot_have_been(layout: Any) -> None:
     state = {**prefetching(0, 2).state_at(1, 2), "layout": layout}
     with pytest.raises(StateError, match=r"^state has layout=.*; pass what state_dict\(\) gave"):
         prefetching(0, 2).load_state_dict(state)
+
+
+@pytest.mark.parametrize("dp_size", [1, 2, 3, 6])
+def test_with_a_fixed_multiple_rows_are_the_same_bit_for_bit(dp_size: int) -> None:
+    """Ranks' batches, one after the other, are the batch of one rank that has all rows."""
+    dataset = TokenizedDataset(ROWS)
+    collators = [
+        packed_collator(0, max_tokens=64, parallel=ParallelLayout(dp=n), rows_multiple_of=6)
+        for n in (1, dp_size)
+    ]
+    samplers = [packed(rank, n, rows_multiple_of=6) for n in (1, dp_size) for rank in range(n)]
+    for step in zip(*samplers, strict=True):
+        whole = collators[0](dataset.__getitems__(step[0]))
+        parts = [collators[1](dataset.__getitems__(part)) for part in step[1:]]
+        for name in ("input_ids", "position_ids", "labels", "loss_mask"):
+            rows = np.concatenate([part[name].numpy() for part in parts])
+            assert np.array_equal(rows, whole[name].numpy()), name
+        assert {p.metadata["num_loss_tokens"] for p in parts} == {whole.metadata["num_loss_tokens"]}
+        assert len({len(p) for p in parts}) == 1

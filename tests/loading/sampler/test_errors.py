@@ -20,17 +20,11 @@ BAD_ARGUMENTS = [
     ({"examples": 0}, ValueError, "examples must be at least 1, got 0; an empty dataset has no b"),
     ({"examples": []}, ValueError, "len(examples) must be at least 1, got 0; an empty dataset"),
     ({"examples": iter([1])}, TypeError, "of type list_iterator; for a stream use an iterable da"),
-    ({"examples": True}, TypeError, "examples must be a number of examples or have len(), got"),
-    ({"examples": 2.0}, TypeError, "examples must be a number of examples or have len(), got 2.0"),
     ({"batch_size": 0}, ValueError, "batch_size must be at least 1, got 0"),
-    ({"batch_size": 4.0}, TypeError, "batch_size must be an int, got 4.0 of type float"),
     ({"batch_size": 3, "dp_size": 4}, ValueError, "batch_size counts the examples of all ranks a"),
     ({"dp_size": 0}, ValueError, "dp_size must be at least 1, got 0"),
     ({"dp_rank": 2, "dp_size": 2}, ValueError, "dp_rank must be below dp_size=2, got 2; ranks co"),
-    ({"dp_rank": -1}, ValueError, "dp_rank must be at least 0, got -1"),
-    ({"seed": -1}, ValueError, "seed must be at least 0, got -1"),
     ({"seed": 2**32}, ValueError, "seed must be at most 4294967295, got 4294967296; take it"),
-    ({"seed": None}, TypeError, "seed must be an int, got None of type NoneType"),
     ({"shuffle": 1}, TypeError, "shuffle must be True or False, got 1"),
     ({"tail": "pad"}, ValueError, "tail must be one of 'keep', 'drop', 'wrap'; got 'pad'"),
     ({"examples": 9, "batch_size": 4, "dp_size": 2}, ValueError, "epoch 0 ends with a batch of 1"),
@@ -41,11 +35,9 @@ BAD_ARGUMENTS = [
         "lower batch_size, or use tail='keep' or 'wrap'",
     ),
     ({"order": [1, 2]}, TypeError, "order must be a function of (epoch, rng), got [1, 2]"),
-    (order_of([[1, 2]]), ValueError, "order(epoch=0, rng) must return a 1-D sequence of"),
     (order_of([]), ValueError, "order(epoch=0, rng) returned no index; an epoch needs at least"),
     (order_of(np.ones(10, dtype=bool)), TypeError, "order(epoch=0, rng) must return ints, got"),
     (order_of([0, 10, 3]), ValueError, "order(epoch=0, rng)[1] is 10, but the 10 examples have"),
-    (order_of([0, 3, -1]), ValueError, "order(epoch=0, rng)[2] is -1, but the 10 examples"),
 ]
 
 
@@ -57,10 +49,6 @@ def test_bad_arguments(options, error, message):
 
 BAD_POSITIONS = [
     ((-1,), {}, ValueError, "epoch must be at least 0, got -1"),
-    ((1.0,), {}, TypeError, "epoch must be an int, got 1.0 of type float"),
-    ((2**32,), {}, ValueError, "epoch must be at most 4294967295, got 4294967296"),
-    ((1,), {"step": -1}, ValueError, "step must be at least 0, got -1"),
-    ((1,), {"step": True}, TypeError, "step must be an int, got True of type bool"),
     ((1,), {"step": 4}, ValueError, "step must be at most 3, the number of steps of epoch 1; got"),
 ]
 
@@ -108,10 +96,7 @@ OTHER_RUNS = [
         "state is of 11 examples, the data has 10; examples were taken away; " + WAY_OUT,
     ),
     (prefetching, {"examples": 9}, "state is of 9 examples, the data has 10; if they were added "),
-    (prefetching, {"batch_size": 6}, "batch_size=6, this sampler has batch_size=4; " + WAY_OUT),
-    (prefetching, {"seed": 1}, "seed=1, this sampler has seed=0; " + WAY_OUT),
     (prefetching, {"tail": "drop"}, "tail='drop', this sampler has tail='wrap'; " + WAY_OUT),
-    (prefetching, {"shuffle": False}, "shuffle=False, this sampler has shuffle=True; " + WAY_OUT),
     (prefetching, order_of([1, 2, 3, 4]), "custom_order=True, this sampler has custom_order=False"),
     (
         prefetching,
@@ -122,9 +107,6 @@ OTHER_RUNS = [
     (mixed, {"weights": [0.9, 0.1]}, "weights=['9/10', '1/10'], this sampler has weights=['2/3'"),
     (mixed, {"num_steps": 4}, "num_steps=4, this sampler has num_steps=3; " + WAY_OUT),
     (mixed, {"num_steps": None, "stop": "all"}, "num_steps=None, stop='all', this sampler has"),
-    (mixed, {"seed": 3}, "seed=3, this sampler has seed=0; " + WAY_OUT),
-    (mixed, {"batch_size": 2}, "batch_size=2, this sampler has batch_size=4; " + WAY_OUT),
-    (mixed, {"shuffle": False}, "shuffle=False, this sampler has shuffle=True; " + WAY_OUT),
     (mixed, {"by": "tokens", "lengths": [[1] * 10, [2] * 5]}, "weights=['1/2', '1/2'],"),
 ]
 
@@ -182,16 +164,11 @@ def test_the_state_of_another_run(make, options, message):
 
 NO_STATES = [
     ({"version": 2}, "state has version 2, this release reads version 3; load it with the releas"),
-    ({"version": True}, "state has version True, this release reads version 3"),
     ({"version": np.arange(2)}, "state has version array([0, 1]), this release reads version 3"),
     ({"seed": np.arange(2)}, "state is of seed=array([0, 1]), this sampler has seed=0"),
     ({"more": 1}, "state of another kind: keys missing [], unknown ['more']; " + FROM_STATE[:5]),
-    ({"step": None}, f"state has step=None, not an int between 0 and 4294967295; {FROM_STATE}"),
-    ({"step": 1.0}, "state has step=1.0, not an int between 0"),
     ({"step": True}, "state has step=True, not an int between 0"),
     ({"step": -1}, "state has step=-1, not an int between 0"),
-    ({"epoch": -1}, "state has epoch=-1, not an int between 0"),
-    ({"epoch": "1"}, "state has epoch='1', not an int between 0"),
     ({"epoch": 2**32}, "state has epoch=4294967296, not an int between 0"),
     ({"step": 3}, f"state is of step 3, but epoch 1 has 3 steps; {WAY_OUT}"),
     ({"batch_size": 4.0}, "state is of batch_size=4.0, this sampler has batch_size=4"),
@@ -227,9 +204,7 @@ def test_a_state_without_a_key_or_of_another_type(make):
 RESHUFFLES = [
     (None, "state has reshuffles=None, not a list of [epoch, step]"),
     ([1], "state has reshuffles=[1], not a list of [epoch, step]"),
-    ([[1, 0, 0]], "state has reshuffles=[[1, 0, 0]], not a list of [epoch, step]"),
     ([[1, "0"]], "state has a reshuffle's step='0', not an int between 0"),
-    ([[True, 0]], "state has a reshuffle's epoch=True, not an int between 0"),
     (
         [[1, 2]],
         "state has reshuffles at [[1, 2]], which cannot all lie, in order, before its position, "
@@ -247,14 +222,12 @@ def test_reshuffles_that_cannot_have_been(records, message):
 
 TAKEN = [
     (None, f"state has taken=None, not a list of counts; {FROM_STATE}"),
-    ([10.0, 6], "state has taken=[10.0, 6], not a list of counts"),
     ([17, -1], "state has taken=[17, -1], not a list of counts"),
     (
         [11, 6],
         "state has taken=[11, 6], but after 4 steps the 2 sources have given 16 examples in all; "
         + FROM_STATE,
     ),
-    ([16], "state has taken=[16], but after 4 steps the 2 sources have given 16 examples in all"),
     (
         [13, 3],
         "state has taken=[13, 3], which is not in the proportions of weights=['2/3', '1/3']; "

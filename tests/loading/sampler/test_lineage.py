@@ -43,18 +43,6 @@ def test_when_is_the_search_of_all_steps(sampler: Any) -> None:
         sampler.when("1")
 
 
-def test_a_reshuffle_is_in_the_lineage() -> None:
-    sampler = prefetching(0, 1, tail="keep")
-    first = [next(it) for it in [iter(sampler)] for _ in range(2)]
-    sampler.set_epoch(0, step=2)
-    sampler.reshuffle()
-    served_batches = [*first, *sampler]
-    assert [sampler.examples(0, step).tolist() for step in range(7)] == served_batches
-    later = prefetching(0, 1, tail="keep")
-    later.load_state_dict(sampler.state_at(5, 1))
-    assert [later.examples(0, step).tolist() for step in range(7)] == served_batches
-
-
 @pytest.mark.parametrize("shuffle", [True, "keyed"])
 def test_asking_changes_nothing(shuffle: bool | str) -> None:
     sampler, other = (prefetching(0, 2, shuffle=shuffle) for _ in range(2))

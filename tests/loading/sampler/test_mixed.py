@@ -137,21 +137,6 @@ def test_resume_at_every_step(case, monkeypatch):
             assert flat(read(jumped, 5 - jumped.epoch)) == flat(got)
 
 
-def test_lengths_are_taken_from_the_sources():
-    class Source:
-        lengths = np.array([4, 4, 4])
-
-        def __len__(self):
-            return 3
-
-    sources = [Source(), Source()]
-    implied = MixedSampler(sources, batch_size=2, by="tokens", num_steps=3)
-    assert implied.state_dict()["num_units"] == [12, 12]
-    assert read(implied) == read(
-        MixedSampler([3, 3], batch_size=2, by="tokens", lengths=[[4] * 3] * 2, num_steps=3)
-    )
-
-
 def test_the_state_is_small():
     sampler = MixedSampler([10**7, 300], batch_size=64, weights=[0.7, 0.3], num_steps=100)
     assert sampler.state_at(2, 5) == {

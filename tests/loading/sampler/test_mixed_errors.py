@@ -11,17 +11,12 @@ from torch_collate_kit.loading import MixedSampler
 
 BAD_ARGUMENTS = [
     ({"sources": []}, ValueError, "sources must be a sequence of at least one dataset or number"),
-    ({"sources": 3}, ValueError, "sources must be a sequence of at least one dataset"),
     ({"sources": [10, 0]}, ValueError, "sources[1] must be at least 1, got 0; an empty dataset"),
     ({"sources": [[], [1]]}, ValueError, "len(sources[0]) must be at least 1, got 0; an empty"),
-    ({"sources": [10, None]}, TypeError, "sources[1] must be a number of examples or have len()"),
     ({"weights": 3}, TypeError, "weights must be a sequence with a number for each source, got 3"),
     ({"weights": [1]}, ValueError, "weights must have one number for each of the 2 sources, got "),
     ({"weights": [1, 0]}, ValueError, "weights[1] must be a finite number above 0, got 0; leave"),
-    ({"weights": [-0.5, 1]}, ValueError, "weights[0] must be a finite number above 0, got -0.5"),
     ({"weights": [1, float("nan")]}, ValueError, "weights[1] must be a finite number above 0, got"),
-    ({"weights": [1, float("inf")]}, ValueError, "weights[1] must be a finite number above 0, got"),
-    ({"weights": [1, True]}, ValueError, "weights[1] must be a finite number above 0, got True"),
     ({"weights": ["1", 1]}, ValueError, "weights[0] must be a finite number above 0, got '1'"),
     ({"by": "rows"}, ValueError, "by must be one of 'examples', 'tokens'; got 'rows'"),
     ({"by": "examples", "lengths": [[1], [2]]}, ValueError, "lengths are used by='tokens' only, "),
@@ -43,13 +38,8 @@ BAD_ARGUMENTS = [
         "lengths[1]: lengths must be integers, got dtype float64",
     ),
     ({"num_steps": 3, "stop": "all"}, ValueError, "num_steps=3 and stop='all' both say when an e"),
-    ({"num_steps": 0}, ValueError, "num_steps must be at least 1, got 0"),
     ({"stop": "last"}, ValueError, "stop must be one of None, 'first', 'all'; got 'last'"),
     ({"batch_size": 64}, ValueError, "a source ends after 15 examples, fewer than"),
-    ({"batch_size": 1, "dp_size": 2}, ValueError, "must be at least dp_size=2, got 1"),
-    ({"dp_rank": 1}, ValueError, "dp_rank must be below dp_size=1, got 1"),
-    ({"seed": -1}, ValueError, "seed must be at least 0, got -1"),
-    ({"shuffle": None}, TypeError, "shuffle must be True or False, got None"),
 ]
 
 

@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from tests.building import ForTrainer, packed_collator, packed_sampler
 from tests.loading.hang_guard import fails_when_it_hangs, our_threads
-from tests.loading.sampler.sampler_oracle import epochs_of
 from tests.strategies import FORMS, FUZZ, DrawnBatch, PackedOptions, batches, packed_options
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators import PackedCollator, PaddedCollator
@@ -24,11 +23,9 @@ from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading import (
     PackedBatchSampler,
     PrefetchingSampler,
-    PrefetchLoader,
     TokenizedDataset,
 )
-from torch_collate_kit.packing import ParallelLayout, RankPlan, pack
-from torch_collate_kit.testing import assert_exact_resume
+from torch_collate_kit.packing import ParallelLayout, RankPlan
 
 EXAMPLES = [
     {"input_ids": list(range(10 * i, 10 * i + 1 + i % 5)), "loss_mask": [i % 2] * (1 + i % 5)}
@@ -127,29 +124,6 @@ def test_written_out_by_hand():
     assert batch.metadata["num_tokens"] == 10
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_through_a_loader_with_workers_and_resumed(num_workers):
-    def make(rank: int) -> PrefetchLoader:
-        sampler = make_sampler(DATASET, dp_rank=rank)
-        collate = make_collator(normalize_loss=True)
-        options = {"num_workers": num_workers, "persistent_workers": num_workers > 0}
-        return PrefetchLoader(
-            DataLoader(DATASET, batch_sampler=sampler, collate_fn=collate, **options)
-        )
-
-    order = PrefetchingSampler(13, batch_size=4, seed=3)
-    whole = [*order, *order]
-    assert [len(step) for step in whole] == [4, 4, 4, 1, 4, 4, 4, 1]
-    collate = make_collator(normalize_loss=True)
-    expected = [collate(DATASET.__getitems__(step)) for step in whole]
-    for number, batch in enumerate(expected):
-        batch.metadata |= {"epoch": number // 4, "step": number % 4}
-    with make(0) as first, make(1) as second:
-        for batch, *ranks in zip(expected, first.steps(8), second.steps(8), strict=True):
-            assert Batch.cat(ranks) == batch
-    assert_exact_resume(lambda: make(1), num_steps=8, stops=[0, 1, 3, 4, 6])
-
-
 class _OwnDataset(Dataset):
     def __getitem__(self, index: int) -> dict[str, Any]:
         return EXAMPLES[index]
@@ -170,22 +144,11 @@ def test_a_dataset_of_ones_own():
     assert mine == theirs
 
 
-@pytest.mark.parametrize(
-    "dataset", [EXAMPLES, datasets.Dataset.from_list(EXAMPLES)], ids=["list", "datasets.Dataset"]
-)
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_dataset_that_would_lose_the_plan_is_an_error(dataset, num_workers):
-    loader = DataLoader(
-        dataset, batch_sampler=make_sampler(), collate_fn=make_collator(), num_workers=num_workers
-    )
+@pytest.mark.parametrize("dataset", [EXAMPLES, datasets.Dataset.from_list(EXAMPLES)])
+def test_a_dataset_that_would_lose_the_plan_is_an_error(dataset):
+    loader = DataLoader(dataset, batch_sampler=make_sampler(), collate_fn=make_collator())
     with pytest.raises(TypeError, match=r"wrap it: TokenizedDataset\(dataset\), or give it a"):
         next(iter(loader))
-
-
-def test_a_padded_collator_takes_no_plan():
-    part = next(iter(make_sampler()))
-    with pytest.raises(TypeError, match="examples is a PlannedExamples"):
-        PaddedCollator(0)(DATASET.__getitems__(part))
 
 
 @pytest.mark.parametrize("overflow", ["truncate", "split", "drop"])
@@ -246,21 +209,6 @@ def test_wrong_arguments(options, error, message):
         make_sampler(**options)
 
 
-def test_lengths_are_copied():
-    lengths, counts = np.array(LENGTHS), np.array(LENGTHS) - 1
-    sampler = make_sampler()
-    mine = packed_sampler(
-        lengths, batch_size=4, max_tokens=8, parallel=TWO, seed=3, num_loss_tokens=counts
-    )
-    lengths[:], counts[:] = 8, 7
-    assert [p.plan.bins for p in mine] == [p.plan.bins for p in sampler]
-    mine.set_epoch(0)
-    parts = list(mine)
-    assert [p.num_loss_tokens for p in parts] == [
-        p.plan.lengths.sum() - p.num_examples for p in parts
-    ]
-
-
 OTHERS = [
     {"max_tokens": 9},
     {"parallel": ParallelLayout(dp=2, tp=2)},
@@ -271,10 +219,8 @@ OTHERS = [
 @pytest.mark.parametrize("other", OTHERS)
 def test_a_plan_of_another_collator_is_refused(other):
     part = next(iter(make_sampler()))
-    message = (
-        r"planned for \{'max_tokens': 8, 'align': 1, 'rows_multiple_of': 2\}, this collator has \{.*give "
-        "the sampler the collator of the DataLoader"
-    )
+    plan = r"planned for \{'max_tokens': 8, 'align': 1, 'rows_multiple_of': 2\}, this collator has "
+    message = plan + r"\{.*give the sampler the collator of the DataLoader"
     with pytest.raises(ValueError, match=message):
         make_collator(**other)(DATASET.__getitems__(part))
 
@@ -348,19 +294,6 @@ def test_what_a_worker_is_sent_is_small():
     assert isinstance(pickle.loads(pickle.dumps(part)), RankPlan)
 
 
-def test_a_reshuffle_whose_examples_are_carried_over_two_epochs_stays_in_the_state():
-    def make() -> PackedBatchSampler:
-        return packed_sampler([1, 2, 3], batch_size=8, max_tokens=8, tail="wrap", seed=1)
-
-    sampler, resumed = make(), make()
-    sampler.reshuffle()  # of epoch 0, which is shorter than a batch, as is epoch 1
-    resumed.load_state_dict(json.loads(json.dumps(sampler.state_at(2, 0))))
-    (whole,) = epochs_of(3, 8, 3, tail="wrap", seed=1, reshuffles=[(0, 0)])[2]
-    assert [*sampler, *sampler] == []
-    for (part,) in (sampler, resumed):
-        assert part.plan.bins == pack([i + 1 for i in whole], 8).bins
-
-
 THREE: dict[str, Any] = {"examples": [2, 3, 4]}
 ONES = np.ones(2**22, dtype=np.int64)  # lengths are hashed in blocks of 2**22
 MANY: dict[str, Any] = {"batch_size": 2**20, "shuffle": False}
@@ -399,3 +332,16 @@ def test_a_state_of_another_run_is_refused(saved, other, message):
         sampler.load_state_dict(state)
     assert sampler.state_dict() == before
     make_sampler(**saved).load_state_dict(state)
+
+
+def test_lengths_counts_and_patches_are_copied():
+    given = {"examples": np.array(LENGTHS), "num_loss_tokens": np.array(LENGTHS) - 1}
+    given |= {"patches": np.ones(13, dtype=np.int64)}
+
+    def planned(sampler: PackedBatchSampler) -> list[Any]:
+        return [(p.plan.bins, p.num_loss_tokens, p.plan.patches.tolist()) for p in sampler]
+
+    sampler, expected = make_sampler(**given), planned(make_sampler(**given))
+    for values in given.values():
+        values[:] = 7
+    assert planned(sampler) == expected

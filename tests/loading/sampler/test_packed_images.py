@@ -13,7 +13,6 @@ from tests.packing.image_mixes import mix, totals
 from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading import PackedBatchSampler
 from torch_collate_kit.packing import ParallelLayout
-from torch_collate_kit.ragged import Ragged
 
 LENGTHS, IMAGES = mix("several images", 200)
 OPTIONS: dict[str, Any] = {
@@ -48,17 +47,6 @@ def test_all_ranks_have_parts_of_the_plan_of_the_whole_batch() -> None:
             assert part.patches.tolist() == patches[part.indices].tolist()
             part.check_patches(patches[part.indices])
     assert sorted(read) == list(range(200))
-
-
-@pytest.mark.parametrize("form", [totals(IMAGES), Ragged.from_rows(IMAGES, dtype=np.int64)])
-def test_patches_are_copied(form: Any) -> None:
-    own = sampler(patches=form, shuffle=False)
-    expected = [part.plan.patches.tolist() for part in own]
-    values = form if isinstance(form, np.ndarray) else form.values
-    kept = values.copy()
-    values[:] = 1
-    assert [part.plan.patches.tolist() for part in own] == expected
-    values[:] = kept
 
 
 def test_a_state_names_the_images_and_their_budget(caplog: pytest.LogCaptureFixture) -> None:

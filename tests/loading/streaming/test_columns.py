@@ -104,10 +104,10 @@ def as_known(states: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "form"),
-    [("chunks", form) for form in FORMS] + [(name, "last tokens") for name in SOURCES],
+    ("name", "form", "shard"),
+    [("chunks", form, {}) for form in FORMS]
+    + [(name, "last tokens", {"dp_rank": 1, "dp_size": 2}) for name in SOURCES],
 )
-@pytest.mark.parametrize("shard", [{}, {"dp_rank": 1, "dp_size": 2}])
 def test_over_long_examples_at_every_stop(name: str, form: str, shard: dict[str, int]) -> None:
     """Pieces that do not fit the buffer any more wait, as the rest of an example does on resume."""
     examples = examples_of(form, [2, 23, 3, 11, 1, 10, 5, 26])

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from torch.utils.data import DataLoader
 
 from tests.building import packed_stream
 from tests.loading.streaming.streaming_oracle import (
@@ -32,19 +31,13 @@ split_dataset_by_node = pytest.importorskip("datasets.distributed").split_datase
         ({"max_tokens": 13}, "state is of max_tokens=12, the dataset has max_tokens=13; resume"),
         ({"buffer_size": 8}, "buffer_size=7, the dataset has buffer_size=8"),
         ({"rows": 2}, "rows_per_rank=1, the dataset has rows_per_rank=2; batch_rows / parallel"),
-        ({"strategy": "sequential"}, "strategy='best_fit_decreasing', the dataset has strategy='"),
-        ({"overflow": "drop"}, "overflow='raise', the dataset has overflow='drop'"),
         ({"parallel": ParallelLayout(tp=2)}, "align=1, the dataset has align=2"),
-        ({"max_sequences_per_row": 3}, "max_sequences_per_row=None, the dataset has"),
         ({"dp_size": 2}, "dp_size=1, the dataset has dp_size=2"),
         ({"presharded": True}, "presharded=False, the dataset has presharded=True"),
         ({"tokenizer": 7}, "pad_token_id=0, the dataset has pad_token_id=7"),
-        ({"normalize_loss": False}, "normalize_loss=True, the dataset has normalize_loss=False"),
         ({"balance": "tokens"}, "balance='attention', the dataset has balance='tokens'"),
-        ({"balance": None}, "balance='attention', the dataset has balance=None"),
         ({"train_all": True}, "train_all=False, the dataset has train_all=True"),
         ({"fixed_width": True}, "fixed_width=False, the dataset has fixed_width=True"),
-        ({"parallel": ParallelLayout(dp=2), "rows": 2}, "rows_per_rank=1, the dataset has rows_p"),
     ],
 )
 def test_a_state_of_other_settings_is_refused(change: dict[str, Any], message: str) -> None:
@@ -62,9 +55,7 @@ def test_a_state_of_other_settings_is_refused(change: dict[str, Any], message: s
     ("damage", "message"),
     [
         ({"version": 2}, "the state has version 2, this one reads version 5; pass what state_dict"),
-        ({"version": True}, "the state has version True, this one reads version 5"),
         ({"version": np.arange(2)}, r"the state has version array\(\[0, 1\]\), this one reads"),
-        ({"max_tokens": 12.0}, "the state is of max_tokens=12.0, the dataset has max_tokens=12"),
         ({"max_tokens": np.arange(3)}, "the state is of max_tokens=array.*, the dataset has"),
     ],
 )
@@ -138,14 +129,6 @@ def test_a_start_after_the_end_of_its_example_is_refused(source, num_read, start
         list(dataset)
 
 
-def test_a_state_taken_without_workers_is_refused_in_a_worker() -> None:
-    dataset = packed_stream(EXAMPLES, **SETTINGS)
-    next(iter(dataset))
-    dataset.load_state_dict(dataset.state_dict())
-    with pytest.raises(StateError, match="num_workers=0, the dataset has num_workers=1"):
-        list(DataLoader(dataset, batch_size=None, num_workers=1))
-
-
 # --- arguments ---
 
 
@@ -154,15 +137,11 @@ def test_a_state_taken_without_workers_is_refused_in_a_worker() -> None:
     [
         ({"source": iter(EXAMPLES)}, TypeError, "stream is a list_iterator, an iterator that can"),
         ({"source": 5}, TypeError, "stream must be an iterable of examples or a callable .* got"),
-        ({"max_tokens": 0}, ValueError, "max_tokens must be at least 1, got 0"),
         ({"buffer_size": 0}, ValueError, "buffer_size must be at least 1, got 0"),
-        ({"buffer_size": 2.5}, TypeError, "buffer_size must be an int, got 2.5"),
         ({"rows": 0}, ValueError, "batch_rows must be at least 1, got 0"),
         ({"rows": 9}, ValueError, "buffer_size must be at least 9, the rows of a batch, got 7"),
         ({"dp_rank": 2, "dp_size": 2}, ValueError, r"dp_rank must be below parallel\.dp=2, got 2"),
-        ({"presharded": 1}, TypeError, "presharded must be True or False, got 1"),
         ({"tokenizer": None}, TypeError, "tokenizer must be an int pad id or have .pad_token_id"),
-        ({"overflow": "cut"}, ValueError, "overflow must be one of .*; got 'cut'"),
         ({"max_length": 5}, TypeError, "got an unexpected keyword argument .max_length."),
         (
             {"parallel": ParallelLayout(dp=2), "rows": 3},

@@ -6,6 +6,7 @@ import copy
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.batch_checks import assert_same_batch
@@ -20,6 +21,10 @@ from tests.loading.streaming.streaming_oracle import (
     tokens_of,
 )
 from torch_collate_kit.loading import PackedIterableDataset
+from torch_collate_kit.loading.streaming.readers import ENTRY
+from torch_collate_kit.loading.streaming.states import Place
+from torch_collate_kit.loading.streaming.windows import Windows
+from torch_collate_kit.packing import PackingOptions
 from torch_collate_kit.testing import assert_exact_resume
 
 CASES: list[tuple[str, dict[str, Any], int]] = [
@@ -77,6 +82,16 @@ def test_resume_reads_at_most_one_window_again(settings: dict[str, Any], num_buf
     assert most <= num_buffers * options["buffer_size"]
     assert len(places) >= 3
     assert place_of(dataset)["num_read"] == len(examples)
+
+
+def test_a_window_ends_after_all_that_was_held_back() -> None:
+    nothing = np.empty(0, dtype=ENTRY)
+    settings = {"rows_per_batch": 1, "buffer_size": 10, "num_buffers": 8}
+    windows = Windows(lambda n: nothing, PackingOptions(12), **settings)
+    entry = (0, 0, 1, False, 0, 0, *Place(9), {}, ())
+    windows._buffer, windows._num_broken = np.array([entry] * 10, dtype=ENTRY), 6
+    assert windows._window_after(4) is None
+    assert windows._window_after(3) == Place(9)  # 2 of the 6 were left
 
 
 @pytest.mark.parametrize("rows", [1, 3])

@@ -42,7 +42,6 @@ def make(source: Any = EXAMPLES, **more: Any) -> PackedIterableDataset:
     ("source", "options", "kind", "message"),
     [
         (EXAMPLES, {"num_shards": 0}, ValueError, "num_shards must be at least 1, got 0; None ma"),
-        (EXAMPLES, {"num_shards": 2.5}, TypeError, "num_shards must be an int, got 2.5"),
         (EXAMPLES, {"dp_size": 3}, ValueError, r"num_shards=4 does not divide by parallel\.dp=3;"),
         (EXAMPLES, {"presharded": True}, TypeError, "with num_shards=4 a presharded source must "),
         (StatefulSource(EXAMPLES), {}, TypeError, "stream is a StatefulSource with a state_dict,"),
@@ -78,12 +77,6 @@ def test_more_workers_than_shards_are_refused() -> None:
     ("source", "options", "message"),
     [
         (lambda wrong: wrong, {}, "example 9 of the stream"),
-        (lambda wrong: lambda: iter(wrong), {}, "example 9 of the stream"),
-        (
-            lambda wrong: lambda shard: wrong[shard::4],
-            {"presharded": True},
-            "example 2 of shard 1 of the stream",
-        ),
         (
             lambda wrong: lambda shard: TokenizedDataset(wrong[shard::4]),
             {"presharded": True},
@@ -127,10 +120,8 @@ def test_the_state_of_another_rank_is_refused() -> None:
     ("damage", "message"),
     [
         ({"shards": None}, "the state has shards=None, ended=.*; it is damaged"),
-        ({"ended": 3}, "ended=3; it is damaged"),
         ({"ended": [[]]}, r"ended=\[\[\]\]; it is damaged"),
         ({"ended": [99]}, r"ended=\[99\]; it is damaged"),
-        ({"ended": [True]}, r"ended=\[True\]; it is damaged"),
         ({"version": 4}, "the state has version 4, this one reads version 5"),
         ({"shards": [[0, 0, 0, 0]] * 4}, "the state has shards=.*; it is damaged"),
     ],
@@ -147,9 +138,7 @@ def test_a_damaged_state_is_refused(damage: dict[str, Any], message: str) -> Non
     [
         ([1, 0, 0], r"shard 2 is \[1, 0, 0\], not \[num_read, start, num_batches, num_given\]"),
         ([1, 0, 0, -1], r"shard 2 is \[1, 0, 0, -1\], not"),
-        ([1, 0, True, 0], r"shard 2 is \[1, 0, True, 0\], not"),
         ({"num_read": 1}, r"shard 2 is \{'num_read': 1\}, not"),
-        (None, "shard 2 is None, not"),
         ([1, 0, 0, 0, None, 7], "shard 2 is .*; it is damaged"),
         ([1, 3, 0, 0], "the state's start is 3, within an example, but with overflow='raise'"),
         ([2**62, 0, 0, 2**62], r"has shards that are \d{19} rounds apart, more than 1048576; it"),

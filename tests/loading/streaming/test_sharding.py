@@ -35,7 +35,7 @@ def in_worker(
     return batches
 
 
-@pytest.mark.parametrize("num_workers", [0, 1, 2])
+@pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize(
     ("split", "name"),
     [("by the dataset", name) for name in SOURCES] + [("by node", name) for name in STREAMS],
@@ -43,7 +43,7 @@ def in_worker(
 def test_ranks_and_workers_lose_nothing(
     name: str, split: str, num_workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for dp_size in (1, 2, 4):
+    for dp_size in (1, 4):
         found = []
         for rank in range(dp_size):
             for worker in range(max(1, num_workers)):

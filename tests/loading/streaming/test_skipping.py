@@ -155,7 +155,7 @@ EMPTY, NEGATIVE = {"input_ids": np.arange(0)}, {"input_ids": np.array([5, -9])}
 
 @pytest.mark.parametrize("name", ["list", "columns"])
 @pytest.mark.parametrize("last", [[EMPTY] * 3, [NEGATIVE] * 3, [NEGATIVE, EMPTY, EMPTY, NEGATIVE]])
-@pytest.mark.parametrize("buffer_size", [1, 4, 5, 40])
+@pytest.mark.parametrize("buffer_size", [1, 5, 40])
 def test_wrong_examples_after_the_last_batch_are_named_in_it(
     name: str, last: list[Any], buffer_size: int, caplog: Any
 ) -> None:
