@@ -14,12 +14,7 @@ from tests.building import packed_sampler
 from tests.chat_images.truth import chat, image, text
 from tests.vision.families import FAMILIES
 from tests.vision.images import draw
-from torch_collate_kit import (
-    ChatOptions,
-    PackingOptions,
-    ParallelLayout,
-    VisionLanguageCollator,
-)
+from torch_collate_kit import ChatOptions, PackingOptions, ParallelLayout, VisionLanguageCollator
 from torch_collate_kit.collators import vision as module
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
@@ -56,9 +51,8 @@ class PlannedRecords:
 
 
 def under_a_plan(rank: int, **options: Any) -> list[Any]:
-    collate = VisionLanguageCollator(
-        QWEN.processor(), max_tokens=200, parallel=ParallelLayout(dp=2), **options
-    )
+    packing = PackingOptions(200, parallel=ParallelLayout(dp=2))
+    collate = VisionLanguageCollator(QWEN.processor(), packing=packing, **options)
     dataset = PlannedRecords(records())
     sizes = collate.sizes(dataset)
     sampler = packed_sampler(
@@ -74,7 +68,8 @@ def under_a_plan(rank: int, **options: Any) -> list[Any]:
 
 
 def test_ranks_get_their_chunks_of_the_batch_of_a_controller() -> None:
-    whole = VisionLanguageCollator(QWEN.processor(), max_tokens=200, parallel=ParallelLayout(dp=2))
+    packing = PackingOptions(200, parallel=ParallelLayout(dp=2))
+    whole = VisionLanguageCollator(QWEN.processor(), packing=packing)
     for rank in range(2):
         parts = under_a_plan(rank)
         for part, start in zip(parts, (0, 6), strict=True):
@@ -86,11 +81,6 @@ def test_ranks_get_their_chunks_of_the_batch_of_a_controller() -> None:
                     assert np.array_equal(one.offsets, other.offsets), name
                     one, other = one.values, other.values
                 assert torch.equal(torch.as_tensor(one), torch.as_tensor(other)), name
-
-
-def test_require_images_holds_under_a_plan() -> None:
-    with pytest.raises(DataError, match="has no image, and require_images='all'"):
-        [under_a_plan(rank, require_images="all") for rank in range(2)]
 
 
 def test_sizes_read_a_dataset_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,15 +167,6 @@ def test_conversations_and_rows_have_an_overflow_of_their_own() -> None:
     for name, value in (("train_on", "each"), ("labels", True), ("pixels", False)):
         with pytest.raises(ValueError, match=f"{name}={value!r} is not for this collator"):
             VisionLanguageCollator(processor, chat=ChatOptions(**{name: value}))
-
-
-def test_empty_answers_are_passed_on() -> None:
-    processor = FAMILIES["qwen3_vl"].processor()
-    empty = {"messages": chat("Hi.", "")}
-    with pytest.raises(DataError, match=r"example 0: messages\[1\] is an empty answer"):
-        VisionLanguageCollator(processor)([empty])
-    batch = VisionLanguageCollator(processor, chat=ChatOptions(allow_empty=True))([empty])
-    assert batch.metadata["num_loss_tokens"] > 0
 
 
 def test_a_patch_budget_without_a_token_budget_is_refused() -> None:
