@@ -16,19 +16,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 from torch.utils.data import DataLoader
 
 EXAMPLES = [{"input_ids": list(range(1, n + 1)), "labels": list(range(n))} for n in (7, 3, 5, 2)]
 ROLLOUTS = [
-    {
-        "prompt_ids": [5, 6],
-        "response_ids": [7] * n,
-        "rewards": float(n),
-        "loss_mask": [1] * n,
-        "logprobs": [-0.5] * n,
-        "uid": uid,
-    }
+    {"prompt_ids": [5, 6], "response_ids": [7] * n, "rewards": float(n), "loss_mask": [1] * n}
+    | {"logprobs": [-0.5] * n, "uid": uid}
     for uid, n in (("a", 2), ("a", 1), ("b", 3), ("b", 2))
 ]
 
@@ -63,8 +56,7 @@ def check_batch(batch: Any) -> None:
 
     assert len(Batch.cat([batch[:1], batch[1:]])) == len(batch)
     assert batch.select([0, 0])[1:] == batch[:1]
-    even = batch.pad_rows(multiple_of=2)
-    assert Batch.cat(even.chunk(2), metadata=even.metadata) == even
+    assert len(batch.pad_rows(multiple_of=2)) % 2 == 0
     assert pickle.loads(pickle.dumps(batch)) == batch.to("cpu") == batch
     assert batch_digest(batch.with_fields(x=torch.zeros(len(batch)))) != batch_digest(batch)
     assert repr(batch)
@@ -113,7 +105,6 @@ def check_loading() -> None:
         PrefetchLoader,
         TokenizedDataset,
     )
-    from torch_collate_kit.loading import AsyncBatchCollator
     from torch_collate_kit.testing import assert_exact_resume
 
     dataset = TokenizedDataset(EXAMPLES)
@@ -143,32 +134,6 @@ def check_loading() -> None:
         dataset_of_batches, batch_size=None, collate_fn=dataset_of_batches.as_is, num_workers=1
     )
     assert sum(batch.metadata["num_examples"] for batch in workers) == len(EXAMPLES)
-    with AsyncBatchCollator(lambda step: collate(EXAMPLES)) as ahead:
-        ahead.submit(0)
-        assert ahead.get(0) == collate(EXAMPLES)
-
-
-def check_attention() -> None:
-    from torch_collate_kit import IsolationError, PackedCollator, check_isolation
-
-    class Tokens(nn.Module):
-        """Logits of every token from that token alone, or, if it leaks, from the one before."""
-
-        def __init__(self, leaks: bool) -> None:
-            super().__init__()
-            self.embedding, self.leaks = nn.Embedding(32, 32), leaks
-
-        def forward(self, input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
-            logits = self.embedding(input_ids)
-            return logits + logits.roll(1, 1) if self.leaks else logits
-
-    batch = PackedCollator(0, max_tokens=8)(EXAMPLES)
-    check_isolation(Tokens(leaks=False), batch)
-    try:
-        check_isolation(Tokens(leaks=True), batch)
-    except IsolationError:
-        return
-    raise AssertionError("a leak was not found")
 
 
 def needs() -> dict[str, Any]:
@@ -236,7 +201,6 @@ def main() -> None:
     check_packing()
     check_rl()
     check_loading()
-    check_attention()
     check_needs()
     print("torch and NumPy are enough")
 

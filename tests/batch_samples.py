@@ -82,10 +82,7 @@ def rollouts(*, images: bool = False) -> list[dict[str, Any]]:
             found[-1] |= (
                 {"pixel_values": patches, "image_grid_thw": grids}
                 if grids
-                else {
-                    "pixel_values": None,
-                    "image_grid_thw": None,
-                }
+                else {"pixel_values": None, "image_grid_thw": None}
             )
     return found
 

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from tests.batch_samples import contents, plain
-from torch_collate_kit import PackedCollator, RolloutCollator, token_loss, unpack
+from torch_collate_kit import PackedCollator, RolloutCollator
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.packing import ParallelLayout
 from torch_collate_kit.ragged import Ragged
-from torch_collate_kit.rl import from_response_values, response_values, stage_mini_batches
+from torch_collate_kit.rl import stage_mini_batches
 
 
 def test_rows_that_divide_already_are_returned_as_they_are(collated: Batch) -> None:
@@ -39,27 +38,6 @@ def test_an_added_row_runs_like_row_0_and_trains_nothing(packed: Batch) -> None:
     assert batch.metadata["num_loss_tokens"] == 16
     assert batch.pad_rows(multiple_of=2).metadata["num_dummy_rows"] == 3
     assert contents(packed) == before
-
-
-def test_rows_are_added_to_a_slice_that_starts_anywhere(packed: Batch) -> None:
-    batch = packed[1:].pad_rows(multiple_of=3)
-    assert batch["input_ids"][2].tolist() == packed["input_ids"][1].tolist()
-    assert batch["sub_seq_lengths"].tolist() == [[5, 3], [4, 2], []]
-    assert batch.row_metadata["example_starts"].tolist() == [[0, 0], [0, 0], []]
-    assert batch.model_inputs()["cu_seq_lens_q"].tolist() == [0, 5, 8, 12, 14, 16, 21, 24]
-
-
-def test_row_metadata_and_rewards_of_added_rows() -> None:
-    batch = Batch(
-        {"rewards": torch.tensor([5.0]), "response_mask": torch.tensor([[1, 1]])},
-        row_metadata={"uids": ["a"], "turns": np.array([3])},
-        metadata={"step": 1},
-    ).pad_rows(multiple_of=2)
-    assert batch["rewards"].tolist() == [5.0, 0.0]
-    assert batch["response_mask"].tolist() == [[1, 1], [0, 0]]
-    assert batch.row_metadata["uids"] == ["a", "a"]
-    assert batch.row_metadata["turns"].tolist() == [3, 3]
-    assert batch.metadata["step"] == 1
 
 
 ROLLOUTS: list[dict[str, Any]] = [
@@ -99,33 +77,6 @@ def test_every_row_metadata_of_added_rows(collate: Any, expected: dict[str, Any]
     uids, flags = batch.row_metadata["uids"], batch.row_metadata["is_last_step"]
     assert {type(uid) for uid in uids} == {type(uids[0])}
     assert {type(flag) for flag in flags} == {type(flags[0])}
-
-
-def test_row_metadata_of_rows_that_the_collator_adds() -> None:
-    batch = PackedCollator(0, max_tokens=8, parallel=ParallelLayout(dp=5))(ROLLOUTS)
-    added = [row for row, own in enumerate(batch["sub_seq_lengths"]) if not len(own)]
-    assert len(added) == 2
-    longest, width = batch.row_metadata.pop("max_segment_length"), len(batch["input_ids"][0])
-    assert [longest[row] for row in added] == [width] * 2
-    for key, value in batch.row_metadata.items():
-        empty: Any = [] if isinstance(value, Ragged) else ()
-        assert [plain(value)[row] for row in added] == [empty] * 2, key
-
-
-@pytest.mark.parametrize("collate", [RolloutCollator(0), PackedCollator(0, max_tokens=8)])
-def test_added_rows_are_in_no_output(collate: Any) -> None:
-    batch = collate(ROLLOUTS).pad_rows(multiple_of=5)
-    added = batch.chunk(5)[-1]
-    assert [len(part) for part in unpack(batch["input_ids"], batch)] == [3, 4, 5]
-    assert [len(part) for part in unpack(added["input_ids"], added)] == [0, 0, 0]
-    assert [len(part) for part in response_values(batch["loss_mask"], batch)] == [1, 2, 3]
-    assert response_values(added["loss_mask"], added) == [[], [], []]
-    assert from_response_values([[], [], []], added).count_nonzero() == 0
-    for rows, examples in ((batch, [0, 1, 2]), (added, [])):
-        logits = torch.zeros(*rows["input_ids"].shape, 4)
-        _, outputs = token_loss(logits, rows, num_loss_tokens=1, return_per_token_outputs=True)
-        assert outputs.example_indices.tolist() == examples
-        assert [len(values) for values in outputs.nll] == [i + 1 for i in examples]
 
 
 def test_a_router_counts_no_token_of_an_added_row() -> None:
@@ -183,6 +134,3 @@ def test_pad_rows_errors(packed: Batch) -> None:
             packed.pad_rows(multiple_of=multiple_of)
     no_rows = packed[:0]  # 0 is a multiple of everything
     assert no_rows.pad_rows(multiple_of=2) is no_rows
-
-
-# --- any sequence of operations ------------------------------------------------------------------

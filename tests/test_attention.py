@@ -8,18 +8,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.tiny_models import (
     MODELS,
-    VOCAB,
     WINDOW,
     packed_inputs,
     segment_slices,
     tiny_model,
     token_ids,
 )
-from torch_collate_kit.attention import kernels, register_torch_varlen
+from torch_collate_kit.attention import kernels
 from torch_collate_kit.attention.kernels import Segments, attend
 
 ONE_ROW = ([7, 1, 5],)
@@ -135,22 +134,6 @@ def test_generate_equals_sdpa(kind, use_cache):
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
-def test_evaluation_without_boundaries_uses_the_mask(kind):
-    inputs = packed_inputs(*TWO_ROWS, varlen=False)
-    with torch.no_grad():
-        logits = tiny_model(kind)(**inputs).logits
-        expected = tiny_model(kind, "sdpa")(**inputs).logits
-    torch.testing.assert_close(logits, expected)
-
-
-def test_a_padded_batch_can_be_evaluated():
-    ids, mask = token_ids(2, 6), torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]])
-    with torch.no_grad():
-        logits = tiny_model("qwen3")(input_ids=ids, attention_mask=mask).logits
-        torch.testing.assert_close(logits[1, :4], alone(tiny_model("qwen3", "sdpa"), ids[1, :4]))
-
-
-@pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
 @pytest.mark.parametrize("max_cache_len", [12, 16])
 def test_a_static_cache_without_a_mask_equals_sdpa(kind, max_cache_len):
     # its update moves the offset, a tensor, in place: a mask built after it would be a later one
@@ -164,55 +147,6 @@ def test_a_static_cache_without_a_mask_equals_sdpa(kind, max_cache_len):
             model(input_ids=ids[:, :9], past_key_values=cache, use_cache=True)
             logits.append(model(input_ids=ids[:, 9:], past_key_values=cache).logits)
     assert torch.equal(*logits)
-
-
-@pytest.mark.parametrize("static", [True, False])
-def test_the_mask_of_a_static_cache_is_built_at_once(static):
-    """Its offset is a tensor that has changed when attention runs."""
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
-
-    register_torch_varlen()
-    offset: Any = torch.zeros((), dtype=torch.int64) if static else 0
-    mask = ALL_MASK_ATTENTION_FUNCTIONS["torch_varlen"](
-        batch_size=1,
-        q_length=3,
-        kv_length=3,
-        q_offset=offset,
-        kv_offset=0,
-        mask_function=causal_mask_function,
-        attention_mask=None,
-        allow_is_causal_skip=False,
-    )
-    assert isinstance(mask, Tensor) is static
-    built = mask if static else mask.build()
-    assert torch.equal(built[0, 0], torch.ones(3, 3).tril().bool())
-
-
-@pytest.mark.parametrize("kind", ["llama", "mistral"])
-def test_no_mask_is_built_for_packed_rows(kind, monkeypatch):
-    from transformers import masking_utils
-
-    def fail(**_: Any) -> None:
-        raise AssertionError("a T x T mask was built")
-
-    monkeypatch.setattr(masking_utils, "sdpa_mask", fail)
-    logits = tiny_model(kind)(**packed_inputs(*TWO_ROWS)).logits
-    assert logits.shape == (2, 9, VOCAB)
-
-
-def test_a_cache_that_starts_empty_does_not_leak():
-    inputs, model = packed_inputs(*ONE_ROW), tiny_model("gemma3")
-    expected = model(**inputs).logits
-    del inputs["use_cache"]  # the config's default is True
-    assert torch.equal(model(**inputs).logits, expected)
-
-
-def test_lengths_are_optional():
-    inputs, model = packed_inputs(*ONE_ROW), tiny_model("llama")
-    expected = model(**inputs).logits
-    for name in ("cu_seq_lens_k", "max_length_q", "max_length_k"):
-        del inputs[name]
-    assert torch.equal(model(**inputs).logits, expected)
 
 
 # --- one attention call against a mask written out -----------------------------------------------
@@ -391,135 +325,3 @@ def test_where_the_kernel_fits(monkeypatch, device, dtype, head_dim, value_dim, 
         for dim in (head_dim, value_dim)
     )
     assert kernels._fits_kernel(query, value) is fits
-
-
-# --- fail closed ---------------------------------------------------------------------------------
-
-
-BOTH = r"an attention_mask is passed in addition to cu_seq_lens_q \(its shape is \[1, 1, 13, 13\]"
-MASK_2D = torch.tensor([[1] * 8 + [0] * 5])
-MASK_4D = torch.ones(1, 1, 13, 13, dtype=torch.bool).tril()
-
-
-@pytest.mark.parametrize(
-    ("kind", "mask", "message"),
-    [
-        ("llama", MASK_2D, BOTH),
-        ("mistral", MASK_2D, BOTH),
-        ("llama", MASK_4D, BOTH),
-        ("gemma2", None, "soft-capping, but Gemma2Attention.*eager"),
-    ],
-)
-def test_what_stands_beside_boundaries_is_refused(kind, mask, message):
-    model = tiny_model(kind, **({"attn_logit_softcapping": 50.0} if kind == "gemma2" else {}))
-    with pytest.raises(ValueError, match=message):
-        model(**packed_inputs(*ONE_ROW), attention_mask=mask)
-
-
-@pytest.mark.parametrize(
-    ("training", "message"), [(True, "no cu_seq_lens_q in tr"), (False, "restart")]
-)
-def test_packed_rows_without_boundaries_are_refused(training, message):
-    inputs = packed_inputs(*ONE_ROW, varlen=False)
-    del inputs["use_cache"]  # with a cache transformers does not look at the positions
-    with pytest.raises(ValueError, match=message):
-        tiny_model("qwen3").train(training)(**inputs)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"s_aux": torch.zeros(4)}, "cannot do attention sinks.*passes s_aux; use .*eager"),
-        ({"position_bias": torch.zeros(4)}, "cannot do a position bias.*passes position_bias"),
-        ({"is_causal": False}, '"text_config": "torch_varlen", "vision_config"'),
-    ],
-)
-def test_other_attention_is_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        call_attention([2, 1], **options)
-
-
-def test_a_filled_cache_beside_boundaries_is_refused():
-    inputs, model = packed_inputs(*ONE_ROW), tiny_model("llama")
-    inputs["use_cache"] = True
-    cache = model(**inputs).past_key_values
-    with pytest.raises(ValueError, match=r"13 query and 26 key tokens per row.*use_cache=False"):
-        model(**inputs, past_key_values=cache)
-
-
-def test_dropout_is_refused():
-    model = tiny_model("qwen3", attention_dropout=0.1)
-    model(**packed_inputs(*ONE_ROW))  # eval: there is none
-    with pytest.raises(ValueError, match=r"asks for 0.1; set config.attention_dropout = 0.0"):
-        model.train()(**packed_inputs(*ONE_ROW))
-
-
-def test_a_window_that_mask_and_layer_disagree_on_is_refused():
-    model = tiny_model("gemma3")
-    model.model.layers[0].self_attn.sliding_window = WINDOW - 1
-    with pytest.raises(ValueError, match=r"sliding windows \[4\].*sliding_window=3; use .*sdpa"):
-        model(**packed_inputs(*ONE_ROW))
-
-
-def test_a_mask_pattern_beyond_causal_is_refused():
-    from transformers import masking_utils
-
-    model = tiny_model("llama", attention_chunk_size=4)
-    options = {
-        "config": model.config,
-        "inputs_embeds": torch.zeros(1, 3, 8),
-        "attention_mask": None,
-        "past_key_values": None,
-    }
-    chunks = masking_utils.create_chunked_causal_mask(**options)
-    with pytest.raises(ValueError, match=r"built from \['chunked_overlay.*use .*\"sdpa\""):
-        call_attention([2, 1], attention_mask=chunks)
-
-    def image_tokens(batch_idx: Any, head_idx: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return kv_idx >= 0
-
-    blocks = masking_utils.create_causal_mask(**options, or_mask_function=image_tokens)
-    with pytest.raises(ValueError, match="image_tokens"):
-        call_attention([2, 1], attention_mask=blocks)
-
-
-@pytest.mark.parametrize(
-    ("bounds", "bounds_k", "message"),
-    [
-        ([0, 2], None, r"must rise from 0 to 6 \(2 rows of 3 tokens.*got \[0, 2\]"),
-        ([1, 3, 6], None, "must rise from 0 to 6"),
-        ([0, 4, 3, 6], None, "must rise from 0 to 6"),
-        ([0, 2, 6], None, r"lacks the row boundaries \[3\]"),
-        ([0, 3, 6], [0, 6], "differ.*pass the same"),
-    ],
-)
-def test_boundaries_that_do_not_fit_are_refused(bounds, bounds_k, message):
-    cu = torch.tensor(bounds, dtype=torch.int32)
-    cu_k = None if bounds_k is None else torch.tensor(bounds_k, dtype=torch.int32)
-    with pytest.raises(ValueError, match=message):
-        call_attention([3, 3], cu_seq_lens_q=cu, cu_seq_lens_k=cu_k, num_rows=2)
-
-
-def call_attention(lengths: list[int], *, num_rows: int = 1, **options: Any) -> Any:
-    """The registered function, called as a layer of a model calls it."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    register_torch_varlen()
-    width = sum(lengths) // num_rows
-    query = torch.zeros(num_rows, 2, width, 8)
-    options = {"cu_seq_lens_q": bounds_of(lengths).cu_q, "attention_mask": None} | options
-    return ALL_ATTENTION_FUNCTIONS["torch_varlen"](nn.Identity(), query, query, query, **options)
-
-
-@pytest.mark.parametrize("kind", ["qwen3", "mistral"])
-def test_a_packed_batch_with_its_2d_mask_is_refused_in_eval_too(kind):
-    """model(**batch): the mask keeps pads out, and lets segments see each other."""
-    model = tiny_model(kind, "torch_varlen")
-    inputs = packed_inputs([3, 4, 2], varlen=False)
-    mask = torch.ones_like(inputs["input_ids"])
-    mask[:, -2:] = 0
-    with pytest.raises(ValueError, match="position_ids restart inside a row"):
-        model(**inputs, attention_mask=mask)
-    padded = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1]])  # left pads restart nothing
-    positions = torch.tensor([[0, 0, 0, 0, 1, 2, 3, 4, 5]])
-    model(**{**inputs, "position_ids": positions}, attention_mask=padded)

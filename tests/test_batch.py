@@ -47,19 +47,11 @@ def test_the_arguments_are_not_kept_as_containers() -> None:
     assert list(batch.metadata) == list(batch.row_metadata) == ["uids"]
 
 
-@pytest.mark.parametrize("value", [torch.tensor(3), np.array(3), ["a"], [1, 2, 3], ("a",), "ab"])
-def test_metadata_belongs_to_the_whole_batch_whatever_its_type(value: Any) -> None:
-    batch = Batch({"x": torch.arange(3)}, metadata={"m": value})
-    assert batch[:1].metadata["m"] is value
-    assert batch.select([0]).metadata["m"] is value
-
-
 # --- rows ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "index",
-    [slice(None), slice(2), slice(-1, None), slice(0, 4, 2), slice(2, 1), slice(9, 12)],
+    "index", [slice(None), slice(2), slice(-1, None), slice(0, 4, 2), slice(2, 1), slice(9, 12)]
 )
 def test_a_slice_is_the_selection_of_its_rows(index: slice) -> None:
     rows = list(range(4))[index]
@@ -75,14 +67,6 @@ def test_slices_and_chunks_copy_nothing_that_is_stored(collated: Batch) -> None:
     loose_batch = loose()
     loose_batch[1:2]["ids"][:] = 9
     assert loose_batch["ids"].tolist()[1] == [9, 9]
-
-
-def test_a_slice_keeps_the_divisor_of_the_whole_batch(packed: Batch) -> None:
-    part = packed[1:]
-    assert part.metadata["num_loss_tokens"] == packed.metadata["num_loss_tokens"] == 16
-    assert part.row_metadata["example_indices"].tolist() == [[0, 1], [2, 3]]
-    assert part.row_metadata["max_segment_length"] == [5, 4]
-    assert part["sub_seq_lengths"].tolist() == [[5, 3], [4, 2]]
 
 
 def test_chunks_are_the_rows_in_order(collated: Batch) -> None:

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,9 +16,7 @@ from hypothesis import strategies as st
 from tests.batch_samples import KINDS
 from tests.strategies import FUZZ
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.collators import PackedCollator, PaddedCollator
 from torch_collate_kit.ragged import Ragged
-from torch_collate_kit.testing import batch_digest
 
 Model = dict[str, Any]  # tensors [R, ...], or a list of tensors, one per row
 
@@ -61,14 +57,7 @@ def joined(first: Model, second: Model) -> Model:
 
 
 PADS: dict[str, Any] = {"labels": -100, "router_padding_mask": True}
-EMPTY = (
-    "loss_mask",
-    "response_mask",
-    "rewards",
-    "advantages",
-    "rollout_logprobs",
-    "reference",
-)
+EMPTY = ("loss_mask", "response_mask", "rewards", "advantages", "rollout_logprobs", "reference")
 
 
 def padded(model: Model, multiple_of: int) -> Model:
@@ -140,56 +129,3 @@ def test_random_changes_and_operations(data: Any, kind: str, inference: bool) ->
             elif operation == "copy":
                 batch = copy.copy(batch)
         check(batch, model, data.draw(st.permutations(list(model))))
-
-
-KEEPING: dict[str, Callable[[Batch], Batch]] = {
-    "slice": lambda b: b[:],
-    "select": lambda b: b.select(list(range(len(b)))),
-    "cat": lambda b: Batch.cat([b[:1], b[1:]]),
-    "to": lambda b: b.to("cpu"),
-    "pickle": lambda b: pickle.loads(pickle.dumps(b)),
-    "pickle twice": lambda b: pickle.loads(pickle.dumps(pickle.loads(pickle.dumps(b)))),
-    "with_fields": lambda b: b.with_fields(more=torch.zeros(len(b))),
-    "deepcopy": copy.deepcopy,
-    "pad_rows": lambda b: b.pad_rows(multiple_of=len(b) + 1)[: len(b)],
-    "chunk": lambda b: Batch.cat(b.chunk(len(b))),
-}
-
-
-@pytest.mark.parametrize("operation", list(KEEPING))
-@pytest.mark.parametrize("kind", list(KINDS))
-def test_one_change_of_each_field(kind: str, operation: str) -> None:
-    whole = model_of(KINDS[kind]())
-    for name in whole:
-        if name == "cu_seq_lens":
-            continue
-        with torch.inference_mode(list(KINDS).index(kind) % 2 > 0):
-            batch = KINDS[kind]()
-            model = copy.deepcopy(whole)
-            change(batch[name], model[name], 3)
-            kept = KEEPING[operation](batch)
-            if operation == "with_fields":
-                model["more"] = torch.zeros(len(kept))
-            check(kept, model)
-            check(KEEPING[operation](kept)[:], model)
-
-
-@pytest.mark.parametrize("collate", [PackedCollator(0, max_tokens=8), PaddedCollator(0)])
-def test_a_target_of_the_last_tokens_is_the_same_batch(collate: Any) -> None:
-    """It equals, joins and digests as one given for all tokens."""
-    ids = [1, 2, 3], [4, 5, 6, 7]
-    short = [
-        {"input_ids": ids[0], "loss_mask": [1, 1], "num_actions": 2},
-        {"input_ids": ids[1], "loss_mask": [1], "num_actions": 1},
-    ]
-    long = [
-        {"input_ids": ids[0], "loss_mask": [0, 1, 1]},
-        {"input_ids": ids[1], "loss_mask": [0, 0, 0, 1]},
-    ]
-    a, b = collate(short), collate(long)
-    assert a == b
-    assert batch_digest(a) == batch_digest(b)
-    totals = {"num_loss_tokens": 6, "num_tokens": 14, "num_examples": 4}
-    both = Batch.cat([a, b], totals)
-    for name in ("labels", "loss_mask"):
-        assert torch.equal(both[name], torch.cat([a[name], b[name]]))

@@ -19,7 +19,6 @@ from torch_collate_kit.batch import batch as batch_module
 from torch_collate_kit.collators import PackedCollator, PaddedCollator, RolloutCollator
 from torch_collate_kit.loading import PrefetchingSampler, PrefetchLoader
 from torch_collate_kit.loading.prefetch.device_copy import DeviceCopy
-from torch_collate_kit.rl import stage_mini_batches
 from torch_collate_kit.testing import batch_digest
 
 
@@ -71,11 +70,6 @@ def copies() -> DeviceCopy:
     return copy_
 
 
-def test_the_counter_counts(batch: Batch, made: list[str]) -> None:
-    batch["input_ids"], batch["input_ids"], dict(batch)
-    assert sorted(made) == sorted(batch)
-
-
 SILENT: dict[str, Callable[[Batch], Any]] = {
     "repr": repr,
     "html": lambda b: b._repr_html_(),
@@ -102,13 +96,6 @@ SILENT: dict[str, Callable[[Batch], Any]] = {
 def test_no_field_is_made(batch: Batch, made: list[str], name: str) -> None:
     assert SILENT[name](batch) is not None
     assert made == []
-
-
-def test_rows_that_are_added_need_the_lengths_alone(batch: Batch, made: list[str]) -> None:
-    padded = batch.pad_rows(multiple_of=7)
-    padded.pad_rows(multiple_of=9)
-    stage_mini_batches(batch, [0, 1, len(batch)], 3, balance="tokens")
-    assert set(made) == {"sub_seq_lengths"}  # ragged: a number per example
 
 
 def test_pinning_and_copying_to_a_device_make_none(

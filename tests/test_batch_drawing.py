@@ -129,14 +129,6 @@ def test_added_rows_and_dummy_images_are_told_from_examples() -> None:
     assert sorted(map(len, drawn)) == [2, 2]
 
 
-def test_a_replaced_loss_mask_is_drawn() -> None:
-    batch = PaddedCollator(0)([{"input_ids": [5, 6, 7]}])
-    assert rows_of(batch) == ["aAA"]
-    assert rows_of(batch.with_fields(loss_mask=torch.tensor([[0.0, 1.0]]))) == ["aaA"]
-    batch["loss_mask"].zero_()
-    assert rows_of(batch) == ["aaa"]
-
-
 def test_a_split_example_is_counted_once() -> None:
     batch = PackedCollator(0, max_tokens=4, overflow="split")([{"input_ids": [1] * 6}])
     assert repr(batch).startswith("Batch of 2 packed rows, 4 wide: 1 example in 2 pieces, 6 tokens")
@@ -154,36 +146,6 @@ def test_a_wide_row_has_a_letter_for_many_cells() -> None:
     assert max(map(len, repr(collate(examples)).splitlines())) <= 80
 
 
-def test_a_letter_is_upper_case_where_half_of_its_cells_are_trained() -> None:
-    masks = [0, 1, 0, 0], [0, 1, 1, 0], [1, 1, 1, 0], [1, 1, 1, 1]
-    example = {"input_ids": [1] * 16 * 17, "loss_mask": [bit for m in masks for bit in m] * 17}
-    batch = PaddedCollator(0)([example])
-    assert "1 letter = 4 cells" in repr(batch)
-    assert rows_of(batch) == ["aAAA" * 17]
-
-
-def test_a_letter_is_the_example_that_most_of_its_cells_hold() -> None:
-    lengths = (65, 3, 200)  # of blocks of 4: 1 cell of the first example, 3 of the second
-    collate = PackedCollator(0, max_tokens=268, strategy="sequential")
-    batch = collate([{"input_ids": [1] * n, "loss_mask": [0] * n} for n in lengths])
-    assert "1 letter = 4 cells" in repr(batch)
-    assert rows_of(batch) == ["a" * 16 + "b" + "c" * 50]
-
-
-def test_bars_name_their_example_and_end_with_their_row() -> None:
-    lengths = (200, 100, 157)  # in rows of 257 cells, two per block, of which the last has one
-    collate = PackedCollator(0, max_tokens=257, strategy="sequential", fixed_width=True)
-    batch = collate([{"input_ids": [1] * n, "loss_mask": [0] * n} for n in lengths])
-    titles = re.findall(r'title="([^"]*)"', batch[1:]._repr_html_())
-    assert titles == ["example 1: 100 cells, not trained", "example 2: 157 cells, not trained"]
-
-
-def test_neighbours_differ_in_color() -> None:
-    page = PackedCollator(0, max_tokens=8)([{"input_ids": [1, 2]}] * 4)._repr_html_()
-    colors = re.findall(r"height:100%;background:(#\w{6})", page)[:4]
-    assert len(set(colors)) == 4
-
-
 def test_only_the_first_rows_are_drawn() -> None:
     batch = PaddedCollator(0)([{"input_ids": [1] * (1 + i % 3)} for i in range(1200)])
     assert rows_of(batch) == ["..a", ".bB", "cCC", "..d", ".eE", "fFF", "..g", ".hH"]
@@ -191,12 +153,6 @@ def test_only_the_first_rows_are_drawn() -> None:
     assert "... 1,192 more rows" in batch._repr_html_()
     assert "\n  ... 1 more row\n" in repr(batch[:9])
     assert "... 1 more row<" in batch[:9]._repr_html_()
-
-
-def test_a_share_is_not_rounded_to_all_or_nothing() -> None:
-    batch = PaddedCollator(0)([{"input_ids": [1] * 1000}, {"input_ids": [1] * 999}])
-    assert "(99.95% of the cells)" in title(batch)
-    assert "(100% of the cells)" in title(batch[:1])
 
 
 def test_on_a_device_nothing_is_read() -> None:
@@ -209,25 +165,6 @@ def test_on_a_device_nothing_is_read() -> None:
     assert 'letters: examples; . padding; batch.to("cpu") shows what is trained' in repr(moved)
     assert "not trained" not in moved._repr_html_()
     assert "on meta, built from tensors" in repr(loose().to("meta"))
-
-
-def test_metadata_of_other_kinds_is_no_error() -> None:
-    batch = KINDS["packed"]()
-    indices = batch.row_metadata["example_indices"]
-    for values in (torch.from_numpy(indices.values), torch.empty(5, device="meta")):
-        batch.row_metadata["example_indices"] = Ragged(values, indices.offsets)
-        assert "5 examples, 21 tokens" in title(batch)
-        check_html(batch)
-    batch.row_metadata["example_indices"] = [[4], [0, 1], [2, 3]]
-    assert rows_of(batch) == drawn_by_loops(KINDS["packed"]())
-    check_html(batch)
-
-
-def test_no_rows() -> None:
-    assert repr(KINDS["packed"]()[:0]).startswith(
-        "Batch of 0 packed rows, 8 wide: 0 examples, 0 tokens, 0 trained\n  stored: "
-    )
-    assert loose()[:0]._repr_html_().startswith("<div><div><b>Batch of 0 rows, built from tensors")
 
 
 DENSE: dict[str, dict[str, Any]] = {

@@ -56,14 +56,6 @@ def test_a_rollout() -> None:
     )
 
 
-def test_a_replaced_field_without_a_value_per_token_is_left_out() -> None:
-    batch = KINDS["rollouts"]()
-    shown = batch.with_fields(rewards=torch.zeros(4, 1), advantages=torch.ones(4, 9)).explain(0)
-    assert list(shown.columns)[-2:] == ["weight", "rollout_logprobs"]
-    fields = {"input_ids": torch.tensor([[5, 6]]), "wide": torch.zeros(1, 9)}
-    assert list(Batch(fields, metadata={"response_length": 9}).explain(0).columns) == ["cell", "id"]
-
-
 def test_text_shows_what_is_invisible_and_parts_of_characters() -> None:
     ids = TOKENIZER("a \u20ac\n\u200b|<|im_end|>")["input_ids"]
     batch = PaddedCollator(0)([{"input_ids": [*ids, 9999]}])
@@ -75,48 +67,6 @@ def test_text_shows_what_is_invisible_and_parts_of_characters() -> None:
     assert lines[1] == "cell  example    id  text          position  label  weight"
     assert lines[2] == "   0        0    64  'a'                  0      -       -"
     assert lines[-1] == "  11        0  9999  ?                   11   9999       1"
-
-
-class SentencePieces:
-    """A tokenizer with SentencePiece's way of writing spaces and bytes."""
-
-    pieces = ("\u2581Hello", "world", "<0xE2>", "\u2581", "\u65e5\u672c", "\x00" * 40)
-
-    def convert_ids_to_tokens(self, token: int) -> str:
-        return self.pieces[token]
-
-    def decode(self, ids: list[int]) -> str:
-        text = "".join("\ufffd" if "<0x" in self.pieces[i] else self.pieces[i] for i in ids)
-        return text.replace("\u2581", " ").removeprefix(" ")
-
-
-def test_text_of_sentence_pieces() -> None:
-    expected = ["' Hello'", "'world'", r"b'\xe2'", "' '", "'\u65e5\u672c'", repr("\x00" * 40)]
-    batch = PaddedCollator(0)([{"input_ids": [*range(7)]}])
-    assert batch.explain(0, SentencePieces()).to_dict()["text"] == [*expected, "?"]
-    batch = PaddedCollator(0)([{"input_ids": [4, 1, 5]}])
-    lines = str(batch.explain(0, SentencePieces())).splitlines()
-    position = lines[1].index("position") + len("position")
-    assert lines[2][: position - 2].endswith("0"), "two characters take two columns each"
-    assert lines[3][:position].endswith("1")
-    assert lines[4][lines[1].index("text") :].startswith(r"'\x00\x00\x00\x00\x00\x00\x0...'  ")
-
-
-def test_a_wide_text_widens_its_column() -> None:
-    batch = PaddedCollator(0)([{"input_ids": [4, 4], "labels": [4, 4]}])
-    shown = batch.explain(0, SentencePieces())
-    assert shown.to_dict()["text"] == ["'\u65e5\u672c'"] * 2
-    _, header, line, _ = str(shown).splitlines()
-    assert line[: line.index("'", line.index("'") + 1) + 1].endswith("\u672c'")
-    assert header.index("position") == line.index("'") + len("''") + 4 + len("  ")
-
-
-def test_a_processor_is_as_good_as_its_tokenizer() -> None:
-    class Processor:
-        tokenizer = TOKENIZER
-
-    batch = PaddedCollator(0)([{"input_ids": [64, 65]}])
-    assert str(batch.explain(0, Processor())) == str(batch.explain(0, TOKENIZER))
 
 
 def test_long_rows_show_head_and_tail() -> None:
@@ -180,31 +130,15 @@ ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
     "no such row": (lambda b: b.explain(3), IndexError, "row 3 of a batch with 3 rows"),
     "no such row from the end": (lambda b: b.explain(-4), IndexError, "row -4 of a batch with 3"),
     "neither": (lambda b: b.explain(), TypeError, "needs a row, or the example to look for"),
-    "no such example": (
-        lambda b: b.explain(example=9),
-        ValueError,
-        "example 9 is not in 3 rows of the batch: it is in none of them",
-    ),
-    "another row": (
-        lambda b: b.explain(0, example=0),
-        ValueError,
-        "example 0 is not in row 0 of the batch: it is in row 1",
-    ),
-    "no tokenizer": (
-        lambda b: b.explain(0, "gpt2"),
-        TypeError,
-        "tokenizer must have decode(), got str; load it with AutoTokenizer.from_pretrained",
-    ),
+    "no such example": (lambda b: b.explain(example=9), ValueError, "example 9 is not in 3 rows o"),
+    "another row": (lambda b: b.explain(0, example=0), ValueError, "example 0 is not in row 0 of"),
+    "no tokenizer": (lambda b: b.explain(0, "gpt2"), TypeError, "tokenizer must have decode(), go"),
     "no tokens to show": (
         lambda b: b.explain(0, max_tokens=0),
         ValueError,
         "max_tokens must be at least 1, got 0; None shows all tokens",
     ),
-    "no ids": (
-        lambda b: loose().explain(0),
-        ValueError,
-        "no input_ids [R, W] to explain; it has ids, rewards, half, kept, words",
-    ),
+    "no ids": (lambda b: loose().explain(0), ValueError, "no input_ids [R, W] to explain; it has"),
     "no example indices": (
         lambda b: loose().explain(0, example=1),
         ValueError,

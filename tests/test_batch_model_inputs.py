@@ -41,11 +41,6 @@ def test_packed_rows_for_varlen_attention(packed: Batch, attention: str) -> None
     assert list(without) == [name for name in inputs if name != "labels"]
 
 
-@pytest.mark.parametrize("attention", MASKED)
-def test_packed_rows_never_come_with_a_mask(packed: Batch, attention: str) -> None:
-    assert list(packed.model_inputs(attention)) == ALWAYS
-
-
 @pytest.mark.parametrize("attention", VARLEN + MASKED)
 def test_padded_rows_come_with_their_mask(padded: Batch, attention: str) -> None:
     inputs = padded.model_inputs(attention)
@@ -82,11 +77,6 @@ def test_boundaries_of_slices_and_selections_by_hand(packed: Batch) -> None:
         assert inputs["cu_seq_lens_q"].dtype == torch.int32
         assert inputs["max_length_k"] == longest
     assert packed["cu_seq_lens"].tolist() == [[0, 7, 8], [0, 5, 8], [0, 4, 6, 8]]  # unchanged
-
-
-def test_one_row_boundaries_are_not_the_field_itself(packed: Batch) -> None:
-    packed[:1].model_inputs()["cu_seq_lens_q"][:] = 0
-    assert packed["cu_seq_lens"].tolist()[0] == [0, 7, 8]
 
 
 def test_inputs_are_made_without_reading_a_tensor(
@@ -128,10 +118,7 @@ def test_more_cells_than_int32_counts_are_refused() -> None:
             for name in ("flash", "", "SDPA", None, "flash_attention_9", "a/sdpa")
         ],
         ({"vision_config": "sdpa"}, r"has no text_config, .*\{\"text_config\": \"torch_varlen\", "),
-        (
-            {"text_config": "sdpa", "vision_config": "torch_varlen"},
-            r"\"torch_varlen\" for vision_config: it is causal, and a vision tower is not.*load",
-        ),
+        ({"text_config": "sdpa", "vision_config": "torch_varlen"}, r"\"torch_varlen\" for vision_"),
         ({"text_config": "fast"}, r"attention='fast' is unknown; use one of torch_varlen, "),
     ],
 )

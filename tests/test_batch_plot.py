@@ -85,10 +85,6 @@ def test_every_cell_is_painted_once_for_what_it_is(name: str) -> None:
     assert painted(batch.plot()) == names
 
 
-def test_the_samples_have_everything() -> None:
-    assert {*"".join(row for make in BATCHES.values() for row in rows_of(make()))} >= {*"aA.-+#"}
-
-
 def test_borders_numbers_and_legend_by_hand() -> None:
     """Rows [7 | 1 pad], [5 + 3], [4 + 2 | 2 pads] of examples 4; 0, 1; 2, 3."""
     check_a_plot(PackedCollator(0, max_tokens=8)(examples()).plot)
@@ -103,32 +99,6 @@ def test_borders_numbers_and_legend_by_hand() -> None:
     assert ax.yaxis_inverted()  # row 0 is at the top
     labels = [text.get_text() for text in ax.get_legend().get_texts()]
     assert labels == ["dark: trained", "light: not trained", "padding"]
-
-
-def test_numbers_are_those_of_the_examples() -> None:
-    def numbers(batch: Batch) -> list[str]:
-        return [text.get_text() for text in batch.plot().texts]
-
-    assert numbers(PaddedCollator(0)(examples())) == list("01234")
-    split = PackedCollator(0, max_tokens=4, overflow="split")(examples([6, 1]))
-    assert sorted(numbers(split)) == ["0", "0", "1"]
-    assert numbers(PackedCollator(0, max_tokens=400)(examples([390, 9, 1]))) == ["0"]  # narrow ones
-    batch = PackedCollator(0, max_tokens=8)(examples())
-    batch.row_metadata["example_indices"] = [[4], [0, 1], [2, 3]]
-    assert numbers(batch) == []  # not known
-    del batch.row_metadata["example_indices"]
-    assert numbers(batch) == list("01122")
-
-
-def test_trained_is_darker_and_neighbours_differ_in_colour() -> None:
-    ax = PackedCollator(0, max_tokens=40)(masked_examples()).plot()
-    grey: dict[str, list[float]] = {"trained": [], "not trained": []}
-    for collection in ax.collections:
-        if collection.get_label() in grey:
-            red, green, blue = collection.get_facecolor()[0][:3]
-            grey[collection.get_label()].append(0.299 * red + 0.587 * green + 0.114 * blue)
-    assert [len(set(shades)) for shades in grey.values()] == [4, 4]  # of 5 examples in a row
-    assert max(grey["trained"]) + 0.15 < min(grey["not trained"])
 
 
 def test_of_many_rows_the_first_are_drawn() -> None:

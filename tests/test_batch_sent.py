@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pickle
 from functools import partial
@@ -102,16 +101,6 @@ def test_every_batch_has_memory_of_its_own_and_frees_it(strategy: str) -> None:
         assert shared_mappings() == before
 
 
-def test_a_batch_outlives_its_worker() -> None:
-    batches = iter(loader_of(large, 8, num_workers=1, prefetch_factor=1))
-    first, worker = next(batches), batches._workers[0]
-    with contextlib.suppress(RuntimeError):  # torch raises here, if the signal comes in time
-        worker.kill()
-        worker.join(60)
-    assert not worker.is_alive()
-    assert first["x"].unique().tolist() == [0]
-
-
 @pytest.fixture(params=["file_descriptor", "file_system"])
 def strategy(request: pytest.FixtureRequest) -> Any:
     before = torch.multiprocessing.get_sharing_strategy()
@@ -174,18 +163,6 @@ def test_large_arrays_are_in_shared_memory_and_not_in_the_message() -> None:
         assert received == batch
         assert pickle.loads(pickle.dumps(received)) == batch
         assert list(received.row_metadata) == list(batch.row_metadata)
-
-
-def test_arrays_of_metadata_can_be_written_and_do_not_keep_the_batch() -> None:
-    before = shared_mappings()
-    sent = list(loader_of(many_rows, 2, num_workers=1))
-    assert shared_mappings() == before + 2
-    assert all(batch == many_rows([number]) for number, batch in enumerate(sent))
-    pairs = [batch.row_metadata["pairs"] for batch in sent]
-    del sent
-    assert shared_mappings() == before
-    pairs[1] += 1
-    assert [int(of[0, 0]) for of in pairs] == [0, 2]
 
 
 def unpicklable(numbers: list[int]) -> Batch:

@@ -15,7 +15,6 @@ from tests.batch_samples import KINDS, loose, masked_examples
 from tests.building import packed_collator
 from tests.rollout_strategies import packed_rollout_options, rollouts
 from tests.strategies import FUZZ, batches, packed_options, padded_options
-from tests.vision import test_dummy_images as dummies
 from torch_collate_kit import unpack
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators import PackedCollator, PaddedCollator
@@ -59,26 +58,6 @@ def test_every_kind_of_batch(kind: str, columns: int) -> None:
     assert [part.tolist() for part in arrays] == expected
     dense = Batch(dict(batch), row_metadata=batch.row_metadata, metadata=batch.metadata)
     assert [part.tolist() for part in unpack(values, dense)] == expected
-
-
-def test_dummy_images_and_pad_rows_are_left_out() -> None:
-    batch = dummies.collate(dummies.examples())
-    found = [ids.tolist() for ids in unpack(batch["input_ids"], batch)]
-    assert found == [example["input_ids"] for example in dummies.examples()]
-
-
-def test_pieces_are_joined_and_dropped_examples_are_empty() -> None:
-    examples = [{"input_ids": [1, 2, 3, 4, 5]}, {"input_ids": [6]}]
-    split = PackedCollator(0, max_tokens=2, overflow="split")(examples)
-    assert [ids.tolist() for ids in unpack(split["input_ids"], split)] == [[1, 2, 3, 4, 5], [6]]
-    assert [ids.tolist() for ids in unpack(split["input_ids"][:, 1:], split)] == [[2, 4], []]
-    dropped = PackedCollator(0, max_tokens=2, overflow="drop")(examples)
-    values = torch.zeros(1, dropped["input_ids"].shape[1], 3)
-    assert [list(part.shape) for part in unpack(values, dropped)] == [[0, 3], [1, 3]]
-    chunks = split.chunk(len(split))
-    parts = [unpack(chunk["input_ids"], chunk) for chunk in chunks]
-    assert sorted(torch.cat([torch.cat(part) for part in parts]).tolist()) == [1, 2, 3, 4, 5, 6]
-    assert all(len(part) == 2 for part in parts)
 
 
 def test_gradients_flow_and_nothing_is_shared() -> None:
@@ -181,30 +160,15 @@ MANY = PACKED.select([0, 1, 2, 0, 1, 2])
 ERRORS: list[tuple[Any, Any, type[Exception], str]] = [
     ([[1]], PACKED, TypeError, "values must be a tensor or an array, got list"),
     (IDS, IDS, TypeError, "needs the Batch, or a mapping with labels and position_ids"),
-    (
-        IDS[:2],
-        PACKED,
-        ValueError,
-        "values have shape [2, 8], the batch has 3 rows of 8 cells; give ",
-    ),
+    (IDS[:2], PACKED, ValueError, "values have shape [2, 8], the batch has 3 rows of 8 cells; giv"),
     (IDS[:, 2:], PACKED, ValueError, "values have shape [3, 6], the batch has 3"),
     (IDS.repeat(1, 2), INPUTS, ValueError, "values have shape [3, 16]"),
     (IDS[0], PACKED, ValueError, "values have shape [8]"),
     (loose()["ids"], loose(), ValueError, "without the row metadata"),
     (IDS, {"position_ids": IDS}, ValueError, "no labels in the mapping, got position"),
-    (
-        IDS,
-        {"labels": IDS},
-        ValueError,
-        "neither position_ids nor cu_seq_lens_q is given, got labels",
-    ),
+    (IDS, {"labels": IDS}, ValueError, "neither position_ids nor cu_seq_lens_q is given, got labe"),
     (IDS, {"labels": IDS, "position_ids": IDS[:1]}, ValueError, "have shape [1, 8], labels [3, 8]"),
-    (
-        IDS,
-        {"labels": IDS, "position_ids": IDS[None]},
-        ValueError,
-        "must be [R, W], got shape [1, 3",
-    ),
+    (IDS, {"labels": IDS, "position_ids": IDS[None]}, ValueError, "must be [R, W], got shape"),
     (IDS, {"labels": IDS, "cu_seq_lens_q": [0, 9]}, ValueError, "ends at 9, labels have 24 cells"),
     (IDS.repeat(2, 1), MANY, ValueError, "a piece of example 0 is in the batch twice"),
     (STAGED["input_ids"], STAGED, ValueError, "is 2, so they are a part of another"),

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from tests.tiny_models import VOCAB, WINDOW, packed_inputs, tiny_model, token_ids
+from tests.tiny_models import WINDOW, packed_inputs, tiny_model, token_ids
 from torch_collate_kit.attention import check_isolation
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators import PackedCollator, PaddedCollator
@@ -82,28 +80,6 @@ def test_a_block_mask_equals_one_example_at_a_time(kind: str, attention: str) ->
             assert max((a - b).abs().max() for a, b in zip(leaking, expected, strict=True)) > 0.1
 
 
-@EXACT
-def test_training_with_a_block_mask_equals_one_example_at_a_time(kind: str, attention: str) -> None:
-    batch = packed()
-    model, logits = alone(kind, attention, training=True)
-    targets = [example["input_ids"][1:] for example in examples()]
-    losses = [
-        F.cross_entropy(x[:-1], y, reduction="sum") for x, y in zip(logits, targets, strict=True)
-    ]
-    torch.stack(losses).sum().backward()
-    expected = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-
-    model.zero_grad()
-    packed_logits = model(**block_inputs(model, batch, attention)).logits
-    labels = batch["labels"][:, 1:].flatten()
-    F.cross_entropy(packed_logits[:, :-1].flatten(0, 1), labels, reduction="sum").backward()
-    for name, parameter in model.named_parameters():
-        if name in expected:
-            assert parameter.grad is not None
-            largest = expected[name].abs().max().clamp(min=1)
-            assert (parameter.grad - expected[name]).abs().max() < 1e-5 * largest, name
-
-
 @KINDS
 @pytest.mark.parametrize("training", [False, True])
 def test_check_isolation_proves_it(kind: str, attention: str, training: bool) -> None:
@@ -124,17 +100,6 @@ def test_the_mask_for_eager_fits_every_dtype(kind: str, dtype: torch.dtype) -> N
 # --- the mask ------------------------------------------------------------------------------------
 
 
-def test_the_mask_by_hand() -> None:
-    batch = PackedCollator(0, max_tokens=4)([{"input_ids": [5, 6]}, {"input_ids": [7, 8]}])
-    seen = batch.model_inputs("sdpa", mask="block")["attention_mask"]
-    assert seen.dtype == torch.bool
-    assert seen.int().tolist() == [[[[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]]]
-    added = batch.model_inputs("eager", mask="block")["attention_mask"]
-    assert added.dtype == torch.bfloat16
-    assert torch.equal(added == 0, seen)
-    assert torch.equal(added == -torch.inf, ~seen)
-
-
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_a_window_gives_a_mask_for_each_kind_of_layer(attention: str) -> None:
     batch = PackedCollator(0, max_tokens=4)([{"input_ids": [5, 6, 7]}, {"input_ids": [8]}])
@@ -147,34 +112,10 @@ def test_a_window_gives_a_mask_for_each_kind_of_layer(attention: str) -> None:
     assert seen["sliding_attention"].int().tolist() == [[near]]
 
 
-def test_the_mask_is_made_without_reading_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a device each of these would wait."""
-    batch = packed()
-
-    def refuse(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        raise AssertionError("a tensor was read")
-
-    for name in ("cpu", "numpy", "tolist", "item", "__array__", "__bool__", "__int__", "nonzero"):
-        monkeypatch.setattr(Tensor, name, refuse)
-    masks = [batch.model_inputs(a, mask="block", sliding_window=3) for a in ("sdpa", "eager")]
-    monkeypatch.undo()
-    assert len(masks) == 2
-
-
 def test_a_padded_batch_keeps_its_own_mask() -> None:
     batch = PaddedCollator(0)(examples())
     inputs = batch.model_inputs("sdpa", mask="block", sliding_window=4)
     assert inputs["attention_mask"] is batch["attention_mask"]
-
-
-def test_a_window_may_be_a_numpy_integer() -> None:
-    for attention in ("sdpa", "eager"):
-        masks, expected = (
-            packed().model_inputs(attention, mask="block", sliding_window=window)["attention_mask"]
-            for window in (np.int64(4), 4)
-        )
-        assert masks.keys() == expected.keys()
-        assert all(torch.equal(masks[name], expected[name]) for name in masks)
 
 
 @pytest.mark.parametrize(
@@ -214,25 +155,6 @@ def test_the_reason_is_the_mask_and_no_other_layer(kind: str, attention: str) ->
         check_isolation(model, packed().model_inputs("torch_varlen"))
 
 
-@pytest.mark.parametrize(
-    ("kind", "attention"), [("bloom", "eager"), ("falcon_alibi", "eager"), ("falcon_alibi", "sdpa")]
-)
-def test_models_with_alibi_are_sent_to_padding(kind: str, attention: str) -> None:
-    model = tiny_model(kind, attention)
-    with pytest.raises(IsolationError, match=r"block mask does not help: .*use PaddedCollator"):
-        check_isolation(model, packed())
-    message = r"fails with the attention_mask \[2, 1, .*too many values.*2-D masks only, use Padded"
-    with pytest.raises(IsolationError, match=message):
-        check_isolation(model, packed().model_inputs(attention, mask="block"))
-
-
-def test_a_dict_of_masks_that_a_model_does_not_take() -> None:
-    inputs = packed().model_inputs("sdpa", mask="block", sliding_window=4)
-    message = r"dict of \['full_attention', 'sliding_attention'\].*accepts no dict .*leave slid"
-    with pytest.raises(IsolationError, match=message):
-        check_isolation(tiny_model("opt", "sdpa"), inputs)
-
-
 @pytest.mark.parametrize(("kind", "attention"), [("gpt_oss", "eager"), ("mistral", "sdpa")])
 def test_a_mask_in_which_the_window_is_lost_is_refused(kind: str, attention: str) -> None:
     """Isolated, and yet not what the model computes for an example alone."""
@@ -243,14 +165,6 @@ def test_a_mask_in_which_the_window_is_lost_is_refused(kind: str, attention: str
     )
     with pytest.raises(ValueError, match=message):
         check_isolation(tiny_model(kind, attention), inputs)
-
-
-def test_a_mask_with_the_window_in_it_is_taken() -> None:
-    inputs = packed().model_inputs("sdpa", mask="block", sliding_window=WINDOW)
-    inputs["attention_mask"] = inputs["attention_mask"]["sliding_attention"]
-    check_isolation(tiny_model("mistral", "sdpa"), inputs)
-    short = PackedCollator(0, max_tokens=8)([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
-    check_isolation(tiny_model("gpt_oss", "eager"), short.model_inputs("eager", mask="block"))
 
 
 @pytest.mark.parametrize(("longest", "is_lost"), [(WINDOW, False), (WINDOW + 1, True)])
@@ -302,22 +216,3 @@ def test_bloom_with_torch_varlen_is_refused() -> None:
     # It added the booleans of a padded batch's mask to its scores, without a word.
     with pytest.raises(ValueError, match=message):
         model(**PaddedCollator(0)(examples()).model_inputs("torch_varlen"))
-
-
-def test_paligemma_with_torch_varlen_is_refused() -> None:
-    transformers = pytest.importorskip("transformers")
-    text = tiny_model("llama").config.to_dict() | {"model_type": "gemma"}
-    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    vision |= {"num_attention_heads": 2, "image_size": 8, "patch_size": 4, "projection_dim": 32}
-    config = transformers.PaliGemmaConfig(
-        text_config=text,
-        vision_config=vision | {"model_type": "siglip_vision_model"},
-        image_token_id=VOCAB - 1,
-        projection_dim=32,
-    )
-    implementation = {"text_config": "torch_varlen", "vision_config": "sdpa"}
-    model = transformers.PaliGemmaForConditionalGeneration._from_config(
-        config, attn_implementation=implementation
-    ).eval()
-    with pytest.raises(ValueError, match=r"reads its attention mask itself \(\.ndim\)"):
-        model(**packed_inputs([4, 3]))

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import pytest
 
@@ -24,7 +23,6 @@ TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-CHAT_OPTIONS = ("--tokenizer", "tokenizer")
 Run = Callable[..., tuple[int, str, str]]
 
 
@@ -71,14 +69,6 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 # --- report --------------------------------------------------------------------------------------
 
 
-def test_a_report_of_lengths(run: Run) -> None:
-    code, out, err = run("report", "lengths.npy", "--max-tokens", "10", "12")
-    assert code == 0
-    assert err == ""
-    assert out.startswith("4 examples, 19 tokens; median 4, longest 9\n")
-    assert "recommended: max_tokens=10, best_fit_decreasing" in out
-
-
 def test_a_report_as_json_is_that_of_the_function(run: Run) -> None:
     options = ("--max-tokens", "10", "--strategy", "sequential", "balanced", "--dp", "2")
     code, out, err = run("report", "lengths.npy", "--json", *options, "--overflow", "split")
@@ -95,33 +85,6 @@ def test_a_report_as_json_is_that_of_the_function(run: Run) -> None:
         found = [{**c, "plan_seconds": 0} for c in json.loads(out)["candidates"]]
         assert found == timeless
         assert json.loads(out)["data"] == expected["data"]
-
-
-def test_a_report_of_chats(run: Run) -> None:
-    code, out, err = run("report", "chats.jsonl", "--tokenizer", "tokenizer", "--json")
-    assert (code, err) == (0, "")
-    data = json.loads(out)["data"]
-    tokenizer = byte_tokenizer(TEMPLATE)
-    texts = [tokenizer.apply_chat_template(c["messages"], tokenize=False) for c in CHATS]
-    lengths = [len(tokenizer(text)["input_ids"]) for text in texts]
-    assert (data["num_examples"], data["num_tokens"]) == (3, sum(lengths))
-
-
-def test_every_kind_of_file(run: Run, folder: Path) -> None:
-    data = datasets.Dataset.from_list(TOKENS)
-    data.to_parquet("tokens.parquet")
-    data.to_json("all.json")
-    data.save_to_disk("saved")
-    datasets.DatasetDict({"train": data, "test": data.select([1])}).save_to_disk("splits")
-    arrow = next((folder / "saved").glob("*.arrow"))
-    for name in ("tokens.parquet", "saved", "splits", str(arrow), "tokens.jsonl"):
-        code, out, _ = run("report", name, "--max-tokens", "8", "--json")
-        assert code == 0, name
-        assert json.loads(out)["data"]["num_tokens"] == 6, name
-    code, out, _ = run("report", "splits", "--split", "test", "--json")
-    assert json.loads(out)["data"]["num_tokens"] == 2
-    code, _, err = run("report", "splits", "--split", "dev")
-    assert (code, err) == (2, "error: splits: there is no split 'dev'; it has test, train\n")
 
 
 # --- audit ---------------------------------------------------------------------------------------
@@ -146,30 +109,6 @@ def test_an_audit_says_by_its_exit_code_whether_there_are_findings(run: Run) -> 
     assert json.loads(out)["num_tokens"] == 6
 
 
-def test_numbers_that_are_too_large(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    code, out, err = run("audit", "tokens.jsonl", "--max-tokens", str(1 << 63))
-    assert (code, err) == (0, "")
-    assert out.startswith("audit of 2 rows (6 tokens)")
-
-    def overflow(*_: object, **__: object) -> None:
-        raise OverflowError("int too large")
-
-    monkeypatch.setattr("torch_collate_kit.commands.dataset.audit", overflow)
-    assert run("audit", "tokens.jsonl") == (2, "", "error: int too large\n")
-
-
-def test_an_audit_reports_records_that_no_collator_takes(run: Run) -> None:
-    bad = {"messages": [{"role": "alien", "content": "a"}]}
-    Path("odd.jsonl").write_text("\n".join(map(json.dumps, [*CHATS, bad])))
-    code, out, _ = run("audit", "odd.jsonl", "--tokenizer", "tokenizer")
-    assert code == 1
-    assert "row 3: messages[0] has the unknown role 'alien'" in out
-    code, _, err = run("report", "odd.jsonl", "--tokenizer", "tokenizer")
-    assert code == 2
-    assert err.startswith("error: example 3: messages[0] has the unknown role 'alien'")
-    assert err.count("\n") == 1
-
-
 # --- explain -------------------------------------------------------------------------------------
 
 
@@ -187,15 +126,6 @@ def test_a_chat_is_explained(run: Run) -> None:
     last = run("explain", "chats.jsonl", "--tokenizer", "tokenizer", "--row", "-1", "--show", "4")
     assert last[1].startswith("record 2 of 3: ")
     assert len(last[1].splitlines()) == 2 + 4 + 1
-
-
-def test_audit_finds_empty_answers_in_chats(run: Run) -> None:
-    records = [chat("2+2?", "4"), chat("3+3?", ""), chat("4+4?", "8")]
-    Path("empty.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    code, out, _ = run("audit", "empty.jsonl", *CHAT_OPTIONS)
-    assert code > 0
-    assert "warning: empty_answer_trained\n  1 of 3 rows " in out
-    assert "refused" not in out
 
 
 def test_tokens_and_rollouts_are_explained(run: Run) -> None:
@@ -218,13 +148,6 @@ def test_tokens_and_rollouts_are_explained(run: Run) -> None:
     assert found["examples"][0]["tokens"][3]["label"] == 8
     texts = [token["text"] for token in found["examples"][0]["tokens"]]
     assert texts == [repr(byte_tokenizer(TEMPLATE).decode([i])) for i in (5, 6, 7, 8)]
-
-
-def test_rollouts_are_never_cut(run: Run) -> None:
-    whole = run("explain", "rollouts.jsonl")
-    code, out, err = run("explain", "rollouts.jsonl", "--max-tokens", "2")
-    assert (code, out) == whole[:2]
-    assert err == "note: rollouts are never cut, so --max-tokens changes nothing\n"
 
 
 # --- the process ----------------------------------------------------------------------------------
@@ -275,14 +198,6 @@ def test_a_pipe_that_is_closed_early() -> None:
         process.stdout.close()
         assert process.stderr.read() == ""
         assert process.wait(timeout=600) == 141
-
-
-def test_an_output_that_is_closed() -> None:
-    line = [sys.executable, "-m", "torch_collate_kit", "audit", "tokens.jsonl"]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    closed = ["sh", "-c", 'exec "$@" >&-', "sh", *line]
-    done = subprocess.run(closed, stderr=subprocess.PIPE, text=True, env=environment, timeout=600)
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_an_interrupt() -> None:

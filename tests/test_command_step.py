@@ -13,7 +13,6 @@ from tests.building import packed_sampler
 from tests.chat.chats import byte_tokenizer
 from tests.test_command_line import CHATS, TEMPLATE, Run, folder, run
 from torch_collate_kit import (
-    ChatOptions,
     MixedSampler,
     PrefetchingSampler,
     PrefetchLoader,
@@ -21,7 +20,6 @@ from torch_collate_kit import (
     tokenize_chat_dataset,
 )
 from torch_collate_kit.packing import ParallelLayout
-from torch_collate_kit.vision import load_processor
 
 __all__ = ["folder", "run"]  # fixtures
 
@@ -86,48 +84,16 @@ def test_a_checkpoint_of_chats_is_decoded(run: Run) -> None:
     assert shown == text[:30] + "..."
 
 
-def test_chats_are_cut_as_the_run_cut_them(run: Run) -> None:
-    chats = Dataset.from_list(CHATS)
-    where = ["--tokenizer", "tokenizer", "--step", 0, "--json"]
-    for limit, overflow, num_left in ((24, "truncate", 2), (40, "drop", 2)):
-        options: Any = {"max_length": limit, "overflow": overflow}
-        tokenized, _ = tokenize_chat_dataset(
-            chats, load_processor("tokenizer"), ChatOptions(**options)
-        )
-        data = TokenizedDataset(tokenized)
-        assert len(data) == num_left
-        sampler = PrefetchingSampler(data, batch_size=1)
-        Path("state.json").write_text(json.dumps(sampler.state_dict()))
-        cuts = ["--max-length", limit, "--overflow", overflow]
-        code, out, _ = run("step", "state.json", "chats.jsonl", *where, *cuts)
-        (index,) = sampler.examples(0, 0)
-        assert code == 0
-        assert json.loads(out)["examples"][0]["num_tokens"] == data.lengths[index]
-        assert run("step", "state.json", "chats.jsonl", *where)[0] == 2, "other data"
-
-
 def refusals() -> dict[str, tuple[list[Any], str]]:
     return {
-        "no state": (
-            ["tokens.jsonl", "rows.jsonl"],
-            "error: tokens.jsonl: is not JSON: Extra data",
-        ),
-        "other JSON": (
-            ["other.json", "rows.jsonl"],
-            "other.json: there is no state of a sampler in",
-        ),
-        "no file": (
-            ["nowhere.json", "rows.jsonl"],
-            "error: nowhere.json: there is no such file or folder",
-        ),
+        "no state": (["tokens.jsonl", "rows.jsonl"], "error: tokens.jsonl: is not JSON: Extra dat"),
+        "other JSON": (["other.json", "rows.jsonl"], "other.json: there is no state of a sampler"),
+        "no file": (["nowhere.json", "rows.jsonl"], "error: nowhere.json: there is no such file o"),
         "no run.json": (["tokenizer", "rows.jsonl"], "tokenizer: there is no run.json in it; name"),
         "other data": (["state.json", "tokens.jsonl"], "state is of 15 examples, the data has 2;"),
         "rollouts": (["state.json", "rollouts.jsonl"], "rollouts.jsonl holds rollouts, which no"),
         "order": (["order.json", "rows.jsonl"], "the order of this run is a function of its own"),
-        "no step": (
-            ["state.json", "rows.jsonl", "--step", "99"],
-            "step must be below 4, the steps of",
-        ),
+        "no step": (["state.json", "rows.jsonl", "--step", "99"], "step must be below 4, the step"),
     }
 
 

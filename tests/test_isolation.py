@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.tiny_models import MODELS, VOCAB, packed_inputs, tiny_model
+from tests.tiny_models import VOCAB, packed_inputs, tiny_model
 from torch_collate_kit import PaddedCollator
 from torch_collate_kit.attention import check_isolation
-from torch_collate_kit.attention.recurrent import RECURRENT_MODELS
-from torch_collate_kit.batch import Batch
 from torch_collate_kit.errors import IsolationError
-from torch_collate_kit.ragged import Ragged
 
 ONE_ROW = ([7, 1, 5],)
 TWO_ROWS = ([6, 3], [2, 7])
-LAYOUTS = pytest.mark.parametrize("rows", [ONE_ROW, TWO_ROWS], ids=["one", "two"])
-MODES = pytest.mark.parametrize("training", [False, True], ids=["eval", "training"])
-USES_MASKS = pytest.mark.parametrize("attention", ["eager", "sdpa"])
-
-
-LAYER_LISTS = ("layer_types", "layers_block_type", "block_types")
-KINDS_OF_STATE = ("linear", "conv", "recurrent", "mamba", "hybrid")
 
 
 def masked(inputs: dict[str, Any], num_pads: int) -> dict[str, Any]:
@@ -39,128 +26,6 @@ def masked(inputs: dict[str, Any], num_pads: int) -> dict[str, Any]:
 
 def without(inputs: dict[str, Any], name: str) -> dict[str, Any]:
     return {key: value for key, value in inputs.items() if key != name}
-
-
-# --- transformers: what leaks and what does not --------------------------------------------------
-
-
-@MODES
-@LAYOUTS
-@pytest.mark.parametrize("kind", MODELS)
-def test_torch_varlen_isolates(kind, rows, training):
-    check_isolation(tiny_model(kind).train(training), packed_inputs(*rows))
-
-
-@MODES
-@LAYOUTS
-@USES_MASKS
-@pytest.mark.parametrize("kind", MODELS)
-def test_restarting_positions_isolate(kind, attention, rows, training):
-    model = tiny_model(kind, attention).train(training)
-    check_isolation(model, packed_inputs(*rows, varlen=False))
-
-
-@MODES
-@LAYOUTS
-@USES_MASKS
-@pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
-@pytest.mark.parametrize("num_pads", [0, 2], ids=["ones", "pad-tail"])
-def test_a_2d_mask_leaks(kind, attention, rows, training, num_pads):
-    model = tiny_model(kind, attention).train(training)
-    with pytest.raises(
-        IsolationError, match=r"leaks into.*a 2-D attention_mask is passed.*leave i"
-    ):
-        check_isolation(model, masked(packed_inputs(*rows, varlen=False), num_pads))
-
-
-@MODES
-@LAYOUTS
-@USES_MASKS
-@pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
-def test_a_cache_leaks(kind, attention, rows, training):
-    model = tiny_model(kind, attention).train(training)
-    inputs = without(packed_inputs(*rows, varlen=False), "use_cache")
-    with pytest.raises(
-        IsolationError, match=r"leaks into.*use_cache is not False.*use_cache=False"
-    ):
-        check_isolation(model, inputs)
-
-
-def test_a_4d_mask_in_eager_leaks():
-    blocks = torch.block_diag(*(torch.ones(n, n) for n in ONE_ROW[0])).tril().bool()
-    inputs = packed_inputs(*ONE_ROW, varlen=False) | {"attention_mask": blocks[None, None]}
-    check_isolation(tiny_model("llama", "sdpa"), inputs)
-    with pytest.raises(IsolationError, match=r"the attention_mask \[1, 1, 13, 13\] itself"):
-        check_isolation(tiny_model("llama", "eager"), inputs)  # it adds the booleans to the scores
-
-
-def test_a_segment_that_goes_on_counting_leaks_without_varlen():
-    inputs = packed_inputs(*ONE_ROW)
-    inputs["position_ids"] = torch.arange(13)[None]
-    check_isolation(tiny_model("llama"), inputs)
-    with pytest.raises(IsolationError, match='"sdpa" ignores cu_seq_lens, and position_ids do not'):
-        check_isolation(tiny_model("llama", "sdpa"), inputs)
-
-
-@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable:FutureWarning")
-def test_a_leak_that_gradient_checkpointing_hides_is_found():
-    model = tiny_model("qwen3", "sdpa")
-    model.gradient_checkpointing_enable()  # in training it switches the cache off, in eval not
-    inputs = without(packed_inputs(*ONE_ROW, varlen=False), "use_cache")
-    with pytest.raises(IsolationError, match=r"in eval mode.*use_cache=False"):
-        check_isolation(model.train(), inputs)
-    check_isolation(model, inputs | {"use_cache": False})
-
-
-def test_the_message_says_who_moved_whom_and_by_how_much():
-    inputs = masked(packed_inputs(*ONE_ROW, varlen=False), 0)
-    with pytest.raises(IsolationError) as error:
-        check_isolation(tiny_model("qwen3", "sdpa"), inputs)
-    message = str(error.value)
-    assert message.startswith("row 0 segment 0 leaks into row 0 segment ")
-    assert "(in eval mode): changing its tokens moves the logits there by" in message
-    assert "0.0001 of that is allowed; 2 of 2 other segments move" in message
-
-
-@pytest.mark.parametrize("attention", ["torch_varlen", "sdpa"])
-def test_bfloat16(attention):
-    model = tiny_model("qwen3", attention, dtype=torch.bfloat16, initializer_range=0.02)
-    inputs = packed_inputs(*TWO_ROWS, varlen=attention == "torch_varlen")
-    check_isolation(model, inputs)
-    if attention == "sdpa":
-        with pytest.raises(IsolationError, match=r"0\.01 of that is allowed"):
-            check_isolation(model, masked(inputs, 0))
-
-
-def test_training_keeps_its_own_errors():
-    model = tiny_model("qwen3").train()
-    with pytest.raises(ValueError, match="no cu_seq_lens_q in training"):
-        check_isolation(model, packed_inputs(*ONE_ROW, varlen=False))
-
-
-@pytest.mark.parametrize("attention", ["torch_varlen", "sdpa"])
-@pytest.mark.parametrize("kind", ["qwen3", "mistral"])
-def test_a_batch_gives_the_inputs_for_the_models_attention(kind, attention):
-    inputs = packed_inputs(*TWO_ROWS)
-    ids = inputs["input_ids"]
-    fields = {
-        "input_ids": ids,
-        "position_ids": inputs["position_ids"],
-        "labels": ids,
-        "attention_mask": torch.ones_like(ids),
-        "cu_seq_lens": Ragged(
-            torch.tensor([0, 6, 9, 0, 2, 9], dtype=torch.int32), np.array([0, 3, 6])
-        ),
-    }
-    batch = Batch(fields, row_metadata={"max_segment_length": [6, 7]})
-    check_isolation(tiny_model(kind, attention).train(), batch)
-
-
-def test_padding_is_not_looked_at():
-    # the pad tail sees the text before it, with a 2-D mask or without; that harms nobody
-    inputs = packed_inputs([5, 2], [4, 3], varlen=False)
-    inputs["attention_mask"] = torch.tensor([[1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 0, 0, 0]])
-    check_isolation(tiny_model("qwen3", "sdpa"), inputs)
 
 
 # --- models made to leak -------------------------------------------------------------------------
@@ -313,13 +178,6 @@ def test_nothing_is_left_changed():
     assert all(torch.equal(torch.as_tensor(inputs[key]), before[key]) for key in before)
 
 
-def test_modes_are_put_back_after_an_error():
-    model = tiny_model("qwen3", "sdpa").train()
-    with pytest.raises(IsolationError):
-        check_isolation(model, masked(packed_inputs(*ONE_ROW, varlen=False), 0))
-    assert all(module.training for module in model.modules())
-
-
 def test_image_placeholders_are_neither_changed_nor_made():
     image, half = 3, VOCAB // 2
     ids = torch.tensor(
@@ -382,14 +240,6 @@ def test_an_error_of_the_model_is_its_own_unless_it_may_be_about_a_4d_mask():
         check_isolation(Toy(fail), blocks)
 
 
-def test_nan_alone_is_a_difference():
-    def nan_alone(model: nn.Module, hidden: Tensor) -> Tensor:
-        return hidden if hidden.shape[1] == 6 else hidden * torch.nan
-
-    with pytest.raises(IsolationError, match=r"differs from a run alone.*by nan.*2 of 2 segments"):
-        check_isolation(Toy(nan_alone), toy_inputs([3, 3]))
-
-
 def test_inputs_per_token_go_with_their_segment():
     seen = []
 
@@ -402,12 +252,7 @@ def test_inputs_per_token_go_with_their_segment():
     inputs = toy_inputs([2, 3], [4, 1])
     inputs["types"] = torch.arange(10).view(2, 5)
     check_isolation(WithTypes().eval(), inputs)
-    assert [types.tolist() for types in seen[-4:]] == [
-        [[0, 1]],
-        [[2, 3, 4]],
-        [[5, 6, 7, 8]],
-        [[9]],
-    ]
+    assert [types.tolist() for types in seen[-4:]] == [[[0, 1]], [[2, 3, 4]], [[5, 6, 7, 8]], [[9]]]
 
 
 def test_a_batch_in_which_no_token_can_change_shows_nothing():
@@ -450,83 +295,6 @@ def test_image_positions_with_a_text_row_are_read():
     check_isolation(Toy(), inputs)
     with pytest.raises(IsolationError, match="row 1 segment 0 leaks into row 1 segment 1"):
         check_isolation(Toy(from_cell_to_cell((1, 0), (1, 5))), inputs)
-
-
-# --- layers that carry state ---------------------------------------------------------------------
-
-
-@pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Packages with the names of the kernels that take boundaries can be imported."""
-    for name in ("fla", "causal_conv1d"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "__init__.py").touch()
-    monkeypatch.syspath_prepend(tmp_path)
-    assert all(importlib.util.find_spec(name) for name in ("fla", "causal_conv1d"))
-
-
-@pytest.mark.parametrize("boundaries", [{}, {"cu_seq_lens_q": torch.tensor([0, 3, 6])}])
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"layer_types": ["linear_attention", "full_attention"]},
-        {"layer_types": ["conv"]},
-        {"layers_block_type": ["mamba", "attention"]},
-        {"block_types": ["recurrent"]},
-        {"get_text_config": lambda: SimpleNamespace(layer_types=["hybrid"])},
-    ],
-)
-@pytest.mark.usefixtures("kernels")
-def test_recurrent_layers_are_refused(config, boundaries):
-    message = r"the model has \['.*'\] layers, which carry state from one segment.*use PaddedCollat"
-    with pytest.raises(IsolationError, match=message):
-        check_isolation(Toy(**config), toy_inputs([3, 3]) | boundaries)
-
-
-@pytest.mark.parametrize("model_type", sorted(RECURRENT_MODELS))
-@pytest.mark.usefixtures("kernels")
-def test_recurrent_models_are_refused_by_their_type(model_type):
-    message = (
-        rf"{model_type} model has recurrent, convolution or linear-attention layers, .*whatever "
-        r'kernels are installed too; use PaddedCollator\(\.\.\., padding_side="right"\)'
-    )
-    text = SimpleNamespace(model_type=model_type)
-    for config in (
-        {"model_type": model_type},
-        {"model_type": "x", "get_text_config": lambda: text},
-    ):
-        with pytest.raises(IsolationError, match=message):
-            check_isolation(Toy(**config), toy_inputs([3, 3]))
-
-
-@pytest.mark.usefixtures("kernels")
-def test_a_leak_smaller_than_the_tolerance_of_bfloat16_is_refused():
-    """The convolution of LFM2 at initial weights leaks less than bfloat16 rounds."""
-    model = tiny_model("lfm2", "sdpa", dtype=torch.bfloat16, initializer_range=0.02)
-    with pytest.raises(IsolationError, match=r"lfm2 model has \['conv'\] layers"):
-        check_isolation(model, packed_inputs(*ONE_ROW))
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_no_recurrent_model_of_transformers_is_missing():
-    """Of those that write text: their config lists such layers, or that of their text model."""
-    modeling = pytest.importorskip("transformers.models.auto.modeling_auto")
-    auto = pytest.importorskip("transformers.models.auto.configuration_auto")
-    of_text = modeling.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    names = {**of_text, **modeling.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
-    found = set()
-    for name in names.keys() - {"gemma4_assistant"}:  # whose config has no valid defaults
-        text = auto.CONFIG_MAPPING[name]().get_text_config(decoder=True)
-        layers = [str(kind) for key in LAYER_LISTS for kind in getattr(text, key, None) or ()]
-        has_state = any(part in kind.lower() for kind in layers for part in KINDS_OF_STATE)
-        if has_state or text.model_type in RECURRENT_MODELS:
-            found |= {name, text.model_type}
-    assert len(found) > 10
-    assert found <= RECURRENT_MODELS
-
-
-def test_recurrent_layers_are_fine_with_one_example_a_row():
-    check_isolation(Toy(layer_types=["conv"], model_type="lfm2"), toy_inputs([3], [3]))
 
 
 # --- padded rows ---------------------------------------------------------------------------------

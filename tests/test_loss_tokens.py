@@ -24,7 +24,6 @@ from torch_collate_kit import (
     PackedCollator,
     PaddedCollator,
     ParallelLayout,
-    RolloutCollator,
     global_num_loss_tokens,
     token_loss,
 )
@@ -80,22 +79,6 @@ def test_a_batch_and_its_micro_batches_have_the_same_count(
         assert number.dtype == torch.int64
         assert number.shape == ()
         assert number.item() == 4 == batch.metadata["num_loss_tokens"]
-
-
-def test_the_rows_are_counted_and_not_what_the_metadata_says() -> None:
-    batch = PackedCollator(0, max_tokens=4, normalize_loss=False)(ROWS)
-    first = batch[:1]
-    assert first.metadata["num_loss_tokens"] == 4  # of the batch that was collated
-    assert global_num_loss_tokens(first).item() == np.count_nonzero(first["loss_mask"])
-    assert global_num_loss_tokens(first).item() < 4
-
-
-def test_rollouts_and_batches_collated_apart() -> None:
-    rollout = {"prompt_ids": [5, 6], "response_ids": [7, 8], "rewards": 1.0, "loss_mask": [1, 0]}
-    assert global_num_loss_tokens(RolloutCollator(0)([rollout, rollout])).item() == 2
-    apart = [PaddedCollator(0)(ROWS[:2]), PaddedCollator(0)(ROWS[2:])]
-    assert global_num_loss_tokens(apart).item() == 4
-    assert global_num_loss_tokens([]).item() == 0  # a rank without rows joins the sum too
 
 
 def test_nothing_is_read_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,10 +162,6 @@ def test_the_metadata_of_a_prepared_loader_is_of_one_rank(two_ranks: dict[str, A
     assert sum(two_ranks["metadata"]) == two_ranks["number"]
     assert min(two_ranks["metadata"]) > 0
     assert abs(two_ranks["loss_by_metadata"] - two_ranks["loss"]) > 1e-3
-
-
-def test_ranks_may_have_other_numbers_of_micro_batches(two_ranks: dict[str, Any]) -> None:
-    assert two_ranks["unequal"] == [4, 4]  # rank 0 gave its rows, rank 1 none
 
 
 def test_a_group_is_counted_alone(two_ranks: dict[str, Any]) -> None:

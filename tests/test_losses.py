@@ -142,44 +142,6 @@ def test_weights_by_hand() -> None:
 # --- a loop over tokens --------------------------------------------------------------------------
 
 
-def test_every_layout_has_the_same_gradient(layout: Callable[[bool], Collate]) -> None:
-    model = Model()
-    alone = torch.zeros_like(model.table)
-    for example in EXAMPLES:
-        batch = PaddedCollator(0, normalize_loss=False)([example])
-        alone += model.gradient(token_loss(model(batch), batch, num_loss_tokens=NUM_LOSS_TOKENS))
-    batch = layout(True)(EXAMPLES)
-    gradient = model.gradient(token_loss(model(batch), batch, num_loss_tokens=NUM_LOSS_TOKENS))
-    assert gradient.abs().max() > 0.01
-    torch.testing.assert_close(gradient, alone, rtol=1e-5, atol=1e-9)
-
-
-def test_micro_batches_sum_to_the_whole(layout: Callable[[bool], Collate]) -> None:
-    model = Model()
-    batch = layout(True)(EXAMPLES)
-    whole = token_loss(model(batch), batch, num_loss_tokens=NUM_LOSS_TOKENS)
-    parts = [batch[i : i + 1] for i in range(len(batch))]
-    losses = [token_loss(model(part), part, num_loss_tokens=NUM_LOSS_TOKENS) for part in parts]
-    assert sum(loss.item() for loss in losses) == pytest.approx(whole.item(), rel=1e-9)
-    torch.testing.assert_close(model.gradient(sum(losses, torch.zeros(()))), model.gradient(whole))
-    mean_of_means = sum(
-        token_loss(model(part), part, num_loss_tokens=int((part["loss_mask"] != 0).sum())).item()
-        for part in parts
-    )
-    if len(parts) > 1:
-        assert mean_of_means / len(parts) != pytest.approx(whole.item(), rel=1e-2)
-
-
-def test_batches_collated_apart_sum_to_the_whole(layout: Callable[[bool], Collate]) -> None:
-    """Each was normalised by its own number of tokens; the loss undoes that."""
-    model = Model()
-    total = 0.0
-    for examples in (EXAMPLES[:2], EXAMPLES[2:]):
-        batch = layout(True)(examples)
-        total += token_loss(model(batch), batch, num_loss_tokens=NUM_LOSS_TOKENS).item()
-    assert total == pytest.approx(loop_loss(model, EXAMPLES, NUM_LOSS_TOKENS), rel=1e-6)
-
-
 def test_added_rows_change_nothing(layout: Callable[[bool], Collate]) -> None:
     model = Model()
     batch = layout(True)(EXAMPLES)
@@ -248,12 +210,6 @@ def test_an_infinite_loss_of_an_untrained_token_is_no_nan(per_token: bool) -> No
     assert (logits.grad[0, [1, 3]] == 0).all()
 
 
-def test_an_infinite_loss_of_a_trained_token_is_not_hidden() -> None:
-    logits = torch.zeros(1, 2, 3)
-    logits[0, 0, 1] = -math.inf
-    assert token_loss(logits, torch.tensor([[-100, 1]]), num_loss_tokens=1).item() == math.inf
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_half_logits_are_summed_in_fp32(dtype: torch.dtype) -> None:
     model = Model(dtype)
@@ -266,24 +222,6 @@ def test_half_logits_are_summed_in_fp32(dtype: torch.dtype) -> None:
     torch.testing.assert_close(
         loss.float(), in_fp32, rtol=0 if dtype.itemsize < 8 else 1e-6, atol=0
     )
-
-
-def test_many_half_tokens_do_not_lose_the_sum() -> None:
-    """4000 times log(2) in bfloat16 arithmetic stops growing long before."""
-    logits = torch.zeros(1, 4001, 2, dtype=torch.bfloat16)
-    labels = torch.zeros(1, 4001, dtype=torch.int64)
-    assert token_loss(logits, labels, num_loss_tokens=4000).item() == pytest.approx(LOG_2)
-
-
-def test_the_logits_and_the_batch_are_not_changed() -> None:
-    batch = PackedCollator(0, max_tokens=9)(EXAMPLES)
-    logits = Model()(batch).detach()
-    before = {name: field.clone() for name, field in batch.items() if isinstance(field, Tensor)}
-    logits_before = logits.clone()
-    token_loss(logits, batch, num_loss_tokens=8, return_per_token_outputs=True)
-    assert torch.equal(logits, logits_before)
-    for name, field in before.items():
-        assert torch.equal(batch[name], field), name
 
 
 # --- num_loss_tokens -----------------------------------------------------------------------------
@@ -310,62 +248,7 @@ def test_nothing_to_train_divides_by_one(num_loss_tokens: Any) -> None:
         assert (gradient == 0).all()
 
 
-def test_a_padded_batch_without_a_trained_token_has_no_columns() -> None:
-    batch = PaddedCollator(0)([{"input_ids": [1, 2], "loss_mask": [0, 0]}])
-    assert batch["loss_mask"].shape == (1, 0)
-    logits = torch.randn(1, 2, 4, requires_grad=True)
-    loss, outputs = token_loss(logits, batch, num_loss_tokens=0, return_per_token_outputs=True)
-    loss.backward()
-    assert loss.item() == 0
-    assert outputs.nll[0].shape == (0,)
-    assert logits.grad is not None
-    assert (logits.grad == 0).all()
-
-
 # --- per-token outputs ---------------------------------------------------------------------------
-
-
-def test_a_slice_gives_the_values_of_its_examples(layout: Callable[[bool], Collate]) -> None:
-    model = Model()
-    batch = layout(True)(EXAMPLES).pad_rows(multiple_of=2)
-    seen: dict[int, list[float]] = {}
-    for part in (*batch.chunk(2), batch[:0]):
-        if not len(part):
-            continue
-        _, outputs = token_loss(model(part), part, num_loss_tokens=1, return_per_token_outputs=True)
-        expected = sorted(i for row in part.row_metadata["example_indices"].tolist() for i in row)
-        assert outputs.example_indices.tolist() == expected
-        for index, values in zip(outputs.example_indices.tolist(), outputs.nll, strict=True):
-            assert index not in seen
-            seen[index] = values.tolist()
-    assert sorted(seen) == list(range(6))
-    for index, values in seen.items():
-        assert values == pytest.approx(loop_nll(model, EXAMPLES[index]), rel=1e-6)
-
-
-def test_a_batch_of_dense_tensors_gives_the_same_values(layout: Callable[[bool], Collate]) -> None:
-    model = Model()
-    batch = layout(True)(EXAMPLES).pad_rows(multiple_of=4)
-    dense = Batch(dict(batch.items()), row_metadata=batch.row_metadata, metadata=batch.metadata)
-    assert dense.placement is None
-    options: dict[str, Any] = {"num_loss_tokens": 1, "return_per_token_outputs": True}
-    _, expected = token_loss(model(batch), batch, **options)
-    _, outputs = token_loss(model(batch), dense, **options)
-    assert outputs.example_indices.tolist() == [0, 1, 2, 3, 4, 5]
-    for values, other in zip(outputs.nll, expected.nll, strict=True):
-        assert values.tolist() == other.tolist()
-
-
-def test_rows_in_another_order_give_the_same_values() -> None:
-    model = Model()
-    batch = PackedCollator(0, max_tokens=8)(EXAMPLES)
-    options: dict[str, Any] = {"num_loss_tokens": 1, "return_per_token_outputs": True}
-    _, expected = token_loss(model(batch), batch, **options)
-    turned = batch.select(list(range(len(batch)))[::-1])
-    _, outputs = token_loss(model(turned), turned, **options)
-    assert outputs.example_indices.tolist() == expected.example_indices.tolist()
-    for values, other in zip(outputs.nll, expected.nll, strict=True):
-        assert values.tolist() == other.tolist()
 
 
 @pytest.mark.parametrize("normalize", [True, False])
@@ -387,19 +270,6 @@ def test_the_pieces_of_a_split_example_are_joined_in_order(normalize: bool) -> N
     assert loss.item() * 8 == pytest.approx(sum(sum(outputs.nll[i].tolist()) for i in (0, 1)))
 
 
-def test_given_num_actions_are_the_values_returned() -> None:
-    example = {"input_ids": [1, 2, 3, 4, 5], "loss_mask": [0, 1, 0], "num_actions": 3}
-    model = Model()
-    for collate in (PaddedCollator(0), PackedCollator(0, max_tokens=8)):
-        batch = collate([example])
-        loss, outputs = token_loss(
-            model(batch), batch, num_loss_tokens=1, return_per_token_outputs=True
-        )
-        expected = [nll_of(model.table[t, t - 1].detach(), t + 1) for t in (2, 3, 4)]
-        assert outputs.nll[0].tolist() == pytest.approx(expected, rel=1e-6)
-        assert loss.item() == pytest.approx(expected[1], rel=1e-6)
-
-
 def test_labels_that_differ_from_the_ids_are_what_is_scored() -> None:
     example = {"input_ids": [1, 2, 3, 4], "labels": [-100, 7, -100, 8]}
     model = Model()
@@ -408,30 +278,6 @@ def test_labels_that_differ_from_the_ids_are_what_is_scored() -> None:
     # The token between them is not trained, so it has no label: its value is that of its id.
     expected = [nll_of(model.table[t, t - 1].detach(), i) for t, i in ((1, 7), (2, 3), (3, 8))]
     assert outputs.nll[0].tolist() == pytest.approx(expected, rel=1e-6)
-
-
-def test_off_nothing_is_copied_to_the_host(
-    layout: Callable[[bool], Collate], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reads: list[str] = []
-    for name in ("cpu", "numpy", "tolist", "item", "__array__", "__bool__", "nonzero", "to"):
-        original = getattr(Tensor, name)
-
-        def spy(self: Tensor, *args: Any, _name: str = name, _original: Any = original, **kw: Any):
-            if _name != "to" or "cpu" in map(str, [*args, *kw.values()]):
-                reads.append(_name)
-            return _original(self, *args, **kw)
-
-        monkeypatch.setattr(Tensor, name, spy)
-    model = Model(torch.float32)
-    batch = layout(True)(EXAMPLES)
-    logits = model(batch)
-    for denominator in (8, torch.tensor(8)):
-        reads.clear()
-        token_loss(logits, batch, num_loss_tokens=denominator).backward(retain_graph=True)
-        assert reads == []
-    token_loss(logits, batch, num_loss_tokens=8, return_per_token_outputs=True)
-    assert "cpu" in reads
 
 
 def test_rows_that_are_there_twice_have_no_order() -> None:

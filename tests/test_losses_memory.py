@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.test_losses import EXAMPLES, LAYOUTS, NUM_LOSS_TOKENS, examples_strategy
+from tests.test_losses import LAYOUTS, NUM_LOSS_TOKENS, examples_strategy
 from torch_collate_kit.batch import IGNORE_INDEX, Batch
-from torch_collate_kit.collators import PackedCollator, PaddedCollator, RolloutCollator
+from torch_collate_kit.collators import PackedCollator, PaddedCollator
 from torch_collate_kit.losses import token_loss
 
 VOCABULARY = 11
@@ -91,25 +91,6 @@ def test_it_is_the_cross_entropy_of_all_cells(
     check(batch.pad_rows(multiple_of=3)[data.draw(st.integers(0, len(batch) - 1)) :], dtype)
 
 
-@given(data=st.data(), dtype=dtypes, packed=st.booleans())
-def test_of_rollouts_too(data: Any, dtype: torch.dtype, packed: bool) -> None:
-    rollouts = []
-    for _ in range(data.draw(st.integers(1, 5))):
-        prompt, response = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 6))
-        weights = st.lists(st.sampled_from([0, 1, 0.5]), min_size=response, max_size=response)
-        ids = list(range(VOCABULARY))
-        rollouts.append(
-            {
-                "prompt_ids": ids[:prompt],
-                "response_ids": ids[-response:],
-                "rewards": 1.0,
-                "loss_mask": data.draw(weights),
-            }
-        )
-    collate = PackedCollator(0, max_tokens=12) if packed else RolloutCollator(0)
-    check(collate(rollouts), dtype)
-
-
 @pytest.mark.parametrize("replaced", [True, False])
 @pytest.mark.parametrize("collate", [PaddedCollator(0), PackedCollator(0, max_tokens=9)])
 def test_a_mask_of_your_own_may_train_any_cell(collate: Any, replaced: bool) -> None:
@@ -156,10 +137,3 @@ def test_what_is_kept_follows_from_the_response_tokens(
     kept = kept_bytes(dense, logits, return_per_token_outputs=per_token)
     predicting = batch["loss_mask"].numel()
     assert 4 * predicting * vocabulary <= kept < 4 * predicting * vocabulary + 80 * cells
-
-
-def test_the_cells_that_were_found_may_be_kept_by_a_graph() -> None:
-    batch = PackedCollator(0, max_tokens=9)(EXAMPLES)
-    with torch.inference_mode():
-        token_loss(torch.randn(*batch["input_ids"].shape, VOCABULARY), batch, num_loss_tokens=8)
-    check(batch, torch.float32)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.test_losses import EXAMPLES, LAYOUTS, examples_strategy
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.collators import PackedCollator, PaddedCollator, RolloutCollator
+from torch_collate_kit.collators import PackedCollator, PaddedCollator
 from torch_collate_kit.losses import linear_nll as module
 from torch_collate_kit.losses import token_loss
 
@@ -76,16 +76,6 @@ def test_it_is_the_loss_of_the_logits(
         assert_same(both(part, hidden_of(part), a_head(bias=bias), softcap), 1e-12)
 
 
-def test_of_rollouts_labels_and_a_mask_of_your_own() -> None:
-    rollout = {"prompt_ids": [1, 2], "response_ids": [3, 4, 5], "rewards": 1.0}
-    rollouts = [{**rollout, "loss_mask": mask} for mask in ([1, 0, 0.5], [0, 0, 1])]
-    padded = PaddedCollator(0)(EXAMPLES)
-    forced = padded.with_fields(loss_mask=torch.ones_like(padded["loss_mask"]))
-    for batch in (RolloutCollator(0)(rollouts), PackedCollator(0, max_tokens=12)(rollouts), forced):
-        assert_same(both(batch, hidden_of(batch), a_head()), 1e-12)
-    assert_same(both(padded["labels"], hidden_of(padded), a_head()), 1e-12)
-
-
 def test_per_token_outputs_are_those_of_the_logits() -> None:
     batch, head = PackedCollator(0, max_tokens=9)(EXAMPLES), a_head()
     hidden = hidden_of(batch)
@@ -132,15 +122,6 @@ def test_float16_keeps_gradients_for_a_scaler(normalize: bool) -> None:
     assert [g.dtype for g in found] == [torch.float16, torch.float32]
     for one, other in zip(found, expected, strict=True):
         assert (one.float() - other).norm() / other.norm() < 2e-3
-
-
-def test_without_gradients_none_are_made() -> None:
-    batch, head = PackedCollator(0, max_tokens=24)(EXAMPLES), a_head()
-    hidden = hidden_of(batch)
-    for is_on in (True, False):
-        with torch.set_grad_enabled(is_on), _Largest() as made:
-            token_loss(hidden, batch, num_loss_tokens=7, head=head)
-        assert (head.weight.shape in made.shapes) == is_on
 
 
 class _Adapted(torch.nn.Linear):
@@ -198,19 +179,6 @@ def test_a_frozen_head_and_hidden_states_without_gradient() -> None:
     head.requires_grad_(True)
     loss = token_loss(hidden.detach(), batch, num_loss_tokens=7, head=head)
     torch.testing.assert_close(torch.autograd.grad(3 * loss, head.weight)[0], expected[2])
-
-
-def test_on_the_meta_device_shapes_follow() -> None:
-    """As a dry run of a large model does, which has no numbers; autocast knows no such device."""
-    batch = PackedCollator(0, max_tokens=9)(EXAMPLES).to("meta")
-    hidden = torch.empty(*batch["input_ids"].shape, HIDDEN, device="meta", requires_grad=True)
-    head = a_head(bias=True, dtype=torch.float32).to("meta")
-    loss = token_loss(hidden, batch, num_loss_tokens=7, head=head)
-    loss.backward()
-    assert (loss.shape, loss.dtype, loss.device.type) == ((), torch.float32, "meta")
-    for tensor in (hidden, head.weight, head.bias):
-        assert tensor.grad is not None
-        assert tensor.grad.shape == tensor.shape
 
 
 def test_a_second_backward_pass_is_refused() -> None:

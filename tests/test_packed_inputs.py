@@ -40,16 +40,6 @@ def test_a_segment_starts_where_a_position_does_not_follow(
     assert segments_of([[1] * len(positions)], position_ids=three) == [of_three]
 
 
-def test_rows_end_segments() -> None:
-    ids = [[1, 1, 1], [1, 1, 1]]
-    expected = [[0, 0, 1], [2, 2, 2]]
-    positions = [[0, 1, 0], [1, 2, 3]]
-    assert segments_of(ids, position_ids=positions) == expected
-    assert segments_of(ids, position_ids=[positions] * 4) == expected
-    assert segments_of(ids, position_ids=positions[:1]) == [[0, 0, 1], [2, 2, 3]]
-    assert segments_of(ids, cu_seq_lens_q=[0, 2, 2, 3, 6]) == expected, "an empty one is none"
-
-
 def test_cells_without_a_token_are_in_none() -> None:
     ids, mask = [[1, 1, 1], [1, 1, 1]], [[0, 1, 1], [1, 1, 0]]
     assert segments_of(ids, position_ids=[[0, 0, 1], [0, 1, 0]], attention_mask=mask) == [

@@ -8,16 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from tests.tiny_models import tiny_model
 from torch_collate_kit import (
     ChatOptions,
     PackedCollator,
-    PaddedCollator,
     ParallelLayout,
-    check_isolation,
-    token_loss,
     tokenize_chat_dataset,
 )
 
@@ -83,51 +78,3 @@ def test_real_conversations_are_packed_without_loss(name, shared_data, tokenizer
     trained = sum(int(np.count_nonzero(example["loss_mask"][1:])) for example in data)
     assert batch.metadata["num_loss_tokens"] == trained > 0
     assert batch["loss_mask"].sum().item() == pytest.approx(1, rel=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("name", "count"),
-    [
-        ("gsm8k_train_2k.jsonl", 16),
-        ("chat_tools_tm4_900.jsonl", 12),
-        pytest.param("chat_tools_tau_airline_128.jsonl", 2, marks=pytest.mark.release),
-        pytest.param("chat_long_squality_50.jsonl", 2, marks=pytest.mark.release),
-    ],
-)
-def test_a_model_trains_on_real_conversations(name, count, shared_data, tokenizer):
-    """Loss falls, packed equals padded, and no conversation sees another."""
-    data, vocab_size = with_the_tokens_that_occur(tokenized(shared_data, tokenizer, name)[:count])
-    sizes = {"vocab_size": vocab_size, "max_position_embeddings": 16384}
-    model = tiny_model("qwen3", "torch_varlen", initializer_range=0.02, **sizes).train()
-    padded_model = tiny_model("qwen3", "sdpa", initializer_range=0.02, **sizes).train()
-    batch = PackedCollator(0, max_tokens=FILES[name][2])(data)
-    assert max(len(lengths) for lengths in batch["sub_seq_lengths"]) > 1
-    if batch["input_ids"].shape[1] < 4096:  # the long ones would take minutes
-        check_isolation(model, batch)
-    with torch.no_grad():
-        padded_loss = step_loss(padded_model, PaddedCollator(0)(data), "sdpa")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    first = step_loss(model, batch, "torch_varlen")
-    first.backward()
-    optimizer.step()
-    with torch.no_grad():
-        second = step_loss(model, batch, "torch_varlen")
-    assert first.item() == pytest.approx(padded_loss.item(), rel=1e-5)
-    assert first.item() == pytest.approx(np.log(vocab_size), rel=0.02)  # nothing learnt yet
-    assert second < first - 0.01
-
-
-def with_the_tokens_that_occur(data: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], int]:
-    """The same examples over a vocabulary of their own tokens, for logits of a bearable size."""
-    used = np.unique(np.concatenate([example["input_ids"] for example in data]))
-    renumbered = [
-        {**example, "input_ids": np.searchsorted(used, example["input_ids"]) + 1}
-        for example in data
-    ]
-    return renumbered, len(used) + 1
-
-
-def step_loss(model: Any, batch: Any, attention: str) -> torch.Tensor:
-    inputs = batch.model_inputs(attention, labels=False)
-    num_loss_tokens = batch.metadata["num_loss_tokens"]
-    return token_loss(model(**inputs).logits, batch, num_loss_tokens=num_loss_tokens)

@@ -54,7 +54,7 @@ def rollout_batches(width: int) -> list[Batch]:
             "rewards": 1.0,
             "loss_mask": [1] * width,
             "rollout_expert_indices": np.arange(3).reshape(1, 1, 3),
-        },
+        }
     ]
     layout = VisionLayout("qwen2_vl", image_token_id=9, patch_shape=(1, 1, 3))
     with_image = {"pixel_values": np.ones((4, 3)), "image_grid_thw": [[1, 2, 2]]}
@@ -89,15 +89,3 @@ def test_a_stored_field_is_a_view_of_a_buffer_of_any_size(width: int, num_worker
     for batch in (*loader, given):
         sent = pickle.loads(pickle.dumps(batch)) if num_workers == 0 else batch
         check_fields({name: sent[name] for name in ("domain", "ids", "kept") if name in sent})
-
-
-def test_every_field_from_a_worker_can_be_saved_and_loaded():
-    for width in (3, 5, 7):
-        loader = torch.utils.data.DataLoader(
-            [{"input_ids": list(range(1, width + 1))}] * 3,
-            batch_size=3,
-            collate_fn=PackedCollator(0, max_tokens=2 * width),
-            num_workers=1,
-        )
-        for batch in loader:
-            check_fields(batch)

@@ -39,32 +39,18 @@ _KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "query_pre_attn_scalar": 4,  # not the head dimension: the scale must be passed on
         },
     ),
-    "gemma2": (
-        "Gemma2Config",
-        "Gemma2ForCausalLM",
-        {"sliding_window": WINDOW, "layer_types": _SLIDING_THEN_FULL},
-    ),
+    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {"sliding_window": WINDOW,
+     "layer_types": _SLIDING_THEN_FULL}),
     # The rest build their masks without position_ids in transformers 5.23.
-    "gpt_oss": (
-        "GptOssConfig",
-        "GptOssForCausalLM",
-        {
-            "sliding_window": WINDOW,
-            "layer_types": _SLIDING_THEN_FULL,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-        },
-    ),
-    "opt": (
-        "OPTConfig",
-        "OPTForCausalLM",
-        {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0, "init_std": 0.3},
-    ),
+    "gpt_oss": ("GptOssConfig", "GptOssForCausalLM", {"sliding_window": WINDOW,
+     "layer_types": _SLIDING_THEN_FULL, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "opt": ("OPTConfig", "OPTForCausalLM", {"ffn_dim": 48, "word_embed_proj_dim": 32,
+     "dropout": 0.0, "init_std": 0.3}),
     "falcon": ("FalconConfig", "FalconForCausalLM", {"alibi": False}),
     "falcon_alibi": ("FalconConfig", "FalconForCausalLM", {"alibi": True}),
     "bloom": ("BloomConfig", "BloomForCausalLM", {"hidden_dropout": 0.0}),
     "lfm2": ("Lfm2Config", "Lfm2ForCausalLM", {"layer_types": ["conv", "full_attention"]}),
-}
+}  # fmt: skip
 MODELS = ["llama", "qwen2", "qwen3", "mistral", "gemma3"]
 
 

@@ -14,7 +14,6 @@ from tests.reporting.clean_data import CHATML, Example, chat_tokenizer, masked
 __all__ = ["CALLS", "TEXTS", "conversations", "encoded", "moved", "tool_tokenizer"]
 
 END, HEAD = r"<\|im_end\|>", r"<\|im_start\|>assistant\n"
-QUESTION = r"(?<=<\|im_start\|>user\n)([^<]*)"
 USER = r"(<\|im_start\|>user\n)([^<]*)<\|im_end\|>"
 _CALLS = (
     "{%- macro body(m) -%}{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
@@ -102,10 +101,8 @@ TEXTS: dict[str, tuple[str, Callable[[str], str]]] = {
     "five tokens untrained": (PART, _sub("\u27e6(.{5})", "\\1\u27e6")),
     "only the end trained": (PART, _sub(f"\u27e6([^\u27e7]*)({END})", "\\1\u27e6\\2")),
     "only the first trained": (PART, _sub("\u27e6(.)([^\u27e7]*)\u27e7", "\u27e6\\1\u27e7\\2")),
-    "half of the answer trained": (
-        PART,
-        _sub("\u27e6(.{6})([^\u27e7]*)\u27e7", "\u27e6\\1\u27e7\\2"),
-    ),
+    "half of the answer trained": (PART, _sub("\u27e6(.{6})([^\u27e7]*)\u27e7",
+     "\u27e6\\1\u27e7\\2")),
     "a hole": (PART, _sub("\u27e6(..)(..)", "\u27e6\\1\u27e7\\2\u27e6")),
     "many holes": (PART, _sub("\u27e6(.)(.)(.)(.)", "\u27e6\\1\u27e7\\2\u27e6\\3\u27e7\\4\u27e6")),
     "last words untrained": (PART, _sub(f"(...)({END})\u27e7", "\u27e7\\1\u27e6\\2\u27e7")),
@@ -113,16 +110,12 @@ TEXTS: dict[str, tuple[str, Callable[[str], str]]] = {
     "question trained": (PROMPT, _sub(USER, "\\1\u27e6\\2\u27e7<|im_end|>")),
     "question trained with its end": (PROMPT, _sub(USER, "\\1\u27e6\\2<|im_end|>\u27e7")),
     "end of the question trained": (PROMPT, _sub(USER, "\\1\\2\u27e6<|im_end|>\u27e7")),
-    "last word of the question trained": (
-        PROMPT,
-        _sub(f"(....)({END}\n{HEAD})", "\u27e6\\1\u27e7\\2"),
-    ),
+    "last word of the question trained": (PROMPT, _sub(f"(....)({END}\n{HEAD})",
+     "\u27e6\\1\u27e7\\2")),
     "first question trained": (PROMPT, _sub(USER, "\\1\u27e6\\2<|im_end|>\u27e7", 1)),
     "role swapped": (PROMPT, lambda t: _sub(USER, "\\1\u27e6\\2<|im_end|>\u27e7")(_bare(t))),
-    "from the question on": (
-        f"{PROMPT} {HEADER}",
-        _sub("What.*", lambda m: f"\u27e6{_bare(m[0])}\u27e7"),
-    ),
+    "from the question on": (f"{PROMPT} {HEADER}", _sub("What.*",
+     lambda m: f"\u27e6{_bare(m[0])}\u27e7")),
     "header trained": (HEADER, _sub(f"({HEAD})\u27e6", "\u27e6\\1")),
     "role name trained": (HEADER, _sub("assistant\n\u27e6", "\u27e6assistant\n")),
     "text after the end": (AFTER, _sub("\u27e7", "Thank you.\u27e7")),
@@ -141,10 +134,8 @@ TEXTS: dict[str, tuple[str, Callable[[str], str]]] = {
     "unknown role": (BARE, _sub(HEAD, "<|im_start|>model\n")),
     "header as text": (BARE, _sub(HEAD, "assistant: ")),
     "another template": (BARE, _another_template),
-    "no template": (
-        BARE,
-        _sub(r".*user\n([^<]*).*\u27e6([^\u27e7]*)\u27e7\n", "\\1\n\u27e6\\2\u27e7"),
-    ),
+    "no template": (BARE, _sub(r".*user\n([^<]*).*\u27e6([^\u27e7]*)\u27e7\n",
+     "\\1\n\u27e6\\2\u27e7")),
     "header twice": (TEMPLATE, _sub(f"({HEAD})", "\\1\\1")),
     "no line after the header": (f"{TEMPLATE} {BARE}", _sub(HEAD, "<|im_start|>assistant")),
     "space after the header": (TEMPLATE, _sub(HEAD, "<|im_start|>assistant ")),
@@ -159,26 +150,18 @@ TEXTS: dict[str, tuple[str, Callable[[str], str]]] = {
     "question end twice": (TEMPLATE, _sub(USER, "\\1\\2<|im_end|><|im_end|>")),
     "empty answer": (EMPTY, _sub(r"\u27e6[^\u27e7]*<\|im", "\u27e6<|im")),
     "blank answer": (EMPTY, _sub(r"\u27e6[^\u27e7]*<\|im", "\u27e6 \n<|im", 1)),
-    "last answer empty": (
-        EMPTY,
-        _sub(r"\u27e6[^\u27e6\u27e7]*\u27e7\n$", "\u27e6<|im_end|>\u27e7\n"),
-    ),
-    "thinking not closed": (
-        THINK,
-        _sub("\u27e6(<think>[^/]*/think>\n\n)?", "\u27e6<think>\nA thought. "),
-    ),
-    "thinking closed only": (
-        THINK,
-        _sub("\u27e6(<think>[^/]*/think>\n\n)?", "\u27e6A thought.\n</think>\n\n"),
-    ),
+    "last answer empty": (EMPTY, _sub(r"\u27e6[^\u27e6\u27e7]*\u27e7\n$",
+     "\u27e6<|im_end|>\u27e7\n")),
+    "thinking not closed": (THINK, _sub("\u27e6(<think>[^/]*/think>\n\n)?",
+     "\u27e6<think>\nA thought. ")),
+    "thinking closed only": (THINK, _sub("\u27e6(<think>[^/]*/think>\n\n)?",
+     "\u27e6A thought.\n</think>\n\n")),
     "call without a brace": (CALL, _called('{"name": "add", "arguments": {}\n</tool_call>')),
     "call with a comma": (CALL, _called('{"name": "add", "arguments": {},}\n</tool_call>')),
     "call in Python": (CALL, _called("{'name': 'add', 'arguments': {}}\n</tool_call>")),
     "call not closed": (CALL, _called('{"name": "add", "arguments": {}}\n')),
-    "empty thinking": (
-        "empty_thinking_trained",
-        _sub("\u27e6(<think>[^/]*/think>)?", "\u27e6<think>\n\n</think>\n\n"),
-    ),
+    "empty thinking": ("empty_thinking_trained", _sub("\u27e6(<think>[^/]*/think>)?",
+     "\u27e6<think>\n\n</think>\n\n")),
     "answer cut": ("eos_truncated", _sub("..<[^<]*$", "\u27e7")),
     "replacement characters": (GARBLED, _sub("It is", "It \ufffd is")),
-}
+}  # fmt: skip

@@ -117,16 +117,6 @@ def test_rows_that_are_refused(name: str, tokenizer: Any) -> None:
     assert report.num_rows == 7
 
 
-def test_a_row_of_another_form(tokenizer: Any) -> None:
-    rows: list[dict[str, Any]] = [dict(row) for row in ROWS]
-    rows[3] = {"input_ids": rows[3]["input_ids"], "labels": rows[3]["input_ids"]}
-    report = audit(rows, tokenizer)
-    assert serious(report) == {"refused": [3], **EXPECTED}
-    assert "row 3: it has labels, the others have loss_mask" in report["refused"].message
-    rows[4]["input_ids"] = [-5] * 8  # found before row 3, whose form is known at the end alone
-    assert audit(rows, tokenizer)["refused"].rows.tolist() == [3, 4]
-
-
 def test_nulls_are_refused_and_the_other_rows_are_looked_at(tokenizer: Any) -> None:
     import datasets
     import pyarrow as pa
@@ -143,33 +133,6 @@ def test_nulls_are_refused_and_the_other_rows_are_looked_at(tokenizer: Any) -> N
     chats = audit([None, record("w7", "w20"), 5], tokenizer)
     assert serious(chats) == {"refused": [0, 2]}
     assert "row 0: a record is a mapping, such as one with messages, got None" in str(chats)
-
-
-def test_columns_of_different_lengths(tokenizer: Any) -> None:
-    ids = [[5, 1], [5, 2], [5, 9]]
-    with pytest.raises(DataError, match="column labels has 2 rows, input_ids has 3; give every"):
-        audit({"labels": ids[:2], "input_ids": ids})
-    with pytest.raises(DataError, match="column tools has 2 rows, messages has 1"):
-        audit({"messages": [[]], "tools": [None, None]}, tokenizer)
-
-
-def test_what_is_said_of_all_rows_is_no_column(tokenizer: Any) -> None:
-    rows = {key: [row[key] for row in ROWS] for key in ROWS[0]}
-    chats = {"messages": [record("w7", "w20")["messages"], record("w8", "w21")["messages"]]}
-    for data in (rows, chats):
-        expected = audit(data, tokenizer).to_dict()
-        for said in ("ab", "a longer text", 3, np.array(3)):
-            assert audit({"source": said, **data}, tokenizer).to_dict() == expected
-    with pytest.raises(DataError, match="has 'source' and no loss target"):
-        audit({"source": "ab", "input_ids": rows["input_ids"]}, tokenizer)
-
-
-def test_no_record_at_all(tokenizer: Any) -> None:
-    import datasets
-
-    for data in ({"messages": []}, datasets.Dataset.from_dict({"messages": []})):
-        with pytest.raises(DataError, match=r"the dataset is empty \(0 rows\)"):
-            audit(data, tokenizer)
 
 
 def test_data_that_cannot_be_read_at_all(tokenizer: Any) -> None:
@@ -257,18 +220,6 @@ def test_a_template_that_forgets(tokenizer: Any) -> None:
     assert "template_not_prefix_stable" not in audit(ROWS, tokenizer).names
 
 
-def test_an_eos_that_ends_no_turn() -> None:
-    tokenizer = word_tokenizer(TEMPLATE.replace("<eos>", "<end>"))
-    tokenizer.add_tokens(["<end>"], special_tokens=True)
-    rows = rows_like(3)
-    for row in rows:
-        row["input_ids"] = [40 if token == 2 else token for token in row["input_ids"]]
-    report = audit(rows, tokenizer)
-    assert report.ok, "what ends a turn of the template is trained"
-    message = report["eos_does_not_end_turns"].message
-    assert "ends answers with '<end>', and the EOS of the tokenizer is '<eos>'" in message
-
-
 def image_row(layout: VisionLayout, tokens: int) -> dict[str, Any]:
     """An image of 4 x 4 patches, which takes 4 tokens, and an answer."""
     ids = [3, *[layout.image_token_id] * tokens, 8, 9]
@@ -290,17 +241,6 @@ def test_placeholders_that_disagree_with_the_images() -> None:
     columns = {key: [row[key] for row in rows] for key in rows[0]}
     assert audit(columns).to_dict() == blind.to_dict()
     assert blind["images_not_checked"].severity == "note"
-
-
-def test_copies_of_rows_with_images_are_not_counted() -> None:
-    layout = VisionLayout("qwen3_vl", image_token_id=39, merge_size=2, patch_shape=(3, 2, 196))
-    columns: dict[str, list[Any]] = {}
-    for row in [image_row(layout, 4)] * 2 + [{"input_ids": [7, 8], "loss_mask": [0, 1]}] * 2:
-        for key in image_row(layout, 4):
-            columns.setdefault(key, []).append(row.get(key))
-    finding = audit(columns, vision=layout)["duplicates"]
-    assert finding.rows.tolist() == [2, 3]
-    assert "drop the copies (1)" in finding.message
 
 
 def test_chat_records_with_images() -> None:

@@ -54,40 +54,6 @@ def test_thinking_before_an_answer_is_healthy(name: str) -> None:
     assert {f.name for f in report.findings if f.severity != "note"} <= true, report
 
 
-def test_a_header_that_begins_a_row_is_not_written_after_thinking() -> None:
-    tokenizer = tokenizer_for(TEMPLATES["gptoss"], FAMILY_OF["gptoss"].eos)
-    examples = []
-    for i in range(8):
-        text = f"<|start|>assistant<|channel|>final<|message|>It is {i}.<|return|>"
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        examples.append({"input_ids": ids, "loss_mask": [1] * (len(ids) - 2) + [0, 1]})
-    assert "generation_prompt_trained" in audit(examples, tokenizer).names
-
-
-def test_a_text_about_empty_thinking_is_none() -> None:
-    tokenizer = tokenizer_for(TEMPLATES["qwen2_5"], FAMILY_OF["qwen2_5"].eos)
-    for tags in ("<think></think>", "<think>\n\n</think>", "<reasoning>\n</reasoning>"):
-        records = [record(i, FAMILY_OF["qwen2_5"]) for i in range(8)]
-        records[3]["messages"][1]["content"] = f"It is 7. Write {tags} for no thought.\n\n{tags}"
-        assert not audit(records, tokenizer).findings
-        records[3]["messages"][1]["content"] = f"{tags}\n\nIt is 7."
-        assert audit(records, tokenizer).names == ["empty_thinking_trained"]
-
-
-@pytest.mark.parametrize(
-    "start", ["", "<|im_start|>user\nWhat is 1 plus 2?<|im_end|>\n<|im_start|>assistant\n"]
-)
-@pytest.mark.parametrize("name", ["qwen2_5", "qwen3"])  # tags of several tokens, and of one
-def test_empty_thinking_of_rows_that_are_trained_as_a_whole(name: str, start: str) -> None:
-    """It begins a row, or comes after a header."""
-    tokenizer = tokenizer_for(TEMPLATES[name], FAMILY_OF[name].eos)
-    texts = [f"{start}<think>\n</think>It is {i}.<|im_end|>" for i in range(8)]
-    ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    report = audit([{"input_ids": i, "loss_mask": [1] * len(i)} for i in ids], tokenizer)
-    [found] = [f for f in report.findings if f.name == "empty_thinking_trained"]
-    assert found.rows.tolist() == list(range(8))
-
-
 @pytest.mark.parametrize("name", sorted(OPENS_THINKING))
 def test_answers_without_the_thinking_that_a_prompt_opens_are_refused(name: str) -> None:
     tokenizer = tokenizer_for(TEMPLATES[name], FAMILY_OF[name].eos)
@@ -109,16 +75,3 @@ def test_what_tokenize_chat_writes_is_healthy(name: str) -> None:
     assert {f.name for f in report.findings if f.severity != "note"} <= true, report
     if FAMILY_OF[name].eos in FAMILY_OF[name].ends:
         assert "eos_does_not_end_turns" not in report.names, report
-
-
-def test_the_advice_to_train_the_last_turn_was_followed() -> None:
-    """With each turn in a row of its own, nothing follows an answer that is trained."""
-    tokenizer = tokenizer_for(TEMPLATES["qwen3"], FAMILY_OF["qwen3"].eos)
-    records = [record(i, FAMILY_OF["qwen3"]) for i in range(8)]
-    for i, one in enumerate(records):
-        one["messages"] += record(i + 8, FAMILY_OF["qwen3"])["messages"]
-    for train_on in ("each", "last"):
-        drift = audit(records, tokenizer, chat=ChatOptions(train_on=train_on))[
-            "template_not_prefix_stable"
-        ]
-        assert drift.severity == "note"

@@ -44,12 +44,6 @@ def test_shares_of_examples_and_tokens(lengths: list[int]) -> None:
     assert ax.get_xscale() == ("log" if max(lengths) > 20 * min(lengths) else "linear")
 
 
-def test_bins_of_a_narrow_range_hold_equally_many_lengths() -> None:
-    edges = report([*range(100, 200)] * 100)["data"]["histogram"]["edges"]
-    assert {*np.diff(edges)} == {3}
-    assert len(edges) - 1 == 34  # at most 48
-
-
 def test_the_line_says_what_is_lost() -> None:
     for limit, lost in (
         (8, " drops 2 examples (45.65% of the tokens lost)"),  # 9 and 12 of 46
@@ -91,8 +85,3 @@ def test_balance_of_the_layouts() -> None:
     best = [c["strategy"] for c in candidates].index(found["recommended"]["strategy"])
     expected = f"heaviest of 3 ranks: cost {costs[0]:+.1f}% padded, {costs[best]:+.1f}% packed"
     assert (best != 0, costs[0] != costs[best], ax.get_title()) == (True, True, expected)
-
-
-def test_another_plot() -> None:
-    with pytest.raises(ValueError, match="what must be one of 'padding', 'balance', 'lengths'"):
-        report().plot("rows")

@@ -67,28 +67,6 @@ def test_real_conversations(name: str, shared_data: Path, tokenizer: Any) -> Non
     }  # fmt: skip
 
 
-def test_real_rollouts(shared_data: Path, tokenizer: Any) -> None:
-    """Four answers to each of 300 questions, graded; 0.0 where a policy is certain."""
-    rng, rollouts = np.random.default_rng(0), []
-    for record in records(shared_data / "gsm8k_rollouts_300x4.jsonl"):
-        prompt = f"<|im_start|>user\n{record['prompt'][0]['content']}<|im_end|>\n"
-        prompt_ids = tokenizer.encode(f"{prompt}<|im_start|>assistant\n", add_special_tokens=False)
-        for text, reward in zip(record["responses"], record["rewards"], strict=True):
-            ids = tokenizer.encode(f"{text}<|im_end|>", add_special_tokens=False)
-            rollouts.append(
-                {
-                    "prompt_ids": prompt_ids,
-                    "response_ids": ids,
-                    "rewards": float(reward),
-                    "loss_mask": [1] * len(ids),
-                    "logprobs": np.minimum(0, 0.2 - rng.exponential(1, len(ids))).tolist(),
-                    "uid": record["id"],
-                }
-            )
-    report = audit(rollouts, tokenizer)
-    assert report.ok, serious(report)
-
-
 def test_real_images(shared_data: Path) -> None:
     processor = FAMILIES["qwen2_5_vl"].processor()
     examples = [

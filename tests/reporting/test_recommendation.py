@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from torch_collate_kit import packing_report
 from torch_collate_kit.reporting.candidates import capacities_to_try, recommended
 
 
@@ -48,17 +47,6 @@ def test_rule(name):
         assert (found["max_tokens"], found["reason"]) == (max_tokens, reason)
 
 
-def test_strategy_is_the_first_one_that_is_as_good():
-    candidates = [
-        candidate(8, 0.014, strategy="sequential"),
-        candidate(8, 0.011, strategy="best_fit_decreasing"),
-        candidate(8, 0.010, strategy="balanced"),
-    ]
-    assert recommended(candidates, 1000)["strategy"] == "sequential"
-    candidates[0]["padding"] = 0.016
-    assert recommended(candidates, 1000)["strategy"] == "best_fit_decreasing"
-
-
 def test_notes_say_what_is_lost():
     smaller = [candidate(4, 0.0, dropped=30), candidate(8, 0.01, dropped=1, cut=2)]
     also = candidate(9, 0.0, dropped=1, cut=2)  # loses as much, and takes more memory
@@ -86,13 +74,3 @@ def test_notes_say_what_is_lost():
 )
 def test_capacities(lengths, align, expected):
     assert capacities_to_try(np.array(lengths), align) == expected
-
-
-def test_without_max_tokens_best_fit_is_tried_at_several():
-    report = packing_report([100] * 199 + [1000], show=False)
-    tried = {(c["max_tokens"], c["strategy"]) for c in report["candidates"]}
-    capacities = [128, 256, 512, 768, 1024, 1536, 2048]
-    strategies = ("padded", "best_fit_decreasing")
-    assert tried == {(n, strategy) for n in capacities for strategy in strategies}
-    assert report["recommended"]["max_tokens"] == 1024
-    assert "max_tokens=128 drops 1 example (4.78% of the tokens lost)" in repr(report)

@@ -152,13 +152,6 @@ def test_a_report_is_json_and_a_frame_and_can_be_pickled():
     assert frame["strategy"].tolist()[:2] == ["padded", "best_fit_decreasing"]
 
 
-def test_a_part_of_a_report_prints_as_a_dict():
-    report = packing_report([5, 3], 10, show=False)
-    del report["candidates"], report["recommended"], report["options"]
-    assert repr(report) == repr(dict(report))
-    assert report._repr_html_() is None
-
-
 def test_padded_batch_size_follows_from_the_batch_size():
     def size(**options):
         return packing_report([5] * 20, 10, show=False, **options)["options"]["padded_batch_size"]
@@ -168,21 +161,6 @@ def test_padded_batch_size_follows_from_the_batch_size():
     assert size(batch_size=12, parallel=ParallelLayout(dp=4)) == 3
     assert size(batch_size=2, parallel=ParallelLayout(dp=4)) == 1
     assert size(batch_size=12, padded_batch_size=5) == 5
-
-
-def test_all_examples_may_be_too_long():
-    report = packing_report([50, 60], 10, show=False)
-    padded, packed = report["candidates"][:2]
-    assert (padded["num_rows"], padded["num_dropped"], padded["padding"]) == (0, 2, 0.0)
-    assert (packed["num_tokens"], packed["num_dropped_tokens"]) == (0, 110)
-    assert repr(report).endswith(
-        "no example fits into max_tokens=10\n"
-        "recommended: nothing; no example fits, so every one is dropped; give a larger max_tokens"
-    )
-    assert report["recommended"]["max_tokens"] == 10
-    some = packing_report([50, 60], [10, 50], show=False)
-    assert some["recommended"]["max_tokens"] == 50
-    assert "recommended: max_tokens=50" in repr(some)
 
 
 def test_images_are_packed_by_patches_too():
@@ -205,7 +183,7 @@ def test_images_are_packed_by_patches_too():
         (([5, 0], 8), {}, DataError, "example 1 has length 0"),
         (([5, 9], 8), {"overflow": "raise"}, DataError, "example 1 has 9 tokens"),
         (([5.5],), {}, TypeError, "lengths must be integers"),
-        ((7, 8), {}, TypeError, "data is a int; pass lengths, or a list"),
+        ((7, 8), {}, TypeError, "data is a int; pass lengths, or a list of examples"),
         (([5], []), {}, ValueError, "max_tokens is empty; give at least one"),
         (([5], "8"), {}, TypeError, "max_tokens must be an int, got '8' of type str"),
         (([5], 8.0), {}, TypeError, "max_tokens must be an int, got 8.0 of type float"),
@@ -224,10 +202,3 @@ def test_images_are_packed_by_patches_too():
 def test_bad_arguments(arguments, options, error, message):
     with pytest.raises(error, match=message):
         packing_report(*arguments, **options)
-
-
-def test_one_strategy_may_be_a_string_and_each_is_planned_once():
-    report = packing_report([5, 3], [8, 8], strategies="sequential", show=False)
-    assert [c["strategy"] for c in report["candidates"]] == ["padded", "sequential"]
-    twice = packing_report([5, 3], 8, strategies=["sequential"] * 2, show=False)
-    assert len(twice["candidates"]) == 2

@@ -71,10 +71,7 @@ def positions_alone(family: TinyFamily, example: Example) -> Tensor:
 
 
 def mrope_positions(
-    input_ids: Sequence[int],
-    image_token_id: int,
-    grids: Sequence[tuple[int, int, int]],
-    merge: int,
+    input_ids: Sequence[int], image_token_id: int, grids: Sequence[tuple[int, int, int]], merge: int
 ) -> Tensor:
     """Time, row and column positions of each token of one example: int64 [3, T].
 

@@ -186,8 +186,6 @@ UNKNOWN: dict[str, TinyFamily] = {
     family.name: family
     for family in [
         TinyFamily("ernie4_5_vl_moe", processors.ernie, *_GLM),
-        TinyFamily("glm46v", processors.glm46v, *_GLM),
-        TinyFamily("paddleocr_vl", processors.paddleocr, *_QWEN),
         TinyFamily("video_llama_3", processors.video_llama, *_QWEN),
         TinyFamily("ovis2", processors.ovis2, "<image>", "<IMG_ATOM>"),
     ]

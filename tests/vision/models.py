@@ -212,11 +212,6 @@ def _ernie4_5_vl_moe() -> Config:
     return {"text_config": text, "vision_config": tower, **_GLM_IDS}
 
 
-def _paddleocr_vl() -> Config:
-    text = {**TEXT, **_rope(mrope_section=[2, 3, 3]), "head_dim": 16}
-    return {"text_config": text, "vision_config": {**TOWER, "image_size": 112}, **_QWEN_IDS}
-
-
 def _video_llama_3() -> Config:
     tower = {name: size for name, size in TOWER.items() if name != "image_size"}
     return {
@@ -254,9 +249,7 @@ CONFIGS: dict[str, tuple[str, Callable[[], Config]]] = {
     "paligemma": ("PaliGemma", _paligemma),
     "mllama": ("Mllama", _mllama),
     "ernie4_5_vl_moe": ("Ernie4_5_VLMoe", _ernie4_5_vl_moe),
-    "paddleocr_vl": ("PaddleOCRVL", _paddleocr_vl),
     "video_llama_3": ("VideoLlama3", _video_llama_3),
-    "glm46v": ("Glm46V", _glm4v),
     "ovis2": ("Ovis2", _ovis2),
 }
 

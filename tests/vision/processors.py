@@ -263,8 +263,6 @@ _ERNIE_NAMES = {
 ernie = partial(
     with_grids, "Ernie4_5_VLMoe", "ernie4_5_vl_moe", [*_GLM, *_GLM_VIDEO], **_ERNIE_NAMES
 )
-glm46v = partial(with_grids, "Glm46V", "glm46v", [*_GLM, *_GLM_VIDEO], **_GLM_NAMES)
-paddleocr = partial(with_grids, "PaddleOCRVL", "paddleocr_vl", _QWEN, **_QWEN_NAMES)
 video_llama = partial(with_grids, "VideoLlama3", "video_llama_3", _QWEN, **_QWEN_NAMES)
 
 

@@ -32,9 +32,7 @@ from tests.vision.oracle_images import (
 from torch_collate_kit import PackedCollator, PaddedCollator, ParallelLayout
 from torch_collate_kit.batch.placement import Pieces
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.reader import read_columns
-from torch_collate_kit.vision import VisionLayout
 
 FORMS = ("labels", "loss_mask", "weights", "num_actions", "completion_mask", "none")
 PADS = (0, 3)
@@ -121,35 +119,6 @@ def test_packed_batches(family: str, seed: int, form: str) -> None:
     assert_equals_oracle(batch, packed_with_images(examples, plan, layout, **size))
     assert_contract_dtypes(batch)
     assert_round_trips(batch, int(rng.integers(0, len(batch) + 1)))
-
-
-def test_images_written_out() -> None:
-    """Two rows of Qwen, one frame of two given; nothing at placeholders is trained."""
-    pixels = np.array([[k, k] for k in range(12)], dtype=np.float32)  # two equal frames
-    layout = VisionLayout("qwen2_vl", image_token_id=9, merge_size=2, patch_shape=(1, 2, 1))
-    examples = [
-        {"input_ids": [9, 9, 70, 71], "pixel_values": pixels[:8], "image_grid_thw": [[1, 2, 4]]},
-        {"input_ids": [72, 73], "pixel_values": None, "image_grid_thw": None},
-        {"input_ids": [74, 9, 75], "pixel_values": pixels[8:], "image_grid_thw": [[1, 2, 2]]},
-    ]
-    batch = packed_collator(0, vision=layout, max_tokens=5, balance=None)(examples)
-    assert batch.row_metadata["example_indices"].tolist() == [[0], [2, 1]]
-    assert batch["input_ids"].tolist() == [[9, 9, 70, 71, 0], [74, 9, 75, 72, 73]]
-    assert batch["labels"].tolist() == [
-        [-100, -100, 70, 71, -100],
-        [-100, -100, 75, -100, 73],
-    ]
-    assert (batch["loss_mask"] * 4).tolist() == [[0, 1, 1, 0], [0, 1, 0, 1]]
-    assert batch.metadata["num_loss_tokens"] == 4
-    assert batch["image_grid_thw"].tolist() == [[[1, 2, 4]], [[1, 2, 2]]]
-    assert batch["pixel_values"].tolist() == [pixels[:8].tolist(), pixels[8:].tolist()]
-    assert batch.column("pixel_values").tolist() == [[k] for k in range(12)], "one frame"
-    assert batch["mrope_position_ids"][0].tolist() == [
-        [0, 1, 2, 3, 0],
-        [0, 0, 2, 3, 0],
-        [0, 0, 2, 3, 0],
-        [0, 1, 2, 3, 0],
-    ]
 
 
 # --- where an example may be cut -----------------------------------------------------------------
@@ -263,20 +232,3 @@ def test_truncated_examples_keep_their_first_images(family: str) -> None:
             assert_equals_oracle(batch, expected)
             checked += 1
     assert checked > 10
-
-
-@pytest.mark.parametrize("form", ["lists", "arrays", "columns"])
-def test_a_cut_looks_at_the_images_of_its_own_example(form: str) -> None:
-    """The second example ends before its image, which does not fit; the first one has none."""
-    ids: Any = [[70] * 8, [71, 71, TOKEN, TOKEN, TOKEN, 71, 71, 71]]
-    if form == "arrays":
-        ids = [np.array(row) for row in ids]
-    elif form == "columns":
-        ids = Ragged.from_rows(ids)
-    examples = {"input_ids": ids, "pixel_values": [None, np.zeros((1, 3, 2, 2))]}
-    collate = PackedCollator(
-        0, vision=LAYOUTS["gemma3"], max_tokens=4, overflow="truncate", train_all=True
-    )
-    batch = collate(examples)
-    rows = sorted(row[row != 0].tolist() for row in batch["input_ids"])
-    assert rows == [[70] * 4, [71, 71]]

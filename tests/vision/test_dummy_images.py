@@ -11,16 +11,11 @@ from torch.nn import functional
 
 from tests.vision.oracle_images import LAYOUTS, TOKEN
 from torch_collate_kit import DataError, PackedCollator, ParallelLayout, token_loss
-from torch_collate_kit.batch import Batch, PerExample, PerResponseToken, PerToken
+from torch_collate_kit.batch import Batch
 from torch_collate_kit.packing.rank_plan import PlannedExamples
 from torch_collate_kit.rl import from_response_values, response_values
 
 IMAGE = {"pixel_values": np.ones((16, 6)), "image_grid_thw": [[1, 4, 4]]}
-FIELDS = {
-    "type": PerToken(torch.int8, pad=3),
-    "reference": PerResponseToken(torch.float32),
-    "domain": PerExample(torch.int64),
-}
 
 
 def ids_of(length: int, *, image: bool = False) -> list[int]:
@@ -82,24 +77,6 @@ def test_it_is_no_example() -> None:
     assert abs(float(loss) - total / 8) < 1e-6
 
 
-def test_rows_after_it_have_the_metadata_of_their_examples() -> None:
-    given = [
-        {"input_ids": ids_of(n, image=not n % 12), "loss_mask": [1] * k, "num_actions": k}
-        | (IMAGE if not n % 12 else {})
-        for n, k in ((12, 3), (9, 4), (8, 5), (11, 6))
-    ]
-    collator = PackedCollator(
-        0, vision=LAYOUTS["qwen2_vl"], max_tokens=60, parallel=ParallelLayout(dp=4)
-    )
-    batch = collator(given)
-    assert batch.metadata["num_dummy_images"] == 3
-    [order] = zip(*batch.row_metadata["example_indices"].tolist(), strict=True)
-    for name in ("num_actions", "num_trained"):
-        expected = [[given[i]["num_actions"]] for i in order]
-        assert batch.row_metadata[name].tolist() == expected
-    assert batch.row_metadata["example_starts"].tolist() == [[0]] * 4
-
-
 def test_other_images_than_planned_are_refused() -> None:
     given = examples()
     collator = PackedCollator(
@@ -112,21 +89,6 @@ def test_other_images_than_planned_are_refused() -> None:
     plan = collator.plan(lengths, [[16], [], [], []])
     batch = collator(PlannedExamples(plan, given))
     assert torch.equal(batch["input_ids"], collator(given)["input_ids"])
-
-
-def test_declared_fields_have_pads_there() -> None:
-    given = examples()
-    for i, example in enumerate(given):
-        example["type"] = [1] * len(example["input_ids"])
-        example |= {"reference": [0.5, 1.5, 2.5], "domain": 10 + i}
-    batch = collate(given, fields=FIELDS)
-    order = batch.row_metadata["example_indices"].tolist()
-    assert batch["domain"].tolist() == [[10 + i for i in row] for row in order]
-    place = batch["input_ids"][1].tolist().index(TOKEN)
-    assert batch["type"][1, place] == 3
-    assert (batch["type"] == 1).sum() == 40
-    assert batch["reference"].sum() == 4 * 4.5
-    assert batch["reference"][1, place - 1] == 0
 
 
 def test_rollouts_have_no_response_there() -> None:

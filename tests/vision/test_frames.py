@@ -87,10 +87,3 @@ def test_frames_that_differ(patch: int, value: float, place: int) -> None:
     message = "example 1: the frames of a patch of pixel_values differ, so it is no still image"
     with pytest.raises(DataError, match=message):
         collated(pixels, layout(shape))
-
-
-def test_patches_of_another_size() -> None:
-    pixels = np.zeros((4, 10), dtype=np.float32)
-    message = "example 0: pixel_values has patches of 10 numbers, the model's have 12; use the pro"
-    with pytest.raises(DataError, match=message):
-        collated([pixels], layout((2, 2, 3)))

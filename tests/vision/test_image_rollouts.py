@@ -135,33 +135,3 @@ def test_staged_rows_have_their_images(balance: Any, seed: int, family: str, dp_
     counts = [[[len(p) for p in each["pixel_values"]] for each in parts] for parts in micro]
     restored = unstage(micro, counts)
     assert restored == [len(row) for row in batch["pixel_values"]]
-
-
-def test_micro_batches_narrow_positions_with_their_rows() -> None:
-    short = {"prompt_ids": [70], "response_ids": [71], "rewards": 1.0, "loss_mask": [1]}
-    pixels, grid = np.zeros((16, 6)), np.array([[1, 4, 4]])
-    image = {"prompt_ids": [TOKEN] * 4 + [70], "pixel_values": pixels, "image_grid_thw": grid}
-    long = {**short, **image, "response_ids": [72] * 9, "loss_mask": [1] * 9}
-    batch = RolloutCollator(0, vision=LAYOUTS["qwen2_vl"])([short, long])
-    [[part]] = stage_mini_batches(batch, [0, 2], 1)
-    wide, narrow = micro_batches(part, max_tokens=14)
-    assert wide["mrope_position_ids"].shape == (1, 4, 14)
-    assert narrow["mrope_position_ids"].shape == (1, 4, 2)
-    assert len(wide["pixel_values"][0]) == 16
-    assert narrow.model_inputs("sdpa")["position_ids"].shape == (4, 1, 2)
-    assert "pixel_values" not in narrow.model_inputs("sdpa")
-
-
-def test_changed_positions_are_narrowed_with_their_rows() -> None:
-    """A field that was changed in place is stored as it is, and cut like the others."""
-    rollouts = [
-        {"prompt_ids": [70] * n, "response_ids": [71] * 2, "rewards": 1.0, "loss_mask": [1, 1]}
-        for n in (2, 9)
-    ]
-    batch = RolloutCollator(0, vision=LAYOUTS["qwen2_vl"])(rollouts)
-    batch["mrope_position_ids"].add_(5)
-    [[part]] = stage_mini_batches(batch, [0, 2], 1)
-    wide, narrow = micro_batches(part, max_tokens=11)
-    assert narrow["input_ids"].shape == (1, 4)
-    assert narrow["mrope_position_ids"].shape == (1, 4, 4)
-    assert torch.equal(wide["mrope_position_ids"], batch["mrope_position_ids"][1:])

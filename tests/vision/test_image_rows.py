@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
 
 from tests.batch_checks import assert_one_buffer, assert_same_batch, same_value
 from tests.strategies import FUZZ
@@ -21,7 +19,6 @@ from tests.vision.families import FAMILIES
 from tests.vision.oracle_images import LAYOUTS, DrawnExample, draw_example
 from torch_collate_kit import PackedCollator, PaddedCollator
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.ragged import Ragged
 
 seeds = st.integers(0, 2**32 - 1)
 FAMILY_NAMES = sorted(LAYOUTS)
@@ -105,47 +102,6 @@ def test_batches_with_and_without_images_are_joined(family: str) -> None:
         assert_same_batch(pickle.loads(pickle.dumps(joined)), joined)
 
 
-@pytest.mark.parametrize("kind", ["padded", "packed"])
-@pytest.mark.parametrize("family", FAMILY_NAMES)
-def test_added_rows_repeat_row_0_with_its_images(kind: str, family: str) -> None:
-    """So that every model can run them; nothing in them is trained."""
-    rng = np.random.default_rng(2)
-    batch = collated(rng, family, kind)
-    while not len(batch["pixel_values"][0]):
-        batch = collated(rng, family, kind)
-    count = len(batch)
-    more = batch.pad_rows(multiple_of=count + 2)
-    assert_rows(more[:count], batch, list(range(count)))
-    for row in (count, count + 1):
-        for name in (*batch.placement.vision.family.fields, "input_ids", "position_ids"):
-            assert same_value(more[name][row], batch[name][0]), name
-        assert (more["labels"][row] == -100).all()
-        assert not more["loss_mask"][row].any()
-        assert len(more["sub_seq_lengths"][row]) == 0
-    if "mrope_position_ids" in batch:
-        assert torch.equal(more["mrope_position_ids"][-1], batch["mrope_position_ids"][0])
-
-
-# --- a changed field -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("change", ["in place", "with_fields"])
-def test_changed_pixels_stay_with_their_rows(change: str) -> None:
-    batch = collated(np.random.default_rng(3), "qwen2_vl", "padded")
-    expected = [row * 2 for row in batch["pixel_values"]]
-    if change == "in place":
-        batch["pixel_values"].values.mul_(2)
-    else:
-        field = batch["pixel_values"]
-        batch = batch.with_fields(pixel_values=Ragged(field.values * 2, field.offsets))
-    order = list(range(len(batch)))[::-1]
-    for part in (batch.select(order), pickle.loads(pickle.dumps(batch)).select(order)):
-        for i, row in enumerate(order):
-            assert torch.equal(part["pixel_values"][i], expected[row])
-        inputs = part.model_inputs("sdpa")
-        assert torch.equal(inputs["pixel_values"], torch.cat([expected[row] for row in order]))
-
-
 # --- bytes, devices, workers ---------------------------------------------------------------------
 
 
@@ -165,50 +121,3 @@ def test_pixels_are_stored_once() -> None:
         assert pixels.numel() <= given_, "padding of tiles is stored"
         assert batch.nbytes < image_bytes(batch) + 20_000
         assert len(pickle.dumps(batch)) < image_bytes(batch) + 30_000
-
-
-def test_llava_tiles_are_stored_without_their_padding() -> None:
-    family = FAMILIES["llava_next"]
-    example = family.example(np.random.default_rng(0), ["text", (56, 56), "text", (112, 112)])
-    tiles = example["pixel_values"].shape[1]
-    batch = padded(family, [example])
-    assert len(batch.column("pixel_values")) < 2 * tiles
-    assert image_bytes(batch) < example["pixel_values"].astype(np.float32).nbytes
-
-
-@pytest.mark.parametrize("kind", ["padded", "packed"])
-@pytest.mark.parametrize("family", FAMILY_NAMES)
-def test_a_batch_moves_in_one_buffer(kind: str, family: str) -> None:
-    batch = collated(np.random.default_rng(4), family, kind)
-    moved = batch.to("meta")
-    assert_one_buffer(moved)
-    assert list(moved) == list(batch)
-    for name in batch.placement.vision.family.fields:
-        assert moved[name].values.is_meta
-        assert moved[name].values.shape == batch[name].values.shape
-        assert moved[name].values.dtype == batch[name].values.dtype
-        assert moved[name].offsets.tolist() == batch[name].offsets.tolist()
-    part = batch[1:].to("meta")
-    lengths = batch[1:]["pixel_values"].lengths
-    assert part["pixel_values"].lengths.tolist() == lengths.tolist()
-
-
-COLLATORS: dict[str, Callable[[Any], Any]] = {
-    "padded": lambda layout: PaddedCollator(0, vision=layout),
-    "packed": lambda layout: PackedCollator(0, vision=layout, max_tokens=128),
-}
-
-
-@pytest.mark.parametrize("family", ["qwen2_vl", "idefics3"])
-@pytest.mark.parametrize("kind", list(COLLATORS))
-def test_a_worker_sends_the_same_batch_in_one_buffer(kind: str, family: str) -> None:
-    rng = np.random.default_rng(5)
-    given_ = [example.given for example in drawn(rng, family, 9)]
-    collate = COLLATORS[kind](LAYOUTS[family])
-    loader: Any = DataLoader(given_, batch_size=3, collate_fn=collate, num_workers=1)
-    batches = list(loader)
-    for i, batch in enumerate(batches):
-        assert batch._made == {}, "a worker made a dense field"
-        assert_one_buffer(batch)
-        assert_same_batch(batch, collate(given_[3 * i : 3 * i + 3]))
-    assert len(batches) == 3

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from tests.vision.batches import examples_of, layout_of, packed, padded
+from tests.vision.batches import examples_of, layout_of, padded
 from tests.vision.families import FAMILIES, MROPE
 from torch_collate_kit import PackedCollator
 from torch_collate_kit.batch import Batch
@@ -43,14 +42,6 @@ def test_no_model_that_shares_a_processor_is_missing() -> None:
             assert sorted(existing) == sorted(having), name
 
 
-def test_units_of_an_example_without_images() -> None:
-    for name in ("qwen2_5_vl", "internvl", "llava_next", "gemma3"):
-        layout = layout_of(FAMILIES[name])
-        for example in examples_of(name):
-            units = layout.units({k: np.asarray(v) for k, v in example.items()})
-            assert bool(len(units.patches)) == ("pixel_values" in example)
-
-
 @pytest.mark.parametrize("name", MROPE)
 def test_replaced_position_ids_are_not_lost(name: str) -> None:
     family, examples = FAMILIES[name], examples_of(name)
@@ -74,15 +65,6 @@ def test_replaced_position_ids_are_not_lost(name: str) -> None:
         batch.with_fields(image_grid_thw=swapped).model_inputs("sdpa")
     both = other.with_fields(image_grid_thw=swapped)
     assert torch.equal(both.model_inputs("sdpa")["image_grid_thw"], grids.values.flip(0))
-
-
-def test_replaced_position_ids_of_other_families() -> None:
-    batch = packed(FAMILIES["internvl"], examples_of("internvl"))
-    replaced = batch.with_fields(position_ids=batch["position_ids"] + 1)
-    assert torch.equal(replaced.model_inputs("sdpa")["position_ids"], batch["position_ids"] + 1)
-    made = padded(FAMILIES["paligemma"], examples_of("paligemma"))
-    with pytest.raises(ValueError, match="a paligemma model makes its own, so they would be lost"):
-        made.with_fields(position_ids=made["position_ids"] + 1).model_inputs("sdpa")
 
 
 def test_batches_of_two_models_are_not_joined() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -22,12 +20,11 @@ from tests.vision.batches import (
     padded,
     text_examples_of,
 )
-from tests.vision.families import FAMILIES, MROPE, TinyFamily
+from tests.vision.families import FAMILIES, TinyFamily
 from torch_collate_kit import (
     PackedCollator,
     PaddedCollator,
     ParallelLayout,
-    RolloutCollator,
     VisionLanguageCollator,
     token_loss,
 )
@@ -79,41 +76,6 @@ def test_aligned_rows_with_gaps_and_several_ranks_equal_alone(packable: TinyFami
     lengths = [length for row in batch["sub_seq_lengths"].tolist() for length in row]
     assert any(length % 4 for length in lengths), "no gap"
     check(packable, batch)
-
-
-def test_text_alone_in_a_batch_of_a_vision_model_equals_alone(packable: TinyFamily) -> None:
-    examples = text_examples_of(packable.name)
-    batch = packed(packable, examples, max_tokens=40)
-    inputs = batch.model_inputs("sdpa")
-    assert "pixel_values" not in inputs
-    if packable.name in MROPE:
-        rows = batch["position_ids"]
-        assert inputs["position_ids"].shape == (4, *rows.shape)
-        assert all(torch.equal(row, rows) for row in inputs["position_ids"])
-    model = packable.model()
-    expected = [alone(packable, model, example)[0] for example in examples]
-    with torch.no_grad():
-        logits = model(**inputs).logits
-    assert largest_difference(batch, logits, expected) < LIMIT
-
-
-def test_rows_taken_out_of_a_batch_equal_alone(packable: TinyFamily) -> None:
-    """A micro-batch of some rows has their images; one whose rows have none has no image."""
-    examples = examples_of(packable.name)
-    batch = packed(packable, examples, max_sequences_per_row=2)
-    expected = logits_alone(packable.name)
-    with_images = 0
-    for i in reversed(range(len(batch))):
-        part = batch.select([i])
-        logits = logits_of(packable, part)
-        indices = part.row_metadata["example_indices"].values.tolist()
-        with_images += "pixel_values" in part.model_inputs("sdpa", mask="block")
-        begin = 0
-        for index, length in zip(indices, part["sub_seq_lengths"][0].tolist(), strict=True):
-            found, limit = logits[0, begin : begin + length], LIMIT * expected[index].abs().max()
-            assert (found - expected[index]).abs().max() < limit
-            begin += length
-    assert with_images
 
 
 # --- loss and gradients --------------------------------------------------------------------------
@@ -227,13 +189,6 @@ def test_what_does_not_pack_is_refused_with_the_reason(name: str) -> None:
     with pytest.raises(ValueError, match=REFUSED[name]) as error:
         PackedCollator(family.processor(), max_tokens=64, vision=layout_of(family))
     assert str(error.value).endswith("; use PaddedCollator")
-
-
-@pytest.mark.parametrize("collator", [PaddedCollator, RolloutCollator])
-def test_mllama_is_refused_with_the_reason(collator: Any) -> None:
-    reason = "mllama models are not supported: a token without an image attends to every image"
-    with pytest.raises(ValueError, match=reason):
-        collator(FAMILIES["mllama"].processor())
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager", "torch_varlen"])

@@ -122,14 +122,6 @@ def test_positions_are_those_of_the_model(name: str) -> None:
     assert num_images > NUM_EXAMPLES / 2
 
 
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl", "glm4v"])
-def test_the_loop_is_that_of_the_model(name: str) -> None:
-    rng, layout = np.random.default_rng(0), layout_of(FAMILIES[name])
-    for _ in range(30):
-        example = example_of(rng, layout, touching=False)
-        assert torch.equal(loop_positions(example, layout), model_positions(name, example))
-
-
 # --- against the loop ----------------------------------------------------------------------------
 
 
@@ -143,25 +135,6 @@ def test_positions_are_those_of_the_loop(seed: int, count: int, merge: int) -> N
     expected = [loop_positions(example, layout) for example in examples]
     for collate in collators_of(layout, examples).values():
         check(collate(examples), expected)
-
-
-def test_positions_written_out() -> None:
-    """An image of 2 x 3 tokens, one of 1 x 1 that touches it, text around."""
-    example = {
-        "input_ids": [70, 9, 9, 9, 9, 9, 9, 9, 71],
-        "pixel_values": np.zeros((28, 2)),
-        "image_grid_thw": [[1, 4, 6], [1, 2, 2]],
-    }
-    batch = PaddedCollator(0, vision=SMALL)([example, {"input_ids": [72, 73]}])
-    assert batch["mrope_position_ids"].tolist() == [
-        [
-            [0, 1, 2, 3, 4, 5, 6, 7, 8],
-            [0, 1, 1, 1, 1, 1, 1, 4, 5],
-            [0, 1, 1, 1, 2, 2, 2, 4, 5],
-            [0, 1, 2, 3, 1, 2, 3, 4, 5],
-        ],
-        [[0, 0, 0, 0, 0, 0, 0, 0, 1]] * 4,
-    ]
 
 
 def test_an_image_of_several_frames_counts_them_in_the_first_row() -> None:

@@ -14,12 +14,7 @@ from tests.building import packed_sampler
 from tests.chat_images.truth import chat, image, text
 from tests.vision.families import FAMILIES
 from tests.vision.images import draw
-from torch_collate_kit import (
-    ChatOptions,
-    PackingOptions,
-    ParallelLayout,
-    VisionLanguageCollator,
-)
+from torch_collate_kit import ChatOptions, PackingOptions, ParallelLayout, VisionLanguageCollator
 from torch_collate_kit.collators import vision as module
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
@@ -56,9 +51,8 @@ class PlannedRecords:
 
 
 def under_a_plan(rank: int, **options: Any) -> list[Any]:
-    collate = VisionLanguageCollator(
-        QWEN.processor(), packing=PackingOptions(200, parallel=ParallelLayout(dp=2)), **options
-    )
+    packing = PackingOptions(200, parallel=ParallelLayout(dp=2))
+    collate = VisionLanguageCollator(QWEN.processor(), packing=packing, **options)
     dataset = PlannedRecords(records())
     sizes = collate.sizes(dataset)
     sampler = packed_sampler(
@@ -66,7 +60,7 @@ def under_a_plan(rank: int, **options: Any) -> list[Any]:
         patches=sizes.patches,
         num_loss_tokens=sizes.num_loss_tokens,
         batch_size=6,
-        packing=collate.collator.packing,
+        packing=collate.packing,
         dp_rank=rank,
         shuffle=False,
     )
@@ -87,11 +81,6 @@ def test_ranks_get_their_chunks_of_the_batch_of_a_controller() -> None:
                     assert np.array_equal(one.offsets, other.offsets), name
                     one, other = one.values, other.values
                 assert torch.equal(torch.as_tensor(one), torch.as_tensor(other)), name
-
-
-def test_require_images_holds_under_a_plan() -> None:
-    with pytest.raises(DataError, match="has no image, and require_images='all'"):
-        [under_a_plan(rank, require_images="all") for rank in range(2)]
 
 
 def test_sizes_read_a_dataset_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,6 +117,11 @@ def test_sizes_read_a_dataset_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
             TypeError, match=r"examples is a .*; pass a list of examples, a mapping"
         ):
             collate.sizes(wrong)  # type: ignore[arg-type]
+
+
+def test_a_collator_that_pads_has_no_packing() -> None:
+    with pytest.raises(AttributeError, match="the collator pads; pass max_tokens= or packing="):
+        _ = VisionLanguageCollator(QWEN.processor()).packing
 
 
 def test_what_max_length_cuts_and_drops_is_counted() -> None:
@@ -175,18 +169,9 @@ def test_conversations_and_rows_have_an_overflow_of_their_own() -> None:
             VisionLanguageCollator(processor, chat=ChatOptions(**{name: value}))
 
 
-def test_empty_answers_are_passed_on() -> None:
-    processor = FAMILIES["qwen3_vl"].processor()
-    empty = {"messages": chat("Hi.", "")}
-    with pytest.raises(DataError, match=r"example 0: messages\[1\] is an empty answer"):
-        VisionLanguageCollator(processor)([empty])
-    batch = VisionLanguageCollator(processor, chat=ChatOptions(allow_empty=True))([empty])
-    assert batch.metadata["num_loss_tokens"] > 0
-
-
 def test_a_patch_budget_without_a_token_budget_is_refused() -> None:
     processor = QWEN.processor()
     with pytest.raises(ValueError, match=r"max_patches=4 limits packed rows.*pass max_tokens, too"):
         VisionLanguageCollator(processor, max_patches=4)
-    packing = VisionLanguageCollator(processor, max_tokens=64, max_patches=16).collator.packing
-    assert (packing.max_tokens, packing.max_patches) == (64, 16)
+    collate = VisionLanguageCollator(processor, max_tokens=64, max_patches=16)
+    assert (collate.packing.max_tokens, collate.packing.max_patches) == (64, 16)

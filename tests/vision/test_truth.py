@@ -12,20 +12,6 @@ from torch import Tensor
 from tests.vision.alone import alone
 from tests.vision.families import FAMILIES, MROPE, Example, Part, TinyFamily
 
-MIXED: list[list[Part]] = [
-    ["text", (56, 84), "text"],
-    ["text"],
-    [(28, 56), "text", (84, 140), "text"],
-    ["text", (112, 56), "text"],
-]
-PARTS = {
-    **dict.fromkeys(FAMILIES, MIXED),
-    "paligemma": [MIXED[0], *MIXED[2:]],  # its processor takes no text-only example
-    # Tokens before the first image have an empty cross-attention row, so they attend to the
-    # padding of the images: such a batch is not equal to alone, nor is one with text-only rows.
-    "mllama": [[(56, 84), "text"], MIXED[2], [(112, 56), "text"]],
-}
-
 
 @pytest.fixture(params=list(FAMILIES))
 def family(request: pytest.FixtureRequest) -> TinyFamily:
@@ -38,30 +24,6 @@ def logits_alone(family: TinyFamily, example: Example) -> Tensor:
 
 def example_of(family: TinyFamily, parts: list[Part], seed: int = 0) -> Example:
     return family.example(np.random.default_rng(seed), parts)
-
-
-def test_a_right_padded_batch_of_the_processor_equals_alone(family: TinyFamily) -> None:
-    found = [
-        family.text_and_images(np.random.default_rng(i), parts)
-        for i, parts in enumerate(PARTS[family.name])
-    ]
-    fields = family.processor()(
-        text=[text for text, _, _ in found],
-        images=[images for _, _, images in found],
-        padding=True,
-        padding_side="right",
-        return_tensors="pt",
-        **({"suffix": [suffix for _, suffix, _ in found]} if family.suffix else {}),
-    )
-    batch = {name: value for name, value in fields.items() if name != "labels"}
-    with torch.no_grad():
-        logits = family.model()(**batch, use_cache=False).logits
-    examples = [example_of(family, parts, i) for i, parts in enumerate(PARTS[family.name])]
-    assert len({len(example["input_ids"]) for example in examples}) > 1, "nothing is padded"
-    for row, example in enumerate(examples):
-        length = len(example["input_ids"])
-        assert batch["input_ids"][row, :length].tolist() == example["input_ids"]
-        assert (logits[row, :length] - logits_alone(family, example)).abs().max() < 1e-4
 
 
 def test_planted_faults_move_the_logits(family: TinyFamily) -> None:

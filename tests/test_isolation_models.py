@@ -1,0 +1,179 @@
+"""check_isolation of tiny models of transformers: what leaks, and what does not."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.test_isolation import ONE_ROW, TWO_ROWS, Toy, masked, toy_inputs, without
+from tests.tiny_models import MODELS, packed_inputs, tiny_model
+from torch_collate_kit.attention import check_isolation
+from torch_collate_kit.attention.recurrent import RECURRENT_MODELS
+from torch_collate_kit.errors import IsolationError
+
+LAYOUTS = pytest.mark.parametrize("rows", [ONE_ROW, TWO_ROWS], ids=["one", "two"])
+MODES = pytest.mark.parametrize("training", [False, True], ids=["eval", "training"])
+LAYER_LISTS = ("layer_types", "layers_block_type", "block_types")
+KINDS_OF_STATE = ("linear", "conv", "recurrent", "mamba", "hybrid")
+USES_MASKS = pytest.mark.parametrize("attention", ["eager", "sdpa"])
+
+
+# --- transformers: what leaks and what does not --------------------------------------------------
+
+
+@MODES
+@LAYOUTS
+@pytest.mark.parametrize("kind", MODELS)
+def test_torch_varlen_isolates(kind, rows, training):
+    check_isolation(tiny_model(kind).train(training), packed_inputs(*rows))
+
+
+@MODES
+@LAYOUTS
+@USES_MASKS
+@pytest.mark.parametrize("kind", MODELS)
+def test_restarting_positions_isolate(kind, attention, rows, training):
+    model = tiny_model(kind, attention).train(training)
+    check_isolation(model, packed_inputs(*rows, varlen=False))
+
+
+@MODES
+@LAYOUTS
+@USES_MASKS
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
+@pytest.mark.parametrize("num_pads", [0, 2], ids=["ones", "pad-tail"])
+def test_a_2d_mask_leaks(kind, attention, rows, training, num_pads):
+    model = tiny_model(kind, attention).train(training)
+    with pytest.raises(
+        IsolationError, match=r"leaks into.*a 2-D attention_mask is passed.*leave i"
+    ):
+        check_isolation(model, masked(packed_inputs(*rows, varlen=False), num_pads))
+
+
+@MODES
+@LAYOUTS
+@USES_MASKS
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
+def test_a_cache_leaks(kind, attention, rows, training):
+    model = tiny_model(kind, attention).train(training)
+    inputs = without(packed_inputs(*rows, varlen=False), "use_cache")
+    with pytest.raises(
+        IsolationError, match=r"leaks into.*use_cache is not False.*use_cache=False"
+    ):
+        check_isolation(model, inputs)
+
+
+def test_a_4d_mask_in_eager_leaks():
+    blocks = torch.block_diag(*(torch.ones(n, n) for n in ONE_ROW[0])).tril().bool()
+    inputs = packed_inputs(*ONE_ROW, varlen=False) | {"attention_mask": blocks[None, None]}
+    check_isolation(tiny_model("llama", "sdpa"), inputs)
+    with pytest.raises(IsolationError, match=r"the attention_mask \[1, 1, 13, 13\] itself"):
+        check_isolation(tiny_model("llama", "eager"), inputs)  # it adds the booleans to the scores
+
+
+def test_a_segment_that_goes_on_counting_leaks_without_varlen():
+    inputs = packed_inputs(*ONE_ROW)
+    inputs["position_ids"] = torch.arange(13)[None]
+    check_isolation(tiny_model("llama"), inputs)
+    with pytest.raises(IsolationError, match='"sdpa" ignores cu_seq_lens, and position_ids do not'):
+        check_isolation(tiny_model("llama", "sdpa"), inputs)
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable:FutureWarning")
+def test_a_leak_that_gradient_checkpointing_hides_is_found():
+    model = tiny_model("qwen3", "sdpa")
+    model.gradient_checkpointing_enable()  # in training it switches the cache off, in eval not
+    inputs = without(packed_inputs(*ONE_ROW, varlen=False), "use_cache")
+    with pytest.raises(IsolationError, match=r"in eval mode.*use_cache=False"):
+        check_isolation(model.train(), inputs)
+    check_isolation(model, inputs | {"use_cache": False})
+
+
+@pytest.mark.parametrize("attention", ["torch_varlen", "sdpa"])
+def test_bfloat16(attention):
+    model = tiny_model("qwen3", attention, dtype=torch.bfloat16, initializer_range=0.02)
+    inputs = packed_inputs(*TWO_ROWS, varlen=attention == "torch_varlen")
+    check_isolation(model, inputs)
+    if attention == "sdpa":
+        with pytest.raises(IsolationError, match=r"0\.01 of that is allowed"):
+            check_isolation(model, masked(inputs, 0))
+
+
+def test_padding_is_not_looked_at():
+    # the pad tail sees the text before it, with a 2-D mask or without; that harms nobody
+    inputs = packed_inputs([5, 2], [4, 3], varlen=False)
+    inputs["attention_mask"] = torch.tensor([[1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 0, 0, 0]])
+    check_isolation(tiny_model("qwen3", "sdpa"), inputs)
+
+
+# --- layers that carry state ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Packages with the names of the kernels that take boundaries can be imported."""
+    for name in ("fla", "causal_conv1d"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert all(importlib.util.find_spec(name) for name in ("fla", "causal_conv1d"))
+
+
+@pytest.mark.parametrize("boundaries", [{}, {"cu_seq_lens_q": torch.tensor([0, 3, 6])}])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"layer_types": ["linear_attention", "full_attention"]},
+        {"layer_types": ["conv"]},
+        {"layers_block_type": ["mamba", "attention"]},
+        {"block_types": ["recurrent"]},
+        {"get_text_config": lambda: SimpleNamespace(layer_types=["hybrid"])},
+    ],
+)
+@pytest.mark.usefixtures("kernels")
+def test_recurrent_layers_are_refused(config, boundaries):
+    message = r"the model has \['.*'\] layers, which carry state from one segment.*use PaddedCollat"
+    with pytest.raises(IsolationError, match=message):
+        check_isolation(Toy(**config), toy_inputs([3, 3]) | boundaries)
+
+
+@pytest.mark.parametrize("model_type", sorted(RECURRENT_MODELS))
+@pytest.mark.usefixtures("kernels")
+def test_recurrent_models_are_refused_by_their_type(model_type):
+    message = (
+        rf"{model_type} model has recurrent, convolution or linear-attention layers, .*whatever "
+        r'kernels are installed too; use PaddedCollator\(\.\.\., padding_side="right"\)'
+    )
+    text = SimpleNamespace(model_type=model_type)
+    for config in (
+        {"model_type": model_type},
+        {"model_type": "x", "get_text_config": lambda: text},
+    ):
+        with pytest.raises(IsolationError, match=message):
+            check_isolation(Toy(**config), toy_inputs([3, 3]))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_no_recurrent_model_of_transformers_is_missing():
+    """Of those that write text: their config lists such layers, or that of their text model."""
+    modeling = pytest.importorskip("transformers.models.auto.modeling_auto")
+    auto = pytest.importorskip("transformers.models.auto.configuration_auto")
+    of_text = modeling.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    names = {**of_text, **modeling.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
+    found = set()
+    for name in names.keys() - {"gemma4_assistant"}:  # whose config has no valid defaults
+        text = auto.CONFIG_MAPPING[name]().get_text_config(decoder=True)
+        layers = [str(kind) for key in LAYER_LISTS for kind in getattr(text, key, None) or ()]
+        has_state = any(part in kind.lower() for kind in layers for part in KINDS_OF_STATE)
+        if has_state or text.model_type in RECURRENT_MODELS:
+            found |= {name, text.model_type}
+    assert len(found) > 10
+    assert found <= RECURRENT_MODELS
+
+
+def test_recurrent_layers_are_fine_with_one_example_a_row():
+    check_isolation(Toy(layer_types=["conv"], model_type="lfm2"), toy_inputs([3], [3]))
