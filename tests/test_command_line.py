@@ -211,7 +211,7 @@ def test_an_interrupt() -> None:
                 break
             except OSError:
                 time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
-        os.close(descriptor)
+        process.send_signal(signal.SIGINT)  # while it reads: without the writer, the file would end
         out, err = process.communicate(timeout=600)
+        os.close(descriptor)
     assert (process.returncode, out, err) == (130, "", "interrupted\n")

@@ -101,7 +101,7 @@ def test_a_run_saves_its_adapter_and_resumes_exactly(base: Path, tmp_path: Path)
     options += " --learning-rate 0.02 --gradient-checkpointing"
     out = tmp_path / "out"
     found = run(options, out)
-    assert sum(name.startswith("exact match") for name in found.summary) > 3
+    assert sum(name.startswith("exact match") for name in found.summary) >= 3
     assert not (out / "model" / "model.safetensors").exists()
     config = json.loads((out / "model" / "adapter_config.json").read_text())
     expected = (2, 4, str(base / "model"))

@@ -60,7 +60,7 @@ def under_a_plan(rank: int, **options: Any) -> list[Any]:
         patches=sizes.patches,
         num_loss_tokens=sizes.num_loss_tokens,
         batch_size=6,
-        packing=collate.packing,
+        packing=collate.collator.packing,
         dp_rank=rank,
         shuffle=False,
     )
@@ -119,11 +119,6 @@ def test_sizes_read_a_dataset_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
             collate.sizes(wrong)  # type: ignore[arg-type]
 
 
-def test_a_collator_that_pads_has_no_packing() -> None:
-    with pytest.raises(AttributeError, match="the collator pads; pass max_tokens= or packing="):
-        _ = VisionLanguageCollator(QWEN.processor()).packing
-
-
 def test_what_max_length_cuts_and_drops_is_counted() -> None:
     processor, all_records = QWEN.processor(), records()
     lengths = VisionLanguageCollator(processor).sizes(all_records).lengths
@@ -174,4 +169,5 @@ def test_a_patch_budget_without_a_token_budget_is_refused() -> None:
     with pytest.raises(ValueError, match=r"max_patches=4 limits packed rows.*pass max_tokens, too"):
         VisionLanguageCollator(processor, max_patches=4)
     collate = VisionLanguageCollator(processor, max_tokens=64, max_patches=16)
-    assert (collate.packing.max_tokens, collate.packing.max_patches) == (64, 16)
+    packing = collate.collator.packing
+    assert (packing.max_tokens, packing.max_patches) == (64, 16)

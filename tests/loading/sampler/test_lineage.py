@@ -71,3 +71,15 @@ def test_any_step_of_many_examples_is_found_at_once(monkeypatch: pytest.MonkeyPa
     assert small.examples(2, 50).tolist() == expected.tolist(), "no new order is made"
     with pytest.raises(TypeError):
         small.examples(3, 50)
+
+
+def test_a_reshuffle_is_in_the_lineage() -> None:
+    sampler = prefetching(0, 1, tail="keep")
+    first = [next(it) for it in [iter(sampler)] for _ in range(2)]
+    sampler.set_epoch(0, step=2)
+    sampler.reshuffle()
+    served_batches = [*first, *sampler]
+    assert [sampler.examples(0, step).tolist() for step in range(7)] == served_batches
+    later = prefetching(0, 1, tail="keep")
+    later.load_state_dict(sampler.state_at(5, 1))
+    assert [later.examples(0, step).tolist() for step in range(7)] == served_batches

@@ -174,3 +174,17 @@ def test_a_state_of_other_lengths_with_the_same_sums_is_refused(other):
     with pytest.raises(StateError, match=message):
         make(other).load_state_dict(state)
     make([[1, 2, 3], [4, 4]]).load_state_dict(state)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_prefix_is_within_one_example_of_the_weights(seed):
+    rng = np.random.default_rng(seed)
+    num_sources = int(rng.integers(2, 12))
+    weights = np.round(rng.dirichlet(np.full(num_sources, 0.5)) + 1e-3, 4)
+    sizes = rng.integers(1, 50, num_sources).tolist()
+    sampler = MixedSampler(sizes, batch_size=5, weights=weights, num_steps=100)
+    sources = np.array([source for source, _ in picks_of(sampler, sizes, 1)])
+    counts = np.cumsum(sources[:, None] == np.arange(num_sources), axis=0)
+    shares = np.arange(1, 501)[:, None] * (weights / weights.sum())
+    assert np.abs(counts - shares).max() < 1
+    assert len(sources) == 500

@@ -25,6 +25,7 @@ from tests.loading.streaming.streaming_oracle import (
     plain_loop,
     tokens_of,
 )
+from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing import ParallelLayout
@@ -229,3 +230,24 @@ def test_equals_the_plain_loop_over_many_windows(strategy: str, rows: int, most:
     expected = plain_loop(examples, packed_collator(0, **options), 12, rows)
     for batch, wanted in zip(found, expected, strict=True):
         assert_same_batch(batch, wanted)
+
+
+def test_rows_do_not_come_longest_first() -> None:
+    lengths = np.clip(np.random.default_rng(3).lognormal(3, 1, size=8000), 1, 200).astype(int)
+    dataset = packed_stream(
+        make_examples(lengths.tolist()), tokenizer=0, max_tokens=200, buffer_size=500, rows=4
+    )
+    windows: list[list[Batch]] = [[]]
+    for batch in dataset:
+        windows[-1].append(batch)
+        if place_of(dataset)["num_batches"] == 0:
+            windows.append([])
+    assert len(windows) >= 3
+    for window in windows[:2]:
+        quarter = len(window) // 4
+        means = [
+            np.concatenate([b["sub_seq_lengths"].values for b in part]).mean()
+            for part in (window[:quarter], window[quarter:-quarter], window[-quarter:])
+        ]
+        assert quarter > 15
+        assert max(means) < 1.25 * min(means), means  # longest first: 2 times

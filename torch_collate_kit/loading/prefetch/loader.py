@@ -118,7 +118,7 @@ class PrefetchLoader:
 
         >>> from torch.utils.data import DataLoader
         >>> from torch_collate_kit import PrefetchingSampler
-        >>> data = DataLoader(range(4), batch_sampler=PrefetchingSampler(4, 2))
+        >>> data = DataLoader(range(4), batch_sampler=PrefetchingSampler(4, batch_size=2))
         >>> with PrefetchLoader(data, prefetch=False) as loader:
         ...     batches = list(loader)
         >>> [(step.epoch, step.step, step.was_ahead) for step in loader.timeline]
@@ -144,7 +144,7 @@ class PrefetchLoader:
 
         >>> from torch.utils.data import DataLoader
         >>> from torch_collate_kit import PrefetchingSampler
-        >>> sampler = PrefetchingSampler(4, 2, shuffle=False)
+        >>> sampler = PrefetchingSampler(4, batch_size=2, shuffle=False)
         >>> data = DataLoader([1, 2, 0, 5], batch_sampler=sampler, collate_fn=lambda x: 10 // x[0])
         >>> with PrefetchLoader(data, on_error="skip") as loader:
         ...     list(loader), loader.skipped[0][:3]
