@@ -205,3 +205,13 @@ def test_an_example_of_one_token_more_overflows(overflow: str, lengths: list[lis
     assert sorted(batch["sub_seq_lengths"].tolist()) == lengths
     with pytest.raises(DataError, match="example 0"):
         _collate(_examples(9), max_tokens=8)
+
+
+def test_a_batch_of_which_all_is_dropped_warns_of_nothing(recwarn: pytest.WarningsRecorder) -> None:
+    torch.set_warn_always(True)
+    try:
+        batch = PackedCollator(0, max_tokens=2, overflow="drop")([{"input_ids": [1, 2, 3]}])
+    finally:
+        torch.set_warn_always(False)
+    assert (batch.metadata["dropped"], batch["sub_seq_lengths"].tolist()) == ((0,), [[]])
+    assert not recwarn.list
