@@ -14,8 +14,9 @@ from transformers import AddedToken, ByT5Tokenizer, PreTrainedTokenizerFast
 
 from tests.chat.chats import MARKS, tokenize, trained_ids, trained_text
 from tests.chat.conversations import CONVERSATIONS
+from torch_collate_kit.chat import ChatOptions
 from torch_collate_kit.chat.examples import TextExample
-from torch_collate_kit.chat.options import ChatOptions, ChatSetup
+from torch_collate_kit.chat.options import ChatSetup
 from torch_collate_kit.chat.tokenize import _encode, _tokenized
 
 END = "<|im_end|>"
