@@ -10,6 +10,7 @@ from tests.building import packed_collator, packed_sampler
 from tests.vision.oracle_images import LAYOUTS, TOKEN
 from torch_collate_kit import TokenizedDataset
 from torch_collate_kit.packing import ModelCost, ParallelLayout
+from torch_collate_kit.rl import stage_mini_batches
 
 # n tokens cost n * (10 + n): 1, 2, 3 and 4 of them 11, 24, 39 and 56
 OPTIONS: dict[str, Any] = {
@@ -51,3 +52,9 @@ def test_images_cost_the_vision_tower() -> None:
     assert batch.metadata["vision_cost_per_rank"] == (336, 0)
     text = packed_collator(0, **options)([{"input_ids": [71] * 5}])
     assert "vision_cost_per_rank" not in text.metadata
+
+
+def test_a_staged_batch_is_divided_among_other_ranks() -> None:
+    whole = packed_collator(0, **OPTIONS)(EXAMPLES)
+    [[part]] = stage_mini_batches(whole, [0, len(whole)], 1)
+    assert "cost_per_rank" not in part.metadata
