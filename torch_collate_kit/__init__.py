@@ -18,7 +18,7 @@ from torch_collate_kit.collators import (
 )
 from torch_collate_kit.errors import DataError, IsolationError, StateError
 from torch_collate_kit.loading import (
-    MixedSampler,
+    Mixture,
     PackedBatchSampler,
     PackedIterableDataset,
     PrefetchingSampler,
@@ -34,7 +34,7 @@ __all__ = [
     "ChatOptions",
     "DataError",
     "IsolationError",
-    "MixedSampler",
+    "Mixture",
     "ModelCost",
     "PackedBatchSampler",
     "PackedCollator",

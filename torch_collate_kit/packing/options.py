@@ -145,9 +145,9 @@ class PackingOptions:
                 f"max_tokens must be at least align={self.parallel.align}, got {max_tokens}: not "
                 "one aligned token fits in a row; raise max_tokens or lower align"
             )
-        if self.row_multiple % self.parallel.dp:
+        if self.row_multiple % self.parallel.dp and self.parallel.dp % self.row_multiple:
             raise ValueError(
-                f"rows_multiple_of must be a multiple of dp={self.parallel.dp}, got "
+                f"rows_multiple_of must be a multiple or a divisor of dp={self.parallel.dp}, got "
                 f"{self.rows_multiple_of}: every rank takes as many rows"
             )
         if self.reserved >= self.capacity:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader
 
+from tests.building import mixed_sampler
 from tests.loading.prefetch.toy_data import COLLATORS, EXAMPLES, make_sampler
 from torch_collate_kit.loading import (
-    MixedSampler,
     PackedBatchSampler,
     PackedIterableDataset,
     PrefetchLoader,
@@ -36,9 +36,7 @@ def planned() -> PackedBatchSampler:
 KINDS: dict[str, Callable[[], dict[str, Any]]] = {
     "PrefetchingSampler": lambda: {"batch_sampler": make_sampler()},
     "PackedBatchSampler": lambda: {"batch_sampler": planned()},
-    "MixedSampler": lambda: {
-        "batch_sampler": MixedSampler([6, 7], batch_size=4, num_steps=4, seed=3)
-    },
+    "MixedSampler": lambda: {"batch_sampler": mixed_sampler([6, 7], batch_size=4, seed=3)},
 }
 
 

@@ -14,6 +14,7 @@ import torch
 from torch_collate_kit._checks import checked_bool, checked_int
 from torch_collate_kit._reprs import call_repr
 from torch_collate_kit.errors import StateError
+from torch_collate_kit.loading.orders.checks import is_same
 from torch_collate_kit.loading.prefetch.device_copy import device_copy
 from torch_collate_kit.loading.prefetch.positioned import LoaderPosition
 from torch_collate_kit.loading.prefetch.read_ahead import END, ReadAhead, Taken
@@ -23,7 +24,6 @@ from torch_collate_kit.loading.prefetch.skipped_examples import SkippedExample, 
 from torch_collate_kit.loading.prefetch.step_times import StepTimes, Timeline
 from torch_collate_kit.loading.prefetch.timeline_plot import draw_timeline
 from torch_collate_kit.loading.prefetch.watchdog import checked_seconds
-from torch_collate_kit.loading.sampler.checks import is_same
 from torch_collate_kit.loading.skipping import SkipPolicy
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ from torch.utils.data._utils.collate import default_convert
 from torch_collate_kit._reprs import KindAndSize, call_repr
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.errors import StateError
+from torch_collate_kit.loading.orders.checks import checked_word
 from torch_collate_kit.loading.prefetch.positioned import (
     LoaderPosition,
     PositionedLoader,
@@ -25,7 +26,6 @@ from torch_collate_kit.loading.prefetch.skipped_examples import (
     skip_failing_examples,
 )
 from torch_collate_kit.loading.sampler import PackedBatchSampler
-from torch_collate_kit.loading.sampler.checks import checked_word
 from torch_collate_kit.loading.sampler.resumable import ResumableSampler
 
 __all__ = ["ResumableLoader", "resumable_loader"]
