@@ -40,7 +40,7 @@ CALLS = [
     "PaddedCollator(0, train_all=True, fields={'t': PerToken(dtype=torch.int8, pad=3)})",
     "PaddedCollator(0, max_length=9, overflow='drop')",
     "PackedCollator(0, max_tokens=4096)",
-    "PackedCollator(0, max_tokens=8, strategy='balanced', parallel=ParallelLayout(dp=2))",
+    "PackedCollator(0, max_tokens=8, strategy='sequential', parallel=ParallelLayout(dp=2))",
     "PackedCollator(0, max_tokens=8, overflow='drop', fixed_width=True)",
     "PackedCollator(0, packing=PackingOptions(max_tokens=8, balance=None), fixed_width=True)",
     f"PackedCollator(0, max_tokens=8, vision={VISION!r})",

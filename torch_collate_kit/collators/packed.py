@@ -64,8 +64,8 @@ class PackedCollator:
         tokenizer: an int pad id, or anything with ``pad_token_id``; the processor of a
             vision-language model.
         max_tokens: the most cells of a row.
-        strategy: how rows are filled: "best_fit_decreasing" (default), "first_fit_decreasing",
-            "balanced" or "sequential"; see :func:`~torch_collate_kit.pack`.
+        strategy: how rows are filled: "balanced" (default), "best_fit_decreasing",
+            "first_fit_decreasing" or "sequential"; see :func:`~torch_collate_kit.pack`.
         overflow: what to do with an example longer than a row: "raise" (default), "truncate",
             "drop" or "split".
         parallel: the :class:`~torch_collate_kit.ParallelLayout` of the run; one device by default.
@@ -119,6 +119,8 @@ class PackedCollator:
             parallel=parallel,
             max_patches=max_patches,
         )
+        if self.packing.strategy is None:
+            self.packing = replace(self.packing, strategy="balanced")
         if self.vision is not None and not self.packing.dummy_image_tokens:
             tokens = self.vision.smallest_tokens
             self.packing = replace(self.packing, dummy_image_tokens=tokens)
@@ -309,6 +311,8 @@ def changed_options(collator: PackedCollator) -> dict[str, Any]:
     vision = collator.vision
     if vision is not None and packing.dummy_image_tokens == vision.smallest_tokens:
         packing = replace(packing, dummy_image_tokens=0)  # set by the collator itself
+    if packing.strategy == "balanced":  # the collators' default
+        packing = replace(packing, strategy=None)
     changed = changed_settings(packing)
     del own["packing"]
     common = ("max_tokens", "strategy", "overflow", "parallel", "max_patches")

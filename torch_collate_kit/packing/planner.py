@@ -97,6 +97,12 @@ def plan_rows(
     lengths: Ints, packing: PackingOptions, images: ImageLoad | None = None
 ) -> PackingPlan:
     """Plan rows as ``pack`` does, of checked ``lengths`` int64 [N]."""
+    dp, multiple = packing.parallel.dp, packing.row_multiple
+    if multiple % dp:
+        raise ValueError(
+            f"rows_multiple_of={multiple} must be a multiple of dp={dp} where rows are planned by "
+            "examples: every rank has as many rows; leave it out, or plan with batch_rows="
+        )
     pieces = cut_to_fit(lengths, packing, images)
     sizes, limits = measured(pieces, packing, has_images=images is not None)
     rows = filled_rows(sizes, limits, packing.strategy)

@@ -132,16 +132,10 @@ class PackedBatchSampler(EpochSampler):
                 "pass one of batch_size, the examples of a step, and batch_rows, its rows; got "
                 f"batch_size={batch_size!r}, batch_rows={batch_rows!r}"
             )
-        dp = self._packing.parallel.dp
         if batch_rows is None:
-            if self._group % dp:
-                raise ValueError(
-                    f"rows_multiple_of={self._group} must be a multiple of dp={dp} by examples: "
-                    "every rank has as many rows; pass batch_rows= for steps of rows"
-                )
             return "batch_size", checked_int("batch_size", batch_size)
         batch_rows = checked_int("batch_rows", batch_rows)
-        for name, divisor in (("parallel.dp", dp), ("rows_multiple_of", self._group)):
+        for name, divisor in (("parallel.dp", self._packing.parallel.dp), ("rows_multiple_of", self._group)):
             if batch_rows % divisor:
                 raise ValueError(
                     f"batch_rows must be a multiple of {name}={divisor}, got {batch_rows}; it "
