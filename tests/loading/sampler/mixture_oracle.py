@@ -57,7 +57,7 @@ class Mixed:
         return min(times) if self.stop == "first_exhausted" else max(times)
 
     def epoch(self, stages):
-        """All examples of the next epoch; ``stages`` are (number of examples before it, weights)."""
+        """All examples of the next epoch; ``stages`` are (number of examples before, weights)."""
         exact = [(at, [Fraction(str(weight)) for weight in weights]) for at, weights in stages]
         found = []
         for (at, weights), (after, _) in zip(exact, [*exact[1:], (np.inf, None)], strict=True):

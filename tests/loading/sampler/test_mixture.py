@@ -43,7 +43,9 @@ def test_the_order_is_that_of_the_loops(weights, by, stop, limited):
     expected = [[index for _, index in oracle.epoch([(0, weights)])] for _ in range(2)]
     assert epochs_of(sampler, 2) == expected
     long = PrefetchingSampler(mixture, batch_size=7, seed=3, tail="wrap")
-    assert sum(epochs_of(long, 2), []) == sum(expected, [])[: len(sum(expected, [])) // 7 * 7]
+    whole = [*expected[0], *expected[1]]
+    found = epochs_of(long, 2)
+    assert [*found[0], *found[1]] == whole[: len(whole) // 7 * 7]
 
 
 @pytest.mark.parametrize("by", ["examples", "tokens"])
@@ -99,7 +101,6 @@ def test_resume_at_every_step(case, tail, shuffle):
         options = {"tail": tail, "shuffle": shuffle, "seed": 2}
         return mixed_sampler(sources, batch_size=3, **CASES[case], **options)
 
-    whole = [list(of) for of in (make(),) for of in [iter(of), iter(of)]]
     running = make()
     whole = [list(running), list(running)]
     for epoch in range(2):
@@ -111,7 +112,7 @@ def test_resume_at_every_step(case, tail, shuffle):
             jumped.set_epoch(epoch, step=step)
             for sampler in (resumed, jumped):
                 rest = [batch for _ in range(2 - sampler.epoch) for batch in sampler]
-                assert rest == sum([whole[epoch][step:], *whole[epoch + 1 :]], [])
+                assert rest == [*whole[epoch][step:], *(b for of in whole[epoch + 1 :] for b in of)]
 
 
 def test_by_rows_a_mixture_is_full_and_has_its_shares():
@@ -196,7 +197,8 @@ def test_what_a_mixture_cannot_do():
     with pytest.raises(IndexError, match="index 5 is outside the mixture, which has 5 examples"):
         mixture[5]
     capped = PrefetchingSampler(Mixture([3, 2], max_passes=1), batch_size=2)
-    assert len([*iter(capped)]) == 3 and len(capped) == 0
+    assert len([*iter(capped)]) == 3
+    assert len(capped) == 0
     with pytest.raises(ValueError, match="epoch 1 of the mixture has no example left"):
         iter(capped)
     with pytest.raises((ValueError, DataError), match="lengths of sources"):
