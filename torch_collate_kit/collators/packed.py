@@ -35,7 +35,7 @@ from torch_collate_kit.packing import PackingOptions, PackingPlan, RankPlan
 from torch_collate_kit.packing.options import ParallelLayout, common_options
 from torch_collate_kit.packing.pieces import ImageLoad, Patches, image_load
 from torch_collate_kit.packing.planner import pack, plan_rows
-from torch_collate_kit.packing.rank_plan import PlannedExamples
+from torch_collate_kit.packing.rank_plan import PlannedExamples, joined_rows
 from torch_collate_kit.ragged import unchecked
 from torch_collate_kit.reading.entries import DeclaredFields
 from torch_collate_kit.reading.examples import ExampleColumns
@@ -163,6 +163,7 @@ class PackedCollator:
 
     def make_batch(self, examples: Any, *, for_trainer: bool = False) -> Batch:
         """Return the Batch of the examples; for ``transformers.Trainer`` with its checks."""
+        examples = joined_rows(examples)
         if isinstance(examples, PlannedExamples):
             part = examples.part
             self._check_part(part, normalize_loss=self.normalize_loss and not for_trainer)
@@ -221,12 +222,14 @@ class PackedCollator:
         """Refuse a plan that was made with another collator."""
         plan, own = part.plan, self.packing
         names = ("max_patches", "dummy_image_tokens") if self.vision is not None else ()
+        dp = own.parallel.dp
+        own_ranks = dp if plan.rows_multiple_of == dp else own.row_multiple  # by rows: those of dp
         given, mine = (
             {"max_tokens": by.max_tokens, "align": align, "rows_multiple_of": ranks}
             | {name: getattr(by, name) for name in names}
             for by, align, ranks in (
                 (plan, plan.align, plan.rows_multiple_of),
-                (own, own.parallel.align, own.row_multiple),
+                (own, own.parallel.align, own_ranks),
             )
         )
         if given != mine:

@@ -7,6 +7,7 @@ from torch_collate_kit.loading.orders import Mixture
 from torch_collate_kit.loading.prefetch import AsyncBatchCollator, PrefetchLoader
 from torch_collate_kit.loading.sampler import (
     PackedBatchSampler,
+    PackedRows,
     PrefetchingSampler,
     ResumableSampler,
 )
@@ -17,6 +18,7 @@ __all__ = [
     "Mixture",
     "PackedBatchSampler",
     "PackedIterableDataset",
+    "PackedRows",
     "PrefetchLoader",
     "PrefetchingSampler",
     "ResumableSampler",

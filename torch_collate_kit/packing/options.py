@@ -98,7 +98,7 @@ class PackingOptions:
     max_tokens: int
     """Cells a row may have, alignment gaps included."""
     strategy: str | None = None
-    """Strategy that fills rows, see ``pack``; None: "balanced" in a collator, best fit in ``pack``."""
+    """Strategy that fills rows, see ``pack``; None: "balanced" in a collator, else best fit."""
     parallel: ParallelLayout = field(default_factory=ParallelLayout)
     """The rows are a multiple of its ``dp``; sub-sequences are aligned to its ``align``."""
     overflow: str = "raise"

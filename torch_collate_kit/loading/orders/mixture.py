@@ -27,8 +27,8 @@ from torch_collate_kit.loading.orders.checks import (
     damaged_state,
     is_count,
 )
-from torch_collate_kit.loading.orders.states import digest_in_blocks
 from torch_collate_kit.loading.orders.source_passes import SourcePasses
+from torch_collate_kit.loading.orders.states import digest_in_blocks
 from torch_collate_kit.packing import RankPlan
 
 __all__ = ["MixedOrder", "Mixture"]
@@ -52,12 +52,13 @@ class Mixture:
             (None: no limit). The others then share its weight.
         stop: an epoch ends when the "first_exhausted" source has been read once, or when all have
             been ("all_exhausted"), in the words of ``datasets.interleave_datasets``.
-        names: a name for each source, for the log and ``source_counts``.
+        names: a name for each source, for ``source_counts``. Examples then have the key "source",
+            the number of their source; declare it with ``fields={"source":
+            PerExample(torch.int64)}`` to have it in the batch.
 
     ``PrefetchingSampler`` and ``PackedBatchSampler`` accept it as their examples, and yield batches
     of its indices in its order. A source goes on from epoch to epoch, and none of its examples
-    comes again before all have come. An example gets the key "source", the number of its source;
-    declare it with ``fields={"source": PerExample(torch.int64)}`` to have it in the batch.
+    comes again before all have come.
 
     Raises:
         TypeError, ValueError, DataError: an argument is wrong.
@@ -76,7 +77,7 @@ class Mixture:
         weights: Sequence[float | Fraction] | None = None,
         by: str = "examples",
         schedule: Sequence[tuple[int, Sequence[float | Fraction]]] | None = None,
-        max_passes: float | Sequence[float | None] | None = None,
+        max_passes: float | Sequence[float | Fraction | None] | None = None,
         stop: str = "first_exhausted",
         names: Sequence[str] | None = None,
     ) -> None:
@@ -87,6 +88,7 @@ class Mixture:
             )
         self.sources = list(sources)
         self.sizes = [checked_length(s, f"sources[{i}]") for i, s in enumerate(self.sources)]
+        self._is_named = names is not None
         self.names = _checked_names(names, len(self.sources))
         checked_choice("by", by, ("examples", "tokens"))
         checked_choice("stop", stop, _STOPS)
@@ -115,7 +117,7 @@ class Mixture:
         return call_repr(self, f"[{', '.join(sources)}]", **shown)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.__getitems__([index])[0]  # type: ignore[no-any-return]
+        return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Any) -> Any:
         """Return the examples of these indices as a list, or of a ``RankPlan`` with it."""
@@ -139,7 +141,7 @@ class Mixture:
             for place, row in zip(
                 places.tolist(), (picked[places] - self.offsets[source]).tolist(), strict=True
             ):
-                found[place] = {**data[row], "source": source}
+                found[place] = {**data[row], **({"source": source} if self._is_named else {})}
         return found
 
     def source_of(self, indices: Any) -> Indices:
@@ -202,8 +204,9 @@ class MixedOrder:
     """The order of a mixture: an ``Order``.
 
     With ``offsets``, int64 [examples + 1], what is ordered are the pieces ``offsets[i]:offsets[i +
-    1]`` of example i, and ``lengths`` are theirs. ``taken`` of an epoch are the examples of each source before it, and ``stage_places`` the places
-    in it where its later stages begin, as far as they are known: a budget adds them.
+    1]`` of example i, and ``lengths`` are theirs. ``taken`` of an epoch are the examples of each
+    source before it, and ``stage_places`` the places in it where its later stages begin, as far as
+    they are known: a budget adds them.
     """
 
     def __init__(
@@ -257,9 +260,11 @@ class MixedOrder:
         return self._sizes[epoch, num_stages]
 
     def before(self, epoch: int) -> int:
+        """Return the number of examples of all epochs before one."""
         return sum(map(self.size, range(epoch)))
 
     def take(self, epoch: int, start: int, stop: int) -> Indices:
+        """Return the examples at places ``start`` to ``stop`` - 1: int64."""
         parts = [np.zeros(0, dtype=np.int64)]
         if start < 0 < epoch:
             size = self.size(epoch - 1)
@@ -275,6 +280,7 @@ class MixedOrder:
         return np.concatenate(parts)
 
     def places(self, epoch: int, example: int) -> list[int]:
+        """Return the places of an example in an epoch, ascending."""
         source = int(self.mixture.source_of(example))
         size = self.size(epoch)
         begin, end = self._taken(epoch)[source], self._counts_at(epoch, size)[source]

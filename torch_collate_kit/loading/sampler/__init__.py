@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from torch_collate_kit.loading.sampler.packed import PackedBatchSampler
+from torch_collate_kit.loading.sampler.packed_rows import PackedRows
 from torch_collate_kit.loading.sampler.prefetching import PrefetchingSampler
 from torch_collate_kit.loading.sampler.resumable import ResumableSampler
 
-__all__ = ["PackedBatchSampler", "PrefetchingSampler", "ResumableSampler"]
+__all__ = ["PackedBatchSampler", "PackedRows", "PrefetchingSampler", "ResumableSampler"]

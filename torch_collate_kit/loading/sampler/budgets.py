@@ -62,7 +62,7 @@ class Budget(ABC):
         """Return what a state of this position holds besides it."""
         return {}
 
-    def load(self, state: Mapping[str, Any], epoch: int, step: int) -> None:
+    def load(self, state: Mapping[str, Any], epoch: int, step: int) -> None:  # noqa: B027
         """Restore what ``state`` returned, into a new budget. Raises StateError if it is wrong."""
 
 
@@ -77,6 +77,7 @@ class ByExamples(Budget):
         self._size, self._least = batch_size, least
 
     def num_steps(self, epoch: int) -> int:
+        """Return the number of steps of an epoch."""
         size = self._size
         self._place_stages(epoch)
         if self.tail == "wrap":
@@ -98,6 +99,7 @@ class ByExamples(Budget):
         return full + (rest > 0)
 
     def step(self, epoch: int, step: int) -> Step:
+        """Return a step that the epoch has."""
         start = step * self._size - self._carried(epoch)
         stop = start + self._size
         if self.tail == "keep":
@@ -105,6 +107,7 @@ class ByExamples(Budget):
         return Step(self.order.take(epoch, start, stop))
 
     def steps_of(self, epoch: int, example: int) -> list[int]:
+        """Return the steps of an epoch that have an example, ascending."""
         carried, num_steps = self._carried(epoch), self.num_steps(epoch)
         found = {(p + carried) // self._size for p in self.order.places(epoch, example)}
         if carried and (self.order.take(epoch, -carried, 0) == example).any():
@@ -112,6 +115,7 @@ class ByExamples(Budget):
         return sorted(step for step in found if step < num_steps)
 
     def place(self, epoch: int, step: int) -> int:
+        """Return the place of the order from which on a reshuffle may change it."""
         return max(step * self._size - self._carried(epoch), 0)
 
     def _carried(self, epoch: int) -> int:
@@ -184,6 +188,7 @@ class ByRows(Budget):
         self._planned: tuple[int, _Window, Indices, WindowPlan] | None = None
 
     def num_steps(self, epoch: int) -> int:
+        """Return the number of steps of an epoch."""
         self._start_before(epoch, 0)
         first = max(self._starts[epoch])
         while (window := self._window(epoch, first)) is not None:
@@ -191,9 +196,11 @@ class ByRows(Budget):
         return first
 
     def has_step(self, epoch: int, step: int) -> bool:
+        """Return whether an epoch has a step of this number."""
         return self._window_of(epoch, step) is not None
 
     def step(self, epoch: int, step: int) -> Step:
+        """Return a step that the epoch has."""
         window = self._window_of(epoch, step)
         assert window is not None, "no such step"
         entries, planned = self._plan(epoch, window)
@@ -206,6 +213,7 @@ class ByRows(Budget):
         return Step(examples, replace(plan, starts=starts, cut=cut))
 
     def steps_of(self, epoch: int, example: int) -> list[int]:
+        """Return the steps of an epoch that have an example, ascending."""
         places, found, first = self.order.places(epoch, example), set(), 0
         self._start_before(epoch, 0)
         while (window := self._window(epoch, first)) is not None:
@@ -217,12 +225,14 @@ class ByRows(Budget):
         return sorted(found)
 
     def place(self, epoch: int, step: int) -> int:
+        """Return the place of the order from which on a reshuffle may change it."""
         window = self._window_of(epoch, step)
         if window is None:
             return self.order.size(epoch)
         return window.start if step == window.first else window.stop
 
     def state(self, epoch: int, step: int) -> dict[str, Any]:
+        """Return what a state of this position holds besides it."""
         window = self._window_of(epoch, step)
         first = step if window is None else window.first
         extra: dict[str, Any] = {"window_start": [first, self._starts[epoch][first]]}
@@ -232,6 +242,7 @@ class ByRows(Budget):
         return extra
 
     def load(self, state: Mapping[str, Any], epoch: int, step: int) -> None:
+        """Restore what ``state`` returned. Raises StateError if it is wrong."""
         start = state["window_start"]
         if not are_pairs([start]) or not all(is_count(n, MAX_COUNT) for n in start):
             raise damaged_state(f"window_start={start!r}, not [its first step, its place]")

@@ -106,9 +106,13 @@ class EpochSampler(ABC):
 
     def _new_order(self, examples: Any) -> ShuffledOrder | MixedOrder:
         if not isinstance(examples, Mixture):
-            growth = Growth([(0, checked_length(examples))])
-            given = {"seed": self._seed, "shuffle": self._shuffle, "user": self._user_order}
-            return ShuffledOrder(growth, **given, offsets=self._piece_offsets())
+            return ShuffledOrder(
+                Growth([(0, checked_length(examples))]),
+                seed=self._seed,
+                shuffle=self._shuffle,
+                user=self._user_order,
+                offsets=self._piece_offsets(),
+            )
         if self._user_order is not None or self._allow_appended:
             raise ValueError(
                 "a Mixture has an order of its own, and sources of fixed sizes; leave out order= "
@@ -488,7 +492,7 @@ def _known(mine: Any, other: Any) -> Any:
     """Return my fingerprint; where either side does not know one, the other's."""
     if mine is None or other is None:
         return other
-    sources = [of.get("sources") if isinstance(of, dict) else None for of in (mine, other)]
-    if not all(isinstance(of, list) for of in sources) or len(sources[0]) != len(sources[1]):
+    own, others = (of.get("sources") if isinstance(of, dict) else None for of in (mine, other))
+    if not isinstance(own, list) or not isinstance(others, list) or len(own) != len(others):
         return mine
-    return {**mine, "sources": [_known(a, b) for a, b in zip(*sources, strict=True)]}
+    return {**mine, "sources": [_known(a, b) for a, b in zip(own, others, strict=True)]}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -59,8 +59,8 @@ class PackedBatchSampler(EpochSampler):
 
     By rows a window takes what comes next in the order, as long as its rows have 0.5% of their
     cells free. Its pieces are levelled over the rows. Groups of ``rows_multiple_of`` rows that cost
-    alike (by default the number of ranks of the first start) are dealt to the steps. docs/loading.md
-    has the rule, and how full and even steps are.
+    alike (by default the number of ranks of the first start) are dealt to the steps: the rule, and
+    how full and even steps are, is in docs/loading.md.
 
     Raises:
         TypeError, ValueError, DataError: an argument or a length is wrong. See docs/loading.md.
@@ -135,7 +135,10 @@ class PackedBatchSampler(EpochSampler):
         if batch_rows is None:
             return "batch_size", checked_int("batch_size", batch_size)
         batch_rows = checked_int("batch_rows", batch_rows)
-        for name, divisor in (("parallel.dp", self._packing.parallel.dp), ("rows_multiple_of", self._group)):
+        for name, divisor in (
+            ("parallel.dp", self._packing.parallel.dp),
+            ("rows_multiple_of", self._group),
+        ):
             if batch_rows % divisor:
                 raise ValueError(
                     f"batch_rows must be a multiple of {name}={divisor}, got {batch_rows}; it "
@@ -335,7 +338,7 @@ class PackedBatchSampler(EpochSampler):
         return {"num_tokens": int(self._lengths[:num_examples].sum()), **digests, **known}
 
 
-def _is_tokenized(examples: Any) -> bool:
+def _is_tokenized(examples: Any) -> TypeGuard[TokenizedDataset | Mixture]:
     """Return whether trained tokens can be read from the examples."""
     if isinstance(examples, Mixture):
         return examples.is_tokenized
