@@ -24,7 +24,7 @@ __all__ = [
     "common_options",
 ]
 
-STRATEGIES = ("best_fit_decreasing", "first_fit_decreasing", "balanced", "sequential")
+STRATEGIES = ("best_fit_decreasing", "first_fit_decreasing", "balanced", "sequential", "wrapped")
 _OVERFLOWS = ("raise", "truncate", "drop", "split")
 _BALANCES = ("attention", "tokens", None)
 _NONE_MEANS = {
@@ -103,6 +103,8 @@ class PackingOptions:
     """The rows are a multiple of its ``dp``; sub-sequences are aligned to its ``align``."""
     overflow: str = "raise"
     """Treatment of examples longer than a row: "raise", "truncate", "drop" or "split"."""
+    isolate: bool = True
+    """Whether the documents of a row are segments of their own; False only with "wrapped"."""
     max_sequences_per_row: int | None = None
     """The most pieces a row may hold; None for no limit."""
     balance: str | None = "attention"
@@ -125,6 +127,7 @@ class PackingOptions:
             checked_choice("strategy", self.strategy, STRATEGIES)
         checked_choice("balance", self.balance, _BALANCES)
         checked_choice("overflow", self.overflow, _OVERFLOWS)
+        checked_bool("isolate", self.isolate)
         if not isinstance(self.parallel, ParallelLayout):
             raise TypeError(
                 f"parallel must be a ParallelLayout, got {self.parallel!r}; ParallelLayout(dp=2)"
@@ -151,11 +154,32 @@ class PackingOptions:
                 f"rows_multiple_of must be a multiple or a divisor of dp={self.parallel.dp}, got "
                 f"{self.rows_multiple_of}: every rank takes as many rows"
             )
+        if self.strategy == "wrapped":
+            self._check_wrapped()
+        elif not self.isolate:
+            raise ValueError(
+                "isolate=False joins documents that are cut anywhere, as in pretraining; it needs "
+                'strategy="wrapped"'
+            )
         if self.reserved >= self.capacity:
             raise ValueError(
                 f"dummy_image_tokens={dummy} leaves no room for text in a row of max_tokens="
                 f"{max_tokens} (align={self.parallel.align}); raise max_tokens"
             )
+
+    def _check_wrapped(self) -> None:
+        """Check that no other option contradicts rows of documents cut at ``max_tokens``."""
+        if self.parallel.align > 1:
+            raise ValueError(
+                f'strategy="wrapped" leaves no gaps, and align={self.parallel.align} needs one '
+                "after each document; use another strategy, or a layout without tp, cp and fp8"
+            )
+        for name, default in (("overflow", "raise"), ("max_sequences_per_row", None)):
+            if getattr(self, name) != default:
+                raise ValueError(
+                    f'{name}={getattr(self, name)!r} has no meaning with strategy="wrapped", which '
+                    "cuts documents where a row ends; leave it out"
+                )
 
     def __repr__(self) -> str:
         return dataclass_repr(self)

@@ -16,7 +16,7 @@ from torch_collate_kit.packing.options import PackingOptions
 from torch_collate_kit.packing.plan import PackingPlan
 from torch_collate_kit.packing.rows import Ints, Rows, row_sums
 
-__all__ = ["ImageLoad", "Patches", "cut_to_fit", "image_load", "num_pieces"]
+__all__ = ["ImageLoad", "Patches", "cut_to_fit", "image_load", "num_pieces", "wrapped_pieces"]
 
 _MOST_PATCHES = 2**28 - 1  # of an image; the cost of more would not fit int64
 
@@ -161,6 +161,35 @@ def cut_to_fit(
     starts = (np.arange(len(limit)) - first_piece) * limit
     return replace(
         split, starts=starts, lengths=np.minimum(split.lengths - starts, limit), cut=too_long
+    )
+
+
+def wrapped_pieces(
+    lengths: Ints, packing: PackingOptions, images: ImageLoad | None = None
+) -> PackingPlan:
+    """Return the pieces of documents joined end to end, in rows cut at exactly ``max_tokens``.
+
+    The last row may be shorter; empty rows follow up to a multiple of the ranks.
+    """
+    if images is not None and images.patches.any():
+        i = int(images.patches.argmax())
+        raise DataError(
+            f'example {i} has images, which strategy="wrapped" would cut; use another strategy'
+        )
+    capacity, ends = packing.capacity, np.cumsum(lengths)
+    total = int(ends[-1]) if len(ends) else 0
+    num_rows = max(1, -(-total // capacity))
+    num_rows = -(-num_rows // packing.row_multiple) * packing.row_multiple
+    bounds = np.union1d(np.append(0, ends), np.arange(0, total, capacity))
+    examples = np.searchsorted(ends, bounds[:-1], side="right")
+    rows = np.searchsorted(bounds[:-1], np.arange(num_rows + 1) * capacity)
+    whole = _whole_examples(lengths, packing, ImageLoad.none(len(lengths)))
+    pieces = whole.in_rows(Rows(examples, rows))
+    return replace(
+        pieces,
+        starts=bounds[:-1] - (ends - lengths)[examples],
+        lengths=np.diff(bounds),
+        cut=np.flatnonzero(np.bincount(examples, minlength=len(lengths)) > 1),
     )
 
 

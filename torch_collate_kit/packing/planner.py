@@ -8,9 +8,15 @@ import numpy as np
 import numpy.typing as npt
 
 from torch_collate_kit._checks import checked_lengths
-from torch_collate_kit.packing.balance import for_ranks
+from torch_collate_kit.packing.balance import assign_ranks, costs_to_balance, for_ranks
 from torch_collate_kit.packing.options import PackingOptions, ParallelLayout, common_options
-from torch_collate_kit.packing.pieces import ImageLoad, Patches, cut_to_fit, image_load
+from torch_collate_kit.packing.pieces import (
+    ImageLoad,
+    Patches,
+    cut_to_fit,
+    image_load,
+    wrapped_pieces,
+)
 from torch_collate_kit.packing.plan import PackingPlan
 from torch_collate_kit.packing.rows import Ints, Limits, Rows, Sizes
 from torch_collate_kit.packing.strategies import (
@@ -50,7 +56,8 @@ def pack(
             ``align`` of ``parallel``.
         strategy: "best_fit_decreasing" (default; Johnson 1973, by length histogram as in Krell et
             al. 2021) and "first_fit_decreasing" use at most 11/9 of the optimal number of rows +
-            6/9, and nearly the optimum on real data. "balanced" evens out the tokens over as many
+            6/9, and nearly the optimum on real data. "wrapped" joins documents end to end and cuts
+            them at exactly ``max_tokens``, so only the last row has padding. "balanced" evens out the tokens over as many
             rows as best fit uses (LPT, Graham 1969). "sequential" keeps the order of the examples,
             within rows and across them.
         overflow: what to do with an example longer than a row: "raise" an error (default),
@@ -103,6 +110,13 @@ def plan_rows(
             f"rows_multiple_of={multiple} must be a multiple of dp={dp} where rows are planned by "
             "examples: every rank has as many rows; leave it out, or plan with batch_rows="
         )
+    if packing.strategy == "wrapped":
+        pieces = wrapped_pieces(lengths, packing, images)
+        sizes, limits = measured(pieces, packing, has_images=False)
+        costs = costs_to_balance(sizes, limits, pieces.vision_costs, packing)
+        alone = Rows(np.arange(len(pieces.lengths)), pieces.row_offsets)
+        rows = assign_ranks(alone, costs, limits, packing, num_ranks=multiple)
+        return pieces.in_rows(rows, multiple)
     pieces = cut_to_fit(lengths, packing, images)
     sizes, limits = measured(pieces, packing, has_images=images is not None)
     rows = filled_rows(sizes, limits, packing.strategy)

@@ -12,14 +12,14 @@ from typing import NamedTuple
 import numpy as np
 
 from torch_collate_kit.packing.balance import assign_ranks, costs_to_balance, level_rows
-from torch_collate_kit.packing.options import PackingOptions
-from torch_collate_kit.packing.pieces import ImageLoad, cut_to_fit
+from torch_collate_kit.packing.options import PackingOptions, ParallelLayout
+from torch_collate_kit.packing.pieces import ImageLoad, cut_to_fit, wrapped_pieces
 from torch_collate_kit.packing.plan import PackingPlan
 from torch_collate_kit.packing.planner import filled_rows, measured, part_of
 from torch_collate_kit.packing.rows import Ints, Limits, Rows, Sizes
 from torch_collate_kit.packing.strategies import num_rows_best_fit, sequential
 
-__all__ = ["WindowPlan", "num_rows_needed", "num_that_fit", "plan_window"]
+__all__ = ["WindowPlan", "num_rows_needed", "num_that_fit", "plan_window", "plan_wrapped"]
 
 _FILLED_PER_MILLE = 995  # at 998 levelling overflows some row, and rows keep best fit's like sizes
 
@@ -56,7 +56,7 @@ class WindowPlan(NamedTuple):
         return examples, replace(
             plan,
             rows_multiple_of=dp,
-            num_cut_tokens=0 if packing.overflow == "split" else int(lost[plan.cut].sum()),
+            num_cut_tokens=int(lost[plan.cut].sum()) if packing.overflow == "truncate" else 0,
             num_dropped_tokens=int(lost[plan.dropped].sum()),
         )
 
@@ -114,6 +114,31 @@ def plan_window(
     else:
         steps = _dealt(rows.totals(costs[0] + costs[1]), num_steps, group)
     return WindowPlan(lengths, pieces.in_rows(rows), steps)
+
+
+def plan_wrapped(
+    lengths: Ints,
+    packing: PackingOptions,
+    *,
+    skipped: int,
+    num_steps: int,
+    batch_rows: int,
+    group: int,
+) -> WindowPlan:
+    """Plan steps of documents joined end to end, of which the first ``skipped`` tokens are left out.
+
+    ``lengths`` int64 [N] are what is read of each, the skipped tokens included.
+    """
+    left = lengths.copy()
+    left[:1] -= skipped
+    alone = replace(packing, parallel=ParallelLayout(), rows_multiple_of=num_steps * batch_rows)
+    pieces = wrapped_pieces(left, alone)
+    starts = pieces.starts + np.where(pieces.example_indices == 0, skipped, 0)
+    sizes, limits = measured(pieces, packing, has_images=False)
+    costs = costs_to_balance(sizes, limits, pieces.vision_costs, packing)
+    rows = Rows(np.arange(len(pieces.lengths)), pieces.row_offsets)
+    steps = _dealt(rows.totals(costs[0]), num_steps, group)
+    return WindowPlan(left, replace(pieces, starts=starts), steps)
 
 
 def _dealt(costs: Ints, num_steps: int, group: int) -> Ints:

@@ -25,6 +25,7 @@ from torch_collate_kit.loading.orders.order import Order, ShuffledOrder, UserOrd
 from torch_collate_kit.loading.orders.states import digest_in_blocks
 from torch_collate_kit.loading.sampler.budgets import Budget, ByExamples, ByRows, Entries, Step
 from torch_collate_kit.loading.sampler.epochs import NEW_RUN, EpochSampler
+from torch_collate_kit.loading.sampler.wrapped import ByTokens
 from torch_collate_kit.packing import PackingOptions, RankPlan, pack
 from torch_collate_kit.packing.pieces import ImageLoad, Patches, cut_to_fit, image_load
 from torch_collate_kit.packing.rows import running_sum
@@ -109,6 +110,9 @@ class PackedBatchSampler(EpochSampler):
         num_global = self._checked_global(batch_size, batch_rows)
         self._read(examples, patches)
         if self._collate.normalize_loss and _is_tokenized(examples):
+            wrapped = self._packing.strategy == "wrapped"
+            if not wrapped:
+                pass
             cut = cut_to_fit(self._lengths, self._packing, self._images).cut
             num_loss_tokens = None if dp == 1 and len(cut) else examples.num_loss_tokens
         self._counts = self._checked_counts(num_loss_tokens)
@@ -196,6 +200,16 @@ class PackedBatchSampler(EpochSampler):
         number = self._num_global[1]
         if self._entries is None:
             return ByExamples(order, self._tail, number, least=1)  # rows are divided, not examples
+        if self._packing.strategy == "wrapped":
+            return ByTokens(
+                order,
+                self._tail,
+                self._lengths,
+                self._packing,
+                batch_rows=number,
+                window=self._window,
+                group=self._group,
+            )
         return ByRows(
             order,
             self._tail,
@@ -230,6 +244,15 @@ class PackedBatchSampler(EpochSampler):
                 f"example {i} has num_loss_tokens={counts[i]} of {lengths[i]} tokens; at most all "
                 "but the first are trained: pass dataset.num_loss_tokens"
             )
+        if packing.strategy == "wrapped":
+            untrained = np.flatnonzero(counts != lengths - 1)
+            if len(untrained):
+                raise ValueError(
+                    f"not all tokens of example {int(untrained[0])} are trained, and it is not "
+                    'known which are in a piece that strategy="wrapped" cuts; collate with '
+                    "normalize_loss=False and give token_loss the sum over the ranks"
+                )
+            return counts.astype(np.int64)
         cut = cut_to_fit(lengths, packing, images).cut
         if len(cut):
             limit = packing.capacity - (packing.reserved if images else 0)
@@ -256,7 +279,13 @@ class PackedBatchSampler(EpochSampler):
         if plan is None:
             images = None if self._images is None else self._images.take(batch)
             plan = pack(lengths, packing=packing, patches=images)
-        return RankPlan(plan, self._dp_rank, batch, lengths, counts, dp_size=dp)
+        if packing.strategy == "wrapped":
+            counts = None
+        part = RankPlan(plan, self._dp_rank, batch, lengths, counts, dp_size=dp)
+        if packing.strategy == "wrapped" and self._counts is not None:  # all tokens are trained
+            firsts = len(plan.lengths) if packing.isolate else plan.num_rows - plan.num_dummy_rows
+            part.num_loss_tokens = int(plan.lengths.sum()) - firsts
+        return part
 
     def _layout(self) -> dict[str, Any]:
         if self._entries is not None:

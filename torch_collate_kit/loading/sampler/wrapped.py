@@ -1,0 +1,145 @@
+"""Steps of rows of documents joined end to end: every place follows from sums of lengths."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from torch_collate_kit.loading.orders.checks import Indices
+from torch_collate_kit.loading.orders.order import Order
+from torch_collate_kit.loading.sampler.budgets import Budget, Step
+from torch_collate_kit.packing import PackingOptions
+from torch_collate_kit.packing.rows import running_sum
+from torch_collate_kit.packing.steps import plan_wrapped
+
+__all__ = ["ByTokens"]
+
+_BLOCK = 1 << 16  # documents whose tokens are summed together
+
+
+class ByTokens(Budget):
+    """Steps of ``batch_rows`` rows of ``max_tokens`` tokens each, which documents are cut into.
+
+    Step k of an epoch has its tokens from ``k * batch_rows * max_tokens`` on; the rows of a window
+    of steps are dealt so that steps cost alike.
+    """
+
+    def __init__(
+        self,
+        order: Order,
+        tail: str,
+        lengths: Indices,
+        packing: PackingOptions,
+        *,
+        batch_rows: int,
+        window: int,
+        group: int,
+    ) -> None:
+        super().__init__(order, tail)
+        self.batch_rows, self.window, self.group = batch_rows, window, group
+        self._lengths, self._packing = lengths, packing
+        self._per_step = batch_rows * packing.capacity
+        self._sums: dict[int, Indices] = {}
+
+    def num_steps(self, epoch: int) -> int:
+        """Return the number of steps of an epoch."""
+        if self.tail == "wrap":
+            return self._before(epoch + 1) // self._per_step - self._before(epoch) // self._per_step
+        tokens = self._total(epoch)
+        if self.tail == "drop":
+            return tokens // self._per_step
+        return -(-tokens // self._per_step)
+
+    def step(self, epoch: int, step: int) -> Step:
+        """Return a step that the epoch has."""
+        first = step // self.window * self.window
+        num_steps = min(self.window, self.num_steps(epoch) - first)
+        carried = self._before(epoch) % self._per_step if self.tail == "wrap" else 0
+        start = first * self._per_step - carried
+        stop = start + num_steps * self._per_step
+        if self.tail == "keep":
+            stop = min(stop, self._total(epoch))
+        place, skipped = self._document_at(epoch, start)
+        end, used = self._document_at(epoch, stop)
+        documents = self.order.take(epoch, place, end + (used > 0))
+        lengths = self._lengths[documents].astype(np.int64)
+        lengths[len(lengths) - 1 :] = used or lengths[-1]
+        window = plan_wrapped(
+            lengths,
+            self._packing,
+            skipped=skipped,
+            num_steps=num_steps,
+            batch_rows=self.batch_rows,
+            group=self.group,
+        )
+        chosen, plan = window.step(step - first, self._packing)
+        return Step(documents[chosen], plan)
+
+    def steps_of(self, epoch: int, example: int) -> list[int]:
+        """Return the steps of an epoch that have an example, ascending."""
+        found: set[int] = set()
+        carried = self._before(epoch) % self._per_step if self.tail == "wrap" else 0
+        windows = set()
+        for place in self.order.places(epoch, example):
+            start = self._tokens_before(epoch, place) + carried
+            stop = start + int(self._lengths[example]) - 1
+            per_window = self._per_step * self.window
+            windows |= set(range(start // per_window, stop // per_window + 1))
+        windows |= {0} if carried else set()
+        for window in windows:
+            steps = range(window * self.window, (window + 1) * self.window)
+            steps = range(steps.start, min(steps.stop, self.num_steps(epoch)))
+            found |= {k for k in steps if (self.step(epoch, k).examples == example).any()}
+        return sorted(found)
+
+    def place(self, epoch: int, step: int) -> int:
+        """Return the place of the order from which on a reshuffle may change it."""
+        if not step:
+            return 0
+        stop = -(-step // self.window) * self.window * self._per_step
+        carried = self._before(epoch) % self._per_step if self.tail == "wrap" else 0
+        place, used = self._document_at(epoch, min(stop - carried, self._total(epoch)))
+        return place + (used > 0)
+
+    def _block_sums(self, epoch: int) -> Indices:
+        """Return the tokens before every block of an epoch: int64 [blocks + 1]."""
+        if epoch not in self._sums:
+            size = self.order.size(epoch)
+            blocks = [
+                int(self._lengths[self.order.take(epoch, i, min(i + _BLOCK, size))].sum())
+                for i in range(0, size, _BLOCK)
+            ]
+            self._sums[epoch] = running_sum(np.array(blocks, dtype=np.int64))
+        return self._sums[epoch]
+
+    def _total(self, epoch: int) -> int:
+        return int(self._block_sums(epoch)[-1])
+
+    def _before(self, epoch: int) -> int:
+        return sum(map(self._total, range(epoch)))
+
+    def _tokens_before(self, epoch: int, place: int) -> int:
+        block = place // _BLOCK
+        rest = self.order.take(epoch, block * _BLOCK, place)
+        return int(self._block_sums(epoch)[block]) + int(self._lengths[rest].sum())
+
+    def _document_at(self, epoch: int, token: int) -> tuple[int, int]:
+        """Return the place of the document that has a token, and its tokens before that one.
+
+        Tokens below 0 are of the epochs before; those from the total on, of the next one.
+        """
+        if token < 0:
+            place, used = self._document_at(epoch - 1, token + self._total(epoch - 1))
+            return place - self.order.size(epoch - 1), used
+        if token >= self._total(epoch):
+            if self.tail != "wrap":
+                return self.order.size(epoch), 0
+            place, used = self._document_at(epoch + 1, token - self._total(epoch))
+            return place + self.order.size(epoch), used
+        sums = self._block_sums(epoch)
+        block = int(np.searchsorted(sums, token, side="right")) - 1
+        size = self.order.size(epoch)
+        documents = self.order.take(epoch, block * _BLOCK, min((block + 1) * _BLOCK, size))
+        ends = int(sums[block]) + np.cumsum(self._lengths[documents])
+        within = int(np.searchsorted(ends, token, side="right"))
+        before = int(ends[within - 1]) if within else int(sums[block])
+        return block * _BLOCK + within, token - before
