@@ -5,31 +5,27 @@ from __future__ import annotations
 import numpy as np
 
 from torch_collate_kit.reporting.audit.check import FEW, MOST, check
-from torch_collate_kit.reporting.audit.columns import AuditColumns, Found
+from torch_collate_kit.reporting.audit.columns import AuditColumns
+from torch_collate_kit.reporting.audit.findings import Found
 
 _MANY = 20  # rows of which half share their prompt: several answers are meant
 _HARD = 0.8  # of the groups: more without variance is a warning; of hard prompts half is usual
 
 
-@check(
-    "warning",
-    "{rows} have the same tokens as another one; drop the copies ({copies}), unless the weight "
-    "that they get is meant",
-    of_rollouts="note",
-)
+@check("warning", of_rollouts="note")
 def duplicates(columns: AuditColumns) -> Found | None:
     """Find rows with the same tokens, all of them."""
     groups = _same_spans(columns.ids, columns.starts, columns.lengths)
     is_copied = (np.bincount(groups)[groups] > 1) & ~columns.has_image
     num_copies = np.count_nonzero(is_copied) - len(np.unique(groups[is_copied]))
-    return columns.found_in(is_copied, copies=f"{num_copies:,}")
+    return columns.found_in(
+        is_copied,
+        f"ROWS have the same tokens as another one; drop the copies ({num_copies:,}), unless the "
+        "weight that they get is meant",
+    )
 
 
-@check(
-    "warning",
-    "{rows} give {answers} different answers to {prompts} prompts; keep one answer for each, "
-    "unless several are meant",
-)
+@check("warning")
 def contradictory_answers(columns: AuditColumns) -> Found | None:
     """Find rows with the same prompt and other answers, in rows with one trained run."""
     if columns.are_rollouts or not columns.has_target:
@@ -47,22 +43,16 @@ def contradictory_answers(columns: AuditColumns) -> Found | None:
     is_found[is_asked] = different[prompts] > 1
     several, num_found = different[different > 1], np.count_nonzero(is_found)
     is_meant = num_found >= _MANY and num_found >= MOST * len(is_found)
-    return columns.found_in(
-        is_found,
-        first,
-        stop,
+    return columns.found_at(
+        first[is_found],
+        f"ROWS give {several.sum():,} different answers to {len(several):,} prompts; keep one "
+        "answer for each, unless several are meant",
+        (stop - first)[is_found],
         severity="note" if is_meant else None,
-        answers=f"{several.sum():,}",
-        prompts=f"{len(several):,}",
     )
 
 
-@check(
-    "note",
-    "in {groups} of {all_groups} groups ({share:.0%}), which are {rows}, all rollouts of a "
-    "prompt have the same reward, so their advantages are 0 ({all_same}); choose prompts that "
-    "are solved sometimes, or filter such groups",
-)
+@check("note")
 def reward_without_variance(columns: AuditColumns) -> Found | None:
     """Find groups of rollouts that have one reward, by the last step of each trajectory."""
     if columns.scores is None or columns.is_last_step is None or not columns.is_last_step.any():
@@ -79,22 +69,17 @@ def reward_without_variance(columns: AuditColumns) -> Found | None:
     num_flat, num_groups = np.count_nonzero(is_flat), np.count_nonzero(counts > 1)
     highest = np.count_nonzero(is_flat & (most == scores.max()))
     lowest = np.count_nonzero(is_flat & (most == scores.min()))
-    is_found = columns.in_rows(chosen[is_flat[groups]])
     return columns.found_in(
-        is_found,
+        columns.in_rows(chosen[is_flat[groups]]),
+        f"in {num_flat:,} of {num_groups:,} groups ({num_flat / num_groups:.0%}), which are ROWS, "
+        "all rollouts of a prompt have the same reward, so their advantages are 0 "
+        f"({highest:,} have the highest of the dataset, {lowest:,} have the lowest); choose "
+        "prompts that are solved sometimes, or filter such groups",
         severity="warning" if num_flat > _HARD * num_groups else None,
-        groups=f"{num_flat:,}",
-        all_groups=f"{num_groups:,}",
-        share=num_flat / num_groups,
-        all_same=f"{highest:,} have the highest of the dataset, {lowest:,} have the lowest",
     )
 
 
-@check(
-    "warning",
-    "{rows} have a uid of their own, though others have the same prompt: advantages compare the "
-    "rollouts of one uid, and of these there is one; give all rollouts of a prompt one uid",
-)
+@check("warning")
 def uid_without_group(columns: AuditColumns) -> Found | None:
     """Find rollouts whose uid no other row has, and whose prompt others have."""
     if columns.uids is None:
@@ -104,14 +89,14 @@ def uid_without_group(columns: AuditColumns) -> Found | None:
     is_alone, is_shared = is_alone == 1, is_shared > 1
     if is_alone.all() and is_shared.mean() < MOST:
         return None  # one rollout per prompt, of which some are the same
-    return columns.found_in(is_alone & is_shared)
+    return columns.found_in(
+        is_alone & is_shared,
+        "ROWS have a uid of their own, though others have the same prompt: advantages compare the "
+        "rollouts of one uid, and of these there is one; give all rollouts of a prompt one uid",
+    )
 
 
-@check(
-    "warning",
-    "{rows} have the uid of rollouts with another prompt, with which their advantages are "
-    "compared; give each prompt a uid of its own",
-)
+@check("warning")
 def uid_of_several_prompts(columns: AuditColumns) -> Found | None:
     """Find rollouts whose uid most often stands for another prompt, or one uid for all."""
     if columns.uids is None or columns.is_last_step is None or not columns.is_last_step.all():
@@ -127,7 +112,11 @@ def uid_of_several_prompts(columns: AuditColumns) -> Found | None:
         is_odd[:] = True
     elif is_odd.mean() > FEW:
         return None
-    return columns.found_in(is_odd)
+    return columns.found_in(
+        is_odd,
+        "ROWS have the uid of rollouts with another prompt, with which their advantages are "
+        "compared; give each prompt a uid of its own",
+    )
 
 
 def _groups(columns: AuditColumns) -> np.ndarray:

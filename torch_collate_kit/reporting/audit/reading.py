@@ -23,7 +23,8 @@ from torch_collate_kit.reading.examples import ExampleColumns
 from torch_collate_kit.reading.keys import MEDIA, first_with
 from torch_collate_kit.reading.reader import read_columns
 from torch_collate_kit.reading.source import Source, check_even, is_a, kind_of
-from torch_collate_kit.reporting.audit.columns import AuditColumns, Refused
+from torch_collate_kit.reporting.audit.columns import AuditColumns
+from torch_collate_kit.reporting.audit.findings import Refused
 from torch_collate_kit.vision import VisionLayout
 
 __all__ = ["read_dataset"]
