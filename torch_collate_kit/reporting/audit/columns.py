@@ -50,7 +50,7 @@ class AuditColumns:
     logprobs: np.ndarray | None = None
     """float32 [T], NaN where there is none: in prompts."""
     uids: np.ndarray | None = None
-    """Objects [N], the uid of each rollout."""
+    """int64 [N], a number for the uid of each rollout."""
     is_last_step: np.ndarray | None = None
     """bool [N], the last step of each trajectory."""
 
@@ -255,6 +255,18 @@ class AuditColumns:
     @cached_property
     def _places(self) -> dict[int, np.ndarray]:
         return {}
+
+    @cached_property
+    def prompts(self) -> np.ndarray:
+        """int64 [N], equal numbers for rollouts with equal prompts."""
+        return self.equal_spans(self.starts, self.responses - self.starts)
+
+    def equal_spans(self, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """Return the number of the first span with the same ids as each span."""
+        known: dict[bytes, int] = {}  # faster than hashes of whole columns, but for very short ones
+        ids, spans = self.ids, zip(starts.tolist(), (starts + lengths).tolist(), strict=True)
+        firsts = (known.setdefault(ids[a:b].tobytes(), i) for i, (a, b) in enumerate(spans))
+        return np.fromiter(firsts, dtype=np.int64, count=len(starts))
 
     def begins_row(self, places: np.ndarray) -> np.ndarray:
         """Return whether each of these tokens is the first of its row."""

@@ -15,7 +15,7 @@ _HARD = 0.8  # of the groups: more without variance is a warning; of hard prompt
 @check("warning", of_rollouts="note")
 def duplicates(columns: AuditColumns) -> Found | None:
     """Find rows with the same tokens, all of them."""
-    groups = _same_spans(columns.ids, columns.starts, columns.lengths)
+    groups = columns.equal_spans(columns.starts, columns.lengths)
     is_copied = (np.bincount(groups)[groups] > 1) & ~columns.has_image
     num_copies = np.count_nonzero(is_copied) - len(np.unique(groups[is_copied]))
     return columns.found_in(
@@ -36,8 +36,8 @@ def contradictory_answers(columns: AuditColumns) -> Found | None:
     if not is_asked.any():
         return None
     starts, answers, stops = columns.starts[is_asked], first[is_asked], stop[is_asked]
-    prompts = _same_spans(columns.ids, starts, answers - starts)
-    texts = _same_spans(columns.ids, answers, stops - answers)
+    prompts = columns.equal_spans(starts, answers - starts)
+    texts = columns.equal_spans(answers, stops - answers)
     different = np.bincount(np.unique(np.stack([prompts, texts]), axis=1)[0])  # per prompt
     is_found = np.zeros_like(is_asked)
     is_found[is_asked] = different[prompts] > 1
@@ -58,7 +58,8 @@ def reward_without_variance(columns: AuditColumns) -> Found | None:
     if columns.scores is None or columns.is_last_step is None or not columns.is_last_step.any():
         return None
     chosen = np.flatnonzero(columns.is_last_step)
-    groups, scores = _groups(columns)[chosen], columns.scores[chosen]
+    groups = columns.prompts if columns.uids is None else columns.uids
+    groups, scores = groups[chosen], columns.scores[chosen]
     _, groups, counts = np.unique(groups, return_inverse=True, return_counts=True)
     least, most = np.full(len(counts), np.inf), np.full(len(counts), -np.inf)
     np.minimum.at(least, groups, scores)
@@ -84,9 +85,8 @@ def uid_without_group(columns: AuditColumns) -> Found | None:
     """Find rollouts whose uid no other row has, and whose prompt others have."""
     if columns.uids is None:
         return None
-    prompts, uids = _prompts(columns), _groups(columns)
-    is_alone, is_shared = (np.bincount(of)[of] for of in (uids, prompts))
-    is_alone, is_shared = is_alone == 1, is_shared > 1
+    prompts, uids = columns.prompts, columns.uids
+    is_alone, is_shared = np.bincount(uids)[uids] == 1, np.bincount(prompts)[prompts] > 1
     if is_alone.all() and is_shared.mean() < MOST:
         return None  # one rollout per prompt, of which some are the same
     return columns.found_in(
@@ -101,7 +101,7 @@ def uid_of_several_prompts(columns: AuditColumns) -> Found | None:
     """Find rollouts whose uid most often stands for another prompt, or one uid for all."""
     if columns.uids is None or columns.is_last_step is None or not columns.is_last_step.all():
         return None
-    prompts, uids = _prompts(columns), _groups(columns)
+    prompts, uids = columns.prompts, columns.uids
     pairs, which, counts = np.unique(
         np.stack([uids, prompts]), axis=1, return_inverse=True, return_counts=True
     )
@@ -117,24 +117,3 @@ def uid_of_several_prompts(columns: AuditColumns) -> Found | None:
         "ROWS have the uid of rollouts with another prompt, with which their advantages are "
         "compared; give each prompt a uid of its own",
     )
-
-
-def _groups(columns: AuditColumns) -> np.ndarray:
-    """Return a number for the uid of each row, else for its prompt: int64 [N]."""
-    if columns.uids is None:
-        return _prompts(columns)
-    known: dict[object, int] = {}
-    return np.array([known.setdefault(uid, len(known)) for uid in columns.uids])
-
-
-def _prompts(columns: AuditColumns) -> np.ndarray:
-    """Return equal numbers for equal prompts: int64 [N]."""
-    return _same_spans(columns.ids, columns.starts, columns.responses - columns.starts)
-
-
-def _same_spans(ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return the first span with the same ids as each span: int64 [N]."""
-    known: dict[bytes, int] = {}  # faster than hashes of whole columns, but for very short spans
-    spans = zip(starts.tolist(), (starts + lengths).tolist(), strict=True)
-    firsts = (known.setdefault(ids[a:b].tobytes(), i) for i, (a, b) in enumerate(spans))
-    return np.fromiter(firsts, dtype=np.int64, count=len(starts))

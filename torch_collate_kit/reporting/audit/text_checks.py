@@ -133,7 +133,7 @@ def _cut_starts(columns: AuditColumns) -> dict[str, np.ndarray]:
     rows, first = np.unique(turns.rows, return_index=True)
     starts, stops = columns.starts[rows], turns.starts[first]
     places = starts[stops > starts]
-    if not vocabulary.roles.names_system or not len(places):
+    if not vocabulary.names_system or not len(places):
         return {}
     ids, meant = columns.ids, [*vocabulary.control_ids, vocabulary.pad_id or 0]
     stops = stops[stops > starts]
@@ -187,9 +187,9 @@ def _thinking_with_one_tag(columns: AuditColumns, tag: str) -> tuple[np.ndarray,
 def broken_tool_call(columns: AuditColumns) -> Found | None:
     """Find trained calls between the tags of the template that are no JSON, if most are."""
     vocabulary, turns = columns.vocabulary, columns.turns
-    if vocabulary.roles.call is None:
+    if vocabulary.call_tags is None:
         return None
-    tag, close = vocabulary.roles.call
+    tag, close = vocabulary.call_tags
     places = columns.places_of(*vocabulary.ids_of_tag(tag[:-1]))
     turn = turns.holding(places)
     is_trained = (

@@ -15,8 +15,9 @@ _UNSIGNED = [(1 << bits) - 100 for bits in (8, 16, 32)]
 @check("error", "eos_id")
 def eos_never_trained(columns: AuditColumns) -> Found | None:
     """Find a dataset in which no trained token ends an answer."""
-    targets = columns.ids if columns.labels is None else columns.labels
-    if np.isin(targets[columns.trained_places], columns.vocabulary.end_ids).any():
+    labels, ends = columns.labels, columns.vocabulary.end_ids
+    is_end = columns.is_end if labels is None else np.isin(labels, ends)
+    if (is_end & columns.trained).any():
         return None
     has_target = columns.num_trained > 0
     severity: Severity = "warning"
