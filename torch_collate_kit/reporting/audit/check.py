@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from torch_collate_kit._reprs import plural
 from torch_collate_kit.reporting.audit.columns import AuditColumns
 from torch_collate_kit.reporting.audit.findings import Finding, Found, Severity
@@ -18,7 +20,7 @@ FEW, MOST = 1 / 3, 0.5  # of the rows with a target: an exception; what the othe
 
 _NEEDS = {  # attributes of the columns or of their vocabulary, in words
     "max_tokens": "max_tokens=",
-    "logprobs": "",
+    **dict.fromkeys(("labels", "scores", "logprobs", "uids"), ""),
     "tokenizer": "a tokenizer",
     "size": "a tokenizer with a size",
     "bos_id": "a tokenizer with a BOS token",
@@ -64,7 +66,7 @@ class Check:
         for need in self.needs:
             owner = columns if hasattr(columns, need) else columns.vocabulary
             value = getattr(owner, need)
-            if value is None or (isinstance(value, tuple | dict) and not value):
+            if value is None or (isinstance(value, np.ndarray | tuple | dict) and not len(value)):
                 return _NEEDS[need]
         return None
 

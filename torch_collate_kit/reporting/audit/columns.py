@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -26,37 +26,37 @@ _AT_A_TIME = 1 << 17  # tokens
 class AuditColumns:
     """Rows of tokens, flat. Legend: N rows, T tokens of all rows."""
 
-    numbers: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    numbers: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.int64))
     """int64 [N], the number of each row in the user's data."""
-    ids: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    ids: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.int64))
     """Integers [T]."""
-    lengths: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    lengths: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.int64))
     """int64 [N], 1 or more."""
-    trained: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.bool_))
+    trained: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.bool_))
     """bool [T], trained tokens; never the first of a row, as for collators."""
-    has_image: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.bool_))
+    has_image: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.bool_))
     """bool [N], rows with images; equal text does not make them equal."""
-    num_cut: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    num_cut: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.int64))
     """int64 [N], tokens that each row had lost before the audit."""
     has_target: bool = False
     """Whether the rows say what is trained."""
-    labels: np.ndarray | None = None
-    """Integers [T], where the target is given as labels."""
+    labels: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.int64))
+    """Integers [T], where the target is given as labels; else empty."""
 
-    num_actions: np.ndarray | None = None
-    """int64 [N], response tokens per row of rollouts, which the columns below belong to as well."""
-    scores: np.ndarray | None = None
+    num_actions: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.int64))
+    """int64 [N], response tokens per rollout; it and the next are empty for examples."""
+    scores: np.ndarray = field(default_factory=partial(np.empty, 0))
     """float64 [N], the sum of the rewards of each row."""
-    logprobs: np.ndarray | None = None
-    """float32 [T], NaN where there is none: in prompts."""
-    uids: np.ndarray | None = None
-    """int64 [N], a number for the uid of each rollout."""
-    is_last_step: np.ndarray | None = None
+    is_last_step: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.bool_))
     """bool [N], the last step of each trajectory."""
+    logprobs: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.float32))
+    """float32 [T], NaN where there is none: in prompts; empty if rollouts have none."""
+    uids: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.int64))
+    """int64 [N], a number for the uid of each rollout; empty if they have none."""
 
     refused: Sequence[Refused] = ()
     """Rows that the readers refused, in order; they are not among the N."""
-    without_answer: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    without_answer: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.int64))
     """int64, numbers of chat records without a row, as nothing in them would be trained."""
     has_unread_images: bool = False
     """Whether there are images, and no processor that says how many tokens they take."""
@@ -66,7 +66,7 @@ class AuditColumns:
     @property
     def are_rollouts(self) -> bool:
         """Whether the rows are prompts with responses."""
-        return self.num_actions is not None
+        return len(self.num_actions) > 0
 
     @cached_property
     def num_read(self) -> int:
@@ -91,7 +91,6 @@ class AuditColumns:
     @cached_property
     def responses(self) -> np.ndarray:
         """int64 [N], the first token of each response."""
-        assert self.num_actions is not None, "examples have no responses"
         return self.ends - self.num_actions
 
     @cached_property
@@ -156,8 +155,7 @@ class AuditColumns:
     @cached_property
     def other_labels(self) -> np.ndarray:
         """int64, tokens with a label that is another id."""
-        is_other = False if self.labels is None else self.labels != self.ids
-        return np.flatnonzero(self.trained & is_other)
+        return np.flatnonzero(len(self.labels) and self.trained & (self.labels != self.ids))
 
     @cached_property
     def shifted_labels(self) -> tuple[np.ndarray, np.ndarray]:
@@ -182,8 +180,6 @@ class AuditColumns:
     @cached_property
     def has_one_logprob(self) -> np.ndarray:
         """Rows whose trained tokens have one value, which chance does not explain: bool [N]."""
-        if self.logprobs is None:
-            return np.zeros(len(self.lengths), dtype=np.bool_)
         values, counts = self.logprobs[self.trained_places], self.num_trained
         is_first = values == np.repeat(self.logprobs[self.first_trained], counts)
         num_first = np.append(0, np.cumsum(is_first))

@@ -52,13 +52,11 @@ def contradictory_answers(columns: AuditColumns) -> Found | None:
     )
 
 
-@check("note")
+@check("note", "scores")
 def reward_without_variance(columns: AuditColumns) -> Found | None:
     """Find groups of rollouts that have one reward, by the last step of each trajectory."""
-    if columns.scores is None or columns.is_last_step is None or not columns.is_last_step.any():
-        return None
     chosen = np.flatnonzero(columns.is_last_step)
-    groups = columns.prompts if columns.uids is None else columns.uids
+    groups = columns.uids if len(columns.uids) else columns.prompts
     groups, scores = groups[chosen], columns.scores[chosen]
     _, groups, counts = np.unique(groups, return_inverse=True, return_counts=True)
     least, most = np.full(len(counts), np.inf), np.full(len(counts), -np.inf)
@@ -80,11 +78,9 @@ def reward_without_variance(columns: AuditColumns) -> Found | None:
     )
 
 
-@check("warning")
+@check("warning", "uids")
 def uid_without_group(columns: AuditColumns) -> Found | None:
     """Find rollouts whose uid no other row has, and whose prompt others have."""
-    if columns.uids is None:
-        return None
     prompts, uids = columns.prompts, columns.uids
     is_alone, is_shared = np.bincount(uids)[uids] == 1, np.bincount(prompts)[prompts] > 1
     if is_alone.all() and is_shared.mean() < MOST:
@@ -96,10 +92,10 @@ def uid_without_group(columns: AuditColumns) -> Found | None:
     )
 
 
-@check("warning")
+@check("warning", "uids")
 def uid_of_several_prompts(columns: AuditColumns) -> Found | None:
     """Find rollouts whose uid most often stands for another prompt, or one uid for all."""
-    if columns.uids is None or columns.is_last_step is None or not columns.is_last_step.all():
+    if not columns.is_last_step.all():
         return None
     prompts, uids = columns.prompts, columns.uids
     pairs, which, counts = np.unique(

@@ -30,7 +30,6 @@ def logprobs_shifted(columns: AuditColumns) -> Found | None:
     zero with which a shift fills up stands at one end of nearly all rows, or of a few where zeros
     are rare. Or the values of a few rows fit the tokens beside their own better.
     """
-    assert columns.logprobs is not None
     is_zero = (columns.logprobs == 0) & ~np.repeat(columns.has_one_logprob, columns.lengths)
     evidence = _shifted_runs(columns, is_zero) or _shifted_ends(columns, is_zero)
     evidence = evidence or {
@@ -45,7 +44,6 @@ def logprobs_shifted(columns: AuditColumns) -> Found | None:
 
 def _shifted_runs(columns: AuditColumns, is_zero: np.ndarray) -> dict[str, np.ndarray]:
     """Return runs of tokens of weight 0 inside a response whose zeros are one column off."""
-    assert columns.logprobs is not None
     is_out = ~(columns.trained | np.isnan(columns.logprobs))  # in a response, not sampled
     edges = np.flatnonzero(np.diff(is_out, prepend=False, append=False))
     begins, stops = edges[::2], edges[1::2]  # each in one row, as rows begin with a prompt
@@ -104,7 +102,6 @@ def _shifted_ends(columns: AuditColumns, is_zero: np.ndarray) -> dict[str, np.nd
 
 def _filled_ends(columns: AuditColumns, is_zero: np.ndarray) -> np.ndarray:
     """Return the zeros that fill up the first or the last column of a few rows."""
-    assert columns.logprobs is not None
     is_inner = columns.trained.copy()
     for places in _long_ends(columns):
         is_inner[places] = False
@@ -162,7 +159,6 @@ def _usual_values(columns: AuditColumns, places: np.ndarray) -> tuple[np.ndarray
 
     It is drawn to the mean of all tokens where an id is rare.
     """
-    assert columns.logprobs is not None
     values = np.maximum(columns.logprobs[places].astype(np.float64), _LOWEST)
     tokens, mean = columns.ids[places], float(values.mean())
     sums, counts = np.bincount(tokens, weights=values), np.bincount(tokens)
@@ -173,7 +169,6 @@ def _usual_values(columns: AuditColumns, places: np.ndarray) -> tuple[np.ndarray
 @check("error", "logprobs")
 def logprobs_constant(columns: AuditColumns) -> Found | None:
     """Find rows of which every trained token has the same log-probability, such as 0."""
-    assert columns.logprobs is not None
     places = columns.first_trained[columns.has_one_logprob]
     return columns.found_at(
         places,
@@ -189,7 +184,6 @@ def mask_disagrees_with_logprobs(columns: AuditColumns) -> Found | None:
 
     In the other rows all untrained response tokens have 0.0, and hardly any of the trained ones.
     """
-    assert columns.logprobs is not None
     is_zero, trained = columns.logprobs == 0, columns.trained
     is_named = columns.has_one_logprob | (columns.num_trained == 0)
     is_named[columns.rows_of(np.flatnonzero(columns.logprobs > _ROUNDING))] = True
@@ -221,7 +215,6 @@ def mask_disagrees_with_logprobs(columns: AuditColumns) -> Found | None:
 @check("error", "logprobs")
 def logprobs_positive(columns: AuditColumns) -> Found | None:
     """Find log-probabilities over 0, by more than the rounding of half precision."""
-    assert columns.logprobs is not None
     places = np.flatnonzero(columns.logprobs > _ROUNDING)
     return columns.found_at(
         places,

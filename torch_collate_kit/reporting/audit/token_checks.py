@@ -16,7 +16,7 @@ _UNSIGNED = [(1 << bits) - 100 for bits in (8, 16, 32)]
 def eos_never_trained(columns: AuditColumns) -> Found | None:
     """Find a dataset in which no trained token ends an answer."""
     labels, ends = columns.labels, columns.vocabulary.end_ids
-    is_end = columns.is_end if labels is None else np.isin(labels, ends)
+    is_end = np.isin(labels, ends) if len(labels) else columns.is_end
     if (is_end & columns.trained).any():
         return None
     has_target = columns.num_trained > 0
@@ -171,7 +171,7 @@ def bos_in_some_rows(columns: AuditColumns) -> Found | None:
 def id_out_of_vocabulary(columns: AuditColumns) -> Found | None:
     """Find ids and labels that are not below the size of the vocabulary."""
     size = columns.vocabulary.size or 0
-    tokens = columns.ids if columns.labels is None else np.maximum(columns.ids, columns.labels)
+    tokens = np.maximum(columns.ids, columns.labels) if len(columns.labels) else columns.ids
     places = np.flatnonzero(tokens >= size)
     if not len(places):
         return None
@@ -184,7 +184,7 @@ def id_out_of_vocabulary(columns: AuditColumns) -> Found | None:
     )
 
 
-@check("error")
+@check("error", "labels")
 def labels_shifted(columns: AuditColumns) -> Found | None:
     """Find rows whose labels are the ids of the next tokens, or of those before."""
     to_next, to_last = columns.shifted_labels
@@ -197,13 +197,11 @@ def labels_shifted(columns: AuditColumns) -> Found | None:
     )
 
 
-@check("warning")
+@check("warning", "labels")
 def labels_not_input_ids(columns: AuditColumns) -> Found | None:
     """Find labels that are not the id at the same place, in rows that are not shifted."""
     is_shifted = np.logical_or(*columns.shifted_labels)
     places = columns.other_labels[~is_shifted[columns.rows_of(columns.other_labels)]]
-    if columns.labels is None or not len(places):
-        return None
     wrapped = np.isin(columns.labels[places], _UNSIGNED).any()
     why = "; -100 was stored unsigned, which a signed column holds as it is" if wrapped else ""
     return columns.found_at(
