@@ -75,9 +75,10 @@ class Vocabulary:
             for token, text in added.items()
             if text.special and not any(word in text.content.lower() for word in _MEDIA_WORDS)
         )
-        has_template = getattr(tokenizer, "chat_template", None) or kwargs.get("chat_template")
-        has_template = tokenizer is not None and has_template
-        self.template = ChatTemplate.of(tokenizer, kwargs, None) if has_template else None
+        self.template: ChatTemplate | None = None
+        text = getattr(tokenizer, "chat_template", None) or kwargs.get("chat_template")
+        if tokenizer is not None and text:
+            self.template = ChatTemplate.of(tokenizer, kwargs, None)
         source = "" if self.template is None else self.template.source
         self.template_ids = frozenset(token for token, of in added.items() if of.content in source)
         self._read_turns()
@@ -89,7 +90,8 @@ class Vocabulary:
         header = header.partition("<think")[0].strip()
         self.header_ids = self.encode(header)
         self.repeats_header = bool(header) and self._writes_twice(header)
-        ends, of_template = () if self.eos_id is None else (self.eos_id,), self.encode(end)
+        ends = () if self.eos_id is None else (self.eos_id,)
+        of_template = self.encode(end)
         if len(of_template) == 1:
             ends = tuple(dict.fromkeys((*ends, *of_template)))
         self.end_ids: tuple[int, ...] = ends
