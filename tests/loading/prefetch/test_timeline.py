@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from torch_collate_kit import PrefetchingSampler, PrefetchLoader
-from torch_collate_kit.loading.prefetch import StepTimes, read_ahead, step_times
+from torch_collate_kit.loading.prefetch import StepTimes, reader, timeline
 from torch_collate_kit.loading.prefetch import loader as loader_module
 
 STEPS = [
@@ -37,7 +37,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
     clock = Clock()
-    for module in (loader_module, read_ahead, step_times):
+    for module in (loader_module, reader, timeline):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=clock.perf_counter))
     return clock
 
@@ -194,13 +194,13 @@ def test_a_copy_to_a_device_is_timed_alone(clock, monkeypatch):
         return torch.tensor(rows)
 
     with loader_of(2, 2, collate, prefetch=False, device="meta") as loader:
-        send = loader._copy.send
+        send = loader._reader.to_device.send
 
         def slow_send(batch):
             clock.sleep(3)
             return send(batch)
 
-        monkeypatch.setattr(loader._copy, "send", slow_send)
+        monkeypatch.setattr(loader._reader.to_device, "send", slow_send)
         (batch,) = loader
     assert batch.device.type == "meta"
     (step,) = loader.timeline
@@ -218,7 +218,7 @@ def test_what_is_built_ahead_is_not_waited_for():
     with loader_of(12, 2, collate) as loader:
         for number, _ in enumerate(loader.steps(6)):
             if number < 5:
-                loader._reader.run._collator._slot.future.result()
+                loader._reader.run.collator._slot.future.result()
         steps = loader.timeline
         assert sum(step.wait_seconds for step in steps) == pytest.approx(loader.wait_seconds)
     assert [step.step for step in steps] == list(range(6))
