@@ -30,7 +30,7 @@ from tests.loading.prefetch.toy_data import (
 )
 from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading import MixedSampler, PrefetchingSampler, PrefetchLoader
-from torch_collate_kit.loading.prefetch.device_copy import check_recordable
+from torch_collate_kit.loading.prefetch.device_copy import recordable
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.testing import batch_digest
 
@@ -259,14 +259,14 @@ def test_an_object_with_tensors_that_the_loader_cannot_see_is_refused_before_it_
     """Its memory might be given to the next batch while kernels still read it."""
     for batch in (Holder(torch.ones(2)), {"x": [torch.ones(2), (Holder(torch.ones(2)),)]}):
         with pytest.raises(TypeError) as caught:
-            check_recordable(batch)
+            list(recordable(batch))
         assert str(caught.value) == (
             "the batch holds a Holder, which has .to() but is no tensor, mapping, list or tuple: "
             "which memory its copy on the CUDA device takes cannot be seen; collate into one of "
             "these, or give Holder a record_stream(stream) that calls it on each of its tensors"
         )
     nothing = {"x": Recording(torch.ones(2)), "n": 3, "s": "a", "none": None}
-    check_recordable([nothing, Ragged.from_rows([torch.ones(2)]), COLLATORS["packed"](EXAMPLES)])
+    list(recordable([nothing, Ragged.from_rows([torch.ones(2)]), COLLATORS["packed"](EXAMPLES)]))
 
 
 def test_epochs_without_end_and_batch_are_an_error(monkeypatch):

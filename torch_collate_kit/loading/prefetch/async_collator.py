@@ -106,16 +106,20 @@ class AsyncBatchCollator(Generic[T]):
                 f"get({self._slot.step}) takes the batch, clear() drops it"
             )
         thread = self._thread if self._pid == os.getpid() else None
-        thread = _Thread() if thread is None else thread
+        is_new, thread = thread is None, thread or _Thread()
         future: Future[T] = Future()
-        request = partial(_compute_into, future, self._compute, step)
         self._slot = _Slot(step, future)  # first: no batch is ever built unnoticed
         thread.is_given_up = False
         try:
-            thread.requests.put(request)
-            if thread is not self._thread:
-                self._start(thread)
+            thread.requests.put(partial(_compute_into, future, self._compute, step))
+            if is_new:
+                self._thread, self._pid = thread, os.getpid()
+                weakref.finalize(self, thread.requests.put, None).atexit = False
+                thread.start()
         except BaseException:  # Ctrl-C in here: either the thread has begun, or it never will
+            if is_new:  # it may run or not, so the next one is another
+                thread.requests.put(None)
+                self._thread = None
             if future.cancel():
                 self._slot = None
             raise
@@ -175,8 +179,6 @@ class AsyncBatchCollator(Generic[T]):
     def __exit__(self, *error: object) -> None:
         self.shutdown()
 
-    # for ReadAhead
-
     def _holds(self, step: int) -> bool:
         """Return whether the slot is empty, or for this step."""
         return self._slot is None or self._slot.step == step
@@ -201,16 +203,6 @@ class AsyncBatchCollator(Generic[T]):
         self._is_shut_down, self._slot = True, None
         if self._thread is not None:
             self._thread.requests.put(None)
-
-    def _start(self, thread: _Thread) -> None:
-        self._thread, self._pid = thread, os.getpid()
-        weakref.finalize(self, thread.requests.put, None).atexit = False
-        try:
-            thread.start()
-        except BaseException:  # Ctrl-C in here: it may run or not, so the next one is new
-            thread.requests.put(None)
-            self._thread = None
-            raise
 
     def _may_wait(self) -> bool:
         """Return whether a wait will end: not in a fork, the thread itself, or a collection."""

@@ -37,7 +37,7 @@ class DeviceCopy:
         """Begin to copy a batch."""
         if self._stream is None:
             return Sent(_mapped(batch, lambda part: part.to(self.device)), None)
-        check_recordable(batch)
+        list(recordable(batch))
         pinned = _mapped(batch, _pin)
         with torch.cuda.stream(self._stream):
             moved = _mapped(pinned, lambda part: part.to(self.device, non_blocking=True))
@@ -48,7 +48,7 @@ class DeviceCopy:
         if sent.copied is not None:
             stream = torch.cuda.current_stream(self.device)
             stream.wait_event(sent.copied)
-            for part in _recordable(sent.batch):
+            for part in recordable(sent.batch):
                 # allocated on the other stream, which must not reuse it before this one is done
                 part.record_stream(stream)
         return sent.batch
@@ -93,27 +93,22 @@ def _pin(part: Any) -> Any:
     return part.pin_memory() if on_host and hasattr(part, "pin_memory") else part
 
 
-def check_recordable(batch: Any) -> None:
-    """Raise TypeError if the memory of an object's copy could not be recorded."""
-    for part in _recordable(batch):
-        if not hasattr(part, "record_stream"):
-            name = type(part).__name__
-            raise TypeError(
-                f"the batch holds a {name}, which has .to() but is no tensor, mapping, list or "
-                "tuple: which memory its copy on the CUDA device takes cannot be seen; collate "
-                f"into one of these, or give {name} a record_stream(stream) that calls it on each "
-                "of its tensors"
-            )
+def recordable(value: Any) -> Iterator[Any]:
+    """Yield the tensors of a batch, and its objects with a ``record_stream``.
 
-
-def _recordable(value: Any) -> Iterator[Any]:
-    """Yield the tensors of a batch, and its other objects that have a ``.to()``."""
+    TypeError for an object that is moved, and whose memory on the device could not be recorded.
+    """
     if isinstance(value, Ragged):
-        yield from _recordable(value.values)
+        yield from recordable(value.values)
     elif isinstance(value, Tensor) or hasattr(value, "record_stream"):
         yield value
     elif isinstance(value, (Mapping, list, tuple)):
         for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _recordable(item)
+            yield from recordable(item)
     elif hasattr(value, "to"):
-        yield value
+        name = type(value).__name__
+        raise TypeError(
+            f"the batch holds a {name}, which has .to() but is no tensor, mapping, list or tuple: "
+            "which memory its copy on the CUDA device takes cannot be seen; collate into one of "
+            f"these, or give {name} a record_stream(stream) that calls it on each of its tensors"
+        )

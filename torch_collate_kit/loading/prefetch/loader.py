@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import torch
 
 from torch_collate_kit._checks import checked_bool, checked_int
-from torch_collate_kit._reprs import call_repr
+from torch_collate_kit._reprs import call_repr, changed_settings
 from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading.prefetch.device_copy import device_copy
 from torch_collate_kit.loading.prefetch.reader import END, Reader, Run, Taken
@@ -83,27 +83,24 @@ class PrefetchLoader:
         self._timeline = Timeline()
         policy = SkipPolicy(on_error, max_skipped, max_skipped_in_a_row)
         self._loader = resumable_loader(loader, skips=policy.skips)
-        self._reader = Reader(
-            self._loader,
-            device_copy(device),
-            checked_bool("prefetch", prefetch),
-            checked_seconds("warn_after", warn_after),
-            SkippedExamples(policy),
-        )
+        self.on_error, self.max_skipped = on_error, max_skipped
+        self.max_skipped_in_a_row = max_skipped_in_a_row
+        self.prefetch = checked_bool("prefetch", prefetch)
+        self.warn_after = checked_seconds("warn_after", warn_after)
+        copy = device_copy(device)
+        self.device = None if copy is None else str(copy.device)
+        skipped = SkippedExamples(policy)
+        self._reader = Reader(self._loader, copy, self.prefetch, self.warn_after, skipped)
         self._loop: object = None  # the loop that may draw from it
         self._drawing = 0  # the thread that draws a batch now
         self._interrupt: BaseException | None = None  # of the thread, to be raised at the next call
         self._is_closed = False
 
     def __repr__(self) -> str:
-        reader = self._reader
-        settings: dict[str, Any] = {} if reader.prefetch else {"prefetch": False}
-        settings |= {} if reader.to_device is None else {"device": str(reader.to_device.device)}
-        settings |= {} if reader.warn_after == 60.0 else {"warn_after": reader.warn_after}
-        settings |= reader.stand.skipped.policy.settings()
-        position = reader.answer(lambda position, _: position)
+        position = self._reader.answer(lambda position, _: position)
         where = "closed" if self._is_closed else f"epoch {position.epoch}, step {position.step}"
-        return f"{call_repr(self, self._loader.described, **settings)} [{where}]"
+        call = call_repr(self, self._loader.described, **changed_settings(self))
+        return f"{call} [{where}]"
 
     @property
     def epoch(self) -> int:

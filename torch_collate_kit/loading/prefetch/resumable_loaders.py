@@ -32,8 +32,7 @@ class LoaderPosition(NamedTuple):
 
     epoch: int
     step: int
-    mark: Any = None
-    """All else that the loader must know to go on from there."""
+    mark: Any  # all else that the loader must know to go on from there
 
 
 class _Loader:
@@ -43,9 +42,7 @@ class _Loader:
     ``load_state_dict`` leaves an iterator that was made before as it is.
     """
 
-    has_sampler: bool
-    """Whether a sampler says which examples a step has. Then the loader names epoch and step, and
-    counts what is left out; else a stream does."""
+    has_sampler: bool  # else a stream names epoch and step, and counts what is left out
     is_closed = False
 
     def __init__(self, loader: Any, **parts: Any) -> None:
@@ -83,10 +80,7 @@ class _Loader:
         return self._batches
 
     def end(self, seconds: float = PATIENCE) -> None:
-        """End the workers of the last ``begin()``; kill those that need longer than ``seconds``.
-
-        Persistent ones stay.
-        """
+        """End the workers of the last ``begin()``, unless they are persistent."""
         batches, self._batches = self._batches, None
         if not self._loader.persistent_workers:
             end_workers(batches, seconds)
@@ -344,7 +338,6 @@ def resumable_loader(loader: Any, *, skips: bool) -> ResumableLoader:
 
 
 def _part_of(state: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return what the state has under the name of the thing that knows the position."""
     part = state.get(name)
     if not isinstance(part, Mapping):
         raise StateError(
