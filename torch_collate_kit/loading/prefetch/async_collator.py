@@ -23,12 +23,10 @@ T = TypeVar("T")
 
 
 class _Thread(threading.Thread):
-    """Builds one batch after the other, until it is told to end.
-
-    A daemon, since the interpreter joins any other thread before it exits, and a read may be stuck.
-    """
+    """Builds one batch after the other, until it is told to end."""
 
     def __init__(self) -> None:
+        # a daemon: the interpreter joins other threads before it exits, and a read may be stuck
         super().__init__(name="torch_collate_kit prefetch", daemon=True)
         self.requests: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self.is_given_up = False
@@ -52,10 +50,8 @@ def _end_threads() -> None:
 
 
 class _Slot(NamedTuple):
-    """The one batch that is being built, or that waits to be taken."""
-
     step: int
-    future: Future[Any]
+    future: Future[Any]  # of the batch that is being built, or that waits to be taken
 
 
 class AsyncBatchCollator(Generic[T]):
@@ -184,10 +180,7 @@ class AsyncBatchCollator(Generic[T]):
         return self._slot is None or self._slot.step == step
 
     def _settled(self, seconds: float | None) -> bool:
-        """Wait at most so long until nothing is being built. Return whether nothing is.
-
-        None: as long as it takes. A batch that was waited for once is not waited for again.
-        """
+        """Wait at most so long, once for each batch; None: for ever. Return whether it is built."""
         slot, thread = self._slot, self._thread
         if slot is None or slot.future.done():
             return True

@@ -12,18 +12,14 @@ from torch_collate_kit.ragged import Ragged
 
 
 class Sent(NamedTuple):
-    """A batch on its way to the device, and the event after its copy on a CUDA stream."""
+    """A batch on its way to the device."""
 
     batch: Any
-    copied: torch.cuda.Event | None
+    copied: torch.cuda.Event | None  # on the CUDA stream
 
 
 class DeviceCopy:
-    """A copier of batches, from the thread that builds them to the one that trains.
-
-    On CUDA, ``send`` copies from pinned memory on a separate stream without waiting. ``receive``
-    makes the consumer's current stream wait for the copy, not the consumer itself.
-    """
+    """A copier of batches, from the thread that builds them to the one that trains."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream: torch.cuda.Stream | None = None
@@ -34,7 +30,7 @@ class DeviceCopy:
         self.device = device
 
     def send(self, batch: Any) -> Sent:
-        """Begin to copy a batch."""
+        """Begin to copy a batch; on CUDA from pinned memory on a separate stream, no wait."""
         if self._stream is None:
             return Sent(_mapped(batch, lambda part: part.to(self.device)), None)
         list(recordable(batch))
@@ -44,7 +40,7 @@ class DeviceCopy:
             return Sent(moved, self._stream.record_event())
 
     def receive(self, sent: Sent) -> Any:
-        """Return the copy of a batch, safe to use on the current stream."""
+        """Return the copy of a batch. On CUDA the current stream waits for it, not the caller."""
         if sent.copied is not None:
             stream = torch.cuda.current_stream(self.device)
             stream.wait_event(sent.copied)
@@ -55,11 +51,7 @@ class DeviceCopy:
 
 
 def device_copy(device: torch.device | str | int | None) -> DeviceCopy | None:
-    """Return the copier to a device; None where there is nothing to copy: no device, or the CPU.
-
-    Raises:
-        ValueError: there is no such device here.
-    """
+    """Return the copier to a device; None where there is nothing to copy: no device, or the CPU."""
     if device is None:
         return None
     try:
@@ -94,10 +86,7 @@ def _pin(part: Any) -> Any:
 
 
 def recordable(value: Any) -> Iterator[Any]:
-    """Yield the tensors of a batch, and its objects with a ``record_stream``.
-
-    TypeError for an object that is moved, and whose memory on the device could not be recorded.
-    """
+    """Yield tensors and objects with ``record_stream``; TypeError if memory cannot be recorded."""
     if isinstance(value, Ragged):
         yield from recordable(value.values)
     elif isinstance(value, Tensor) or hasattr(value, "record_stream"):

@@ -1,8 +1,4 @@
-"""The one reader of a loader: idle, or reading an epoch a batch ahead; and its position.
-
-``begin`` makes it read. It is idle again after ``stop`` and ``close``, and after ``leave`` unless a
-batch is late.
-"""
+"""The one reader of a loader: idle, or reading an epoch a batch ahead; its consumer's position."""
 
 from __future__ import annotations
 
@@ -52,10 +48,7 @@ class Taken(NamedTuple):
 
 
 class Run:
-    """An epoch that is being read, from the loader's position.
-
-    Its AsyncBatchCollator holds the batch after those that were taken, or none.
-    """
+    """An epoch that is being read; its collator holds the batch after those taken, or none."""
 
     def __init__(
         self,
@@ -83,7 +76,8 @@ class Run:
 class Reader:
     """Reads a loader for one consumer, whose thread calls all but ``answer`` and ``close``.
 
-    The consumer assigns ``stand`` when it receives a batch. ``run`` is the epoch being read.
+    ``begin`` makes it read. It is idle, without ``run``, after ``stop`` and ``close``, and after
+    ``leave`` unless a batch is late. The consumer assigns ``stand`` when it receives a batch.
     """
 
     def __init__(
@@ -101,11 +95,8 @@ class Reader:
         self.pid = 0  # of the process that reads, or that has read last
 
     def answer(self, ask: Callable[[LoaderPosition, SkippedExamples], T]) -> T:
-        """Ask about the position after the batches received so far; any thread, at any moment.
-
-        Where the consumer moves the loader meanwhile, the question is asked again.
-        """
-        while True:
+        """Ask about the position after the batches received so far; any thread, at any moment."""
+        while True:  # asked again where the consumer moves the loader meanwhile
             position, skipped, reading = self.stand
             try:
                 answer = ask(self._loader.position() if position is None else position, skipped)
@@ -166,30 +157,20 @@ class Reader:
         return Taken(batch, following, Stand(following, skipped, reading), times)
 
     def stop_if_over(self) -> None:
-        """Stop where the next batch is not in this run.
-
-        The epoch is over, or an interrupt has lost the batch that was handed over.
-        """
-        run, position = self.run, self.stand.position
+        """Stop where the next batch is not in this run."""
+        run, position = self.run, self.stand.position  # an interrupt may have lost what was taken
         if run and position and (run.is_over(position) or not run.collator._holds(position.step)):
             self.stop()
 
     def leave(self) -> bool:
-        """Drop what is in flight; False: it is late, and kept for the next loop.
-
-        Often an exception leaves a loop, and is shown after this. The garbage collector waits for
-        nothing.
-        """
+        """Drop what is in flight; False: it is late, and kept for the next loop."""
         is_done = not is_collecting() and self.settled(PATIENCE)
         if is_done:
             self.stop()
         return is_done
 
     def settled(self, seconds: float | None) -> bool:
-        """Wait at most so long for what is in flight; None: for ever. Return whether nothing is.
-
-        False where nothing is read here.
-        """
+        """Wait at most so long for a batch in flight; None: for ever. False: it is, or no run."""
         run, position = self.run, self.stand.position
         if run is None or position is None or self.is_elsewhere():
             return False

@@ -96,15 +96,12 @@ class _Loader:
 
 
 class _Steps:
-    """A stand-in for the sampler inside a DataLoader: an epoch that was begun before.
-
-    A DataLoader with workers calls ``iter(batch_sampler)`` twice for its first epoch.
-    """
+    """A stand-in for the sampler inside a DataLoader: an epoch that was begun before."""
 
     current: Iterator[Any]
 
     def __iter__(self) -> Iterator[Any]:
-        return self.current
+        return self.current  # asked for twice in the first epoch of a DataLoader with workers
 
 
 class _SampledLoader(_Loader):
@@ -192,9 +189,6 @@ class _StreamLoader(_Loader):
 
     Its mark has the positions of all shards of this rank, and the epoch of the source, as it was
     when the pass began; None before.
-
-    Raises:
-        ValueError: a DataLoader that makes batches of batches, or does not keep their order.
     """
 
     has_sampler = False

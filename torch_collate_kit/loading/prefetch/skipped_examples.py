@@ -1,9 +1,4 @@
-"""Examples that fail: left out where their batch is built, counted where it is received.
-
-A DataLoader reads, then collates, and an error of either is an error of the whole batch. So its
-dataset is replaced by one that reads nothing, and its collate function by one that does both. The
-examples missing from a batch travel with it, from a worker or the prefetch thread to the consumer.
-"""
+"""Examples that fail: left out where their batch is built, counted where it is received."""
 
 from __future__ import annotations
 
@@ -35,7 +30,11 @@ class Collated(NamedTuple):
 
 
 def skipping_parts(loader: Any) -> dict[str, Any]:
-    """Return parts with which a DataLoader with a ``batch_sampler`` yields ``Collated``."""
+    """Return parts with which a DataLoader with a ``batch_sampler`` yields ``Collated``.
+
+    A DataLoader reads, then collates, and an error of either is one of the whole batch. So its
+    dataset becomes one that reads nothing, and its collate function one that does both.
+    """
     return {
         "dataset": _Unread(),
         "collate_fn": _SkippingCollate(loader.dataset, loader.collate_fn),
@@ -146,11 +145,7 @@ class SkippedExamples:
         self._in_a_row = in_a_row  # up to the last example read
 
     def with_batch(self, epoch: int, step: int, outcomes: _Outcomes) -> SkippedExamples:
-        """Return the examples with those of one more batch, counted and logged.
-
-        Raises:
-            DataError: more than the policy allows.
-        """
+        """Return the examples with those of one more batch, logged; DataError if too many."""
         skipped = [of for of in outcomes if of]
         if not skipped and not (self._in_a_row and outcomes):
             return self  # as nearly always

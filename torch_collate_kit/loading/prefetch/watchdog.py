@@ -33,10 +33,8 @@ class _Wait(NamedTuple):
 class Watchdog:
     """Logs one warning for each wait that is longer than ``warn_after`` seconds; None: never.
 
-    A second thread must look at the clock, since the one that waits may be deep in somebody's code.
-    It sleeps for ``warn_after`` seconds at a time, and ends with ``stop``, or when nobody has the
-    watchdog any more. A forked process has none. ``collating`` is the identifier of the thread that
-    builds batches, which sets it.
+    Its thread ends with ``stop``, or when nobody has the watchdog any more. ``collating`` is the
+    identifier of the thread that builds batches, which sets it.
     """
 
     def __init__(self, warn_after: float | None) -> None:
@@ -125,10 +123,7 @@ def _place(thread: int) -> tuple[str | None, str]:
 
 
 def _worker_waited_for(frame: FrameType | None) -> str | None:
-    """Describe the worker that a thread waits for, if it stands in a DataLoader's wait for one.
-
-    By the attributes of torch's iterator, which are private.
-    """
+    """Describe the worker that a thread waits for, by private attributes of torch's iterator."""
     while frame is not None and frame.f_code.co_name != "_get_data":
         frame = frame.f_back
     batches = None if frame is None else frame.f_locals.get("self")
@@ -151,6 +146,6 @@ def checked_seconds(name: str, seconds: Any) -> float | None:
         return None
     if isinstance(seconds, bool) or not isinstance(seconds, numbers.Real):
         raise TypeError(f"{name} must be a number of seconds or None, got {seconds!r}")
-    if not 0 < seconds < math.inf:
+    if not 0 < float(seconds) < math.inf:
         raise ValueError(f"{name} must be more than 0 seconds, got {seconds!r}; None is never")
     return float(seconds)

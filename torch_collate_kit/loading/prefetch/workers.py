@@ -26,22 +26,15 @@ gc.callbacks.append(_note_collection)
 
 
 def is_collecting() -> bool:
-    """Return whether Python's cycle collector is the caller.
-
-    It runs in any thread, at any moment: what its caller holds is not known, so it must not wait.
-    """
+    """Return whether Python's cycle collector is the caller: it must not wait for anything."""
     return _collector == threading.get_ident()
 
 
 def end_workers(batches: Any, seconds: float) -> None:
-    """End the worker processes of a DataLoader's iterator now, as torch asks them to.
+    """Ask the workers of a DataLoader's iterator to end; kill those that need more seconds.
 
-    Those that have not ended after so many seconds are killed: torch would wait five seconds for
-    each of them, and the garbage collector does so for all, since it closes their queues first.
-    With 0 seconds they are not asked, and no lock is taken. A worker that dies while it ends is no
-    error: nobody wants its batches, and a spawned one that is still sending often aborts (its
-    interpreter ends below the thread that sends). So torch, whose handler of SIGCHLD would raise
-    that here, watches them no longer.
+    Torch would wait five seconds for each. With 0 they are not asked, and no lock is taken. One
+    that dies meanwhile is no error, so torch's handler of SIGCHLD, which would raise it, is told.
     """
     if getattr(batches, "_shutdown", True):  # without workers it has no such attribute
         return
@@ -61,10 +54,8 @@ def end_workers(batches: Any, seconds: float) -> None:
 
 
 def _ask_workers_to_end(batches: Any, deadline: float) -> None:
-    """Ask the workers to end, in torch's order: first the thread that pins batches.
-
-    It reads the queue of results, in which a worker that ends may leave half a batch.
-    """
+    # in torch's order: first the thread that pins batches, which reads the queue of results, where
+    # a worker that ends may leave half a batch
     ending = list(batches._workers)
     if hasattr(batches, "_pin_memory_thread"):
         batches._pin_memory_thread_done_event.set()
