@@ -8,15 +8,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.data import DataLoader
 
-from tests.loading.hang_guard import (
-    our_threads,
-)
+from tests.loading.hang_guard import our_threads
 from tests.loading.prefetch.toy_data import (
     COLLATORS,
     EXAMPLES,
     Watched,
+    digests,
     digests_of,
     expected_digests,
     make_loader,
@@ -25,12 +25,7 @@ from tests.loading.prefetch.toy_data import (
 from torch_collate_kit.collators import PackedCollator, PaddedCollator
 from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading import PrefetchingSampler, PrefetchLoader
-from torch_collate_kit.testing import assert_exact_resume, batch_digest
-
-
-def digests(batches: Any) -> list[str]:
-    return [batch_digest(batch) for batch in batches]
-
+from torch_collate_kit.testing import assert_exact_resume
 
 # ---- one stream ----
 
@@ -246,7 +241,15 @@ def test_reshuffle_drains_what_is_in_flight():
     assert found[2:4] != expected_digests(1)[2:4]
 
 
-@pytest.mark.parametrize("move", ["set_epoch", "load_state_dict", "close", "a newer loop"])
+MOVES: dict[str, Any] = {
+    "set_epoch": lambda loader: loader.set_epoch(2),
+    "load_state_dict": lambda loader: loader.load_state_dict(loader.state_dict()),
+    "close": lambda loader: loader.close(),
+    "a newer loop": lambda loader: next(iter(loader.steps(1))),
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
 def test_a_loop_is_over_when_the_loader_is_moved(move):
     collate = Watched()
     collate.gates[1] = threading.Event()
@@ -255,14 +258,7 @@ def test_a_loop_is_over_when_the_loader_is_moved(move):
         next(batches)
         collate.wait_until_begun(2)
         collate.release_later(1)
-        if move == "set_epoch":
-            loader.set_epoch(2)
-        elif move == "load_state_dict":
-            loader.load_state_dict(loader.state_dict())
-        elif move == "close":
-            loader.close()
-        else:
-            next(iter(loader.steps(1)))
+        MOVES[move](loader)
         assert not collate.is_reading or move == "a newer loop"
         with pytest.raises(StateError, match="closed" if move == "close" else "loop .* is over"):
             next(batches)
@@ -293,10 +289,6 @@ def sized(length: int, batch_size: int, **options: Any) -> PrefetchLoader:
     ids=str,
 )
 def test_a_state_that_does_not_fit_is_refused_and_nothing_is_changed(state, message):
-    check_refused(state, message)
-
-
-def check_refused(state: Any, message: str) -> None:
     with sized(13, 4, seed=0) as loader:
         stream = [batch.tolist() for batch in loader.steps(7)]
         loader.set_epoch(0)
@@ -327,3 +319,72 @@ def test_other_max_tokens_are_the_same_examples_in_other_rows_and_that_is_said(c
         f"the state is of a run with max_tokens={saved}, this collator has {mine}: the same "
         "examples per step, in other rows"
     ]
+
+
+def test_accelerate_takes_it_as_it_is_and_saves_it(tmp_path):
+    from accelerate import Accelerator
+
+    expected = expected_digests(2)
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(1, 1)
+    with make_loader() as loader:
+        prepared_model, prepared = accelerator.prepare(model, loader)
+        assert prepared is loader
+        assert prepared_model is not None
+        accelerator.register_for_checkpointing(loader)
+        batches = loader.steps(8)
+        for _ in range(3):
+            next(batches)
+        accelerator.save_state(str(tmp_path))  # the fourth is in flight
+        assert digests(batches) == expected[3:]
+        accelerator.load_state(str(tmp_path))
+        assert digests(loader.steps(5)) == expected[3:]
+    accelerator.free_memory()
+
+    accelerator = Accelerator(cpu=True)
+    with make_loader() as loader:  # another process
+        accelerator.prepare(torch.nn.Linear(1, 1))
+        accelerator.register_for_checkpointing(loader)
+        accelerator.load_state(str(tmp_path))
+        assert digests(loader.steps(5)) == expected[3:]
+
+
+# ---- names ----
+
+
+def names(batch: Any) -> tuple[int, int]:
+    return batch.metadata["epoch"], batch.metadata["step"]
+
+
+def test_steps_count_from_the_beginning_of_the_epoch_after_a_jump_a_resume_and_a_reshuffle():
+    with make_loader() as loader:
+        assert [names(batch) for batch in loader.steps(2)] == [(0, 0), (0, 1)]
+        state = json.loads(json.dumps(loader.state_dict()))
+        loader.reshuffle()
+        assert [names(batch) for batch in loader] == [(0, 2), (0, 3)]
+        loader.set_epoch(5)
+        assert names(next(loader.steps(1))) == (5, 0)
+        loader.load_state_dict(state)
+        assert names(next(loader.steps(1))) == (0, 2)
+
+
+def test_a_batch_of_a_wrapped_tail_is_named_by_the_epoch_it_ends_in():
+    with make_loader(tail="wrap", batch_size=8) as loader:  # of 13 examples
+        assert [names(batch) for batch in loader.steps(4)] == [(0, 0), (1, 0), (1, 1), (2, 0)]
+
+
+def test_a_batch_that_the_collate_function_keeps_is_not_changed():
+    kept = COLLATORS["packed"](EXAMPLES[:2])
+    kept.metadata["step"] = "mine"
+    before = dict(kept.metadata)
+    with make_loader(lambda examples: kept) as loader:
+        first, second = list(loader)[:2]
+    assert (names(first), names(second)) == ((0, 0), (0, 1))  # the loader's, not the function's
+    assert kept.metadata == before
+    assert kept.column("input_ids").data_ptr() == first.column("input_ids").data_ptr()
+
+
+@pytest.mark.parametrize("batch", [{"x": 1.0}, [1], (COLLATORS["packed"](EXAMPLES),)])
+def test_what_is_not_a_batch_is_left_alone(batch):
+    with make_loader(lambda examples: batch) as loader:
+        assert next(loader.steps(1)) is batch

@@ -29,21 +29,16 @@ def stateful() -> Any:
     return pytest.importorskip("torchdata.stateful_dataloader", reason=reason).StatefulDataLoader
 
 
-def planned() -> PackedBatchSampler:
-    return PackedBatchSampler(DATA, COLLATE, batch_size=4, seed=3)
-
-
-KINDS: dict[str, Callable[[], dict[str, Any]]] = {
-    "PrefetchingSampler": lambda: {"batch_sampler": make_sampler()},
-    "PackedBatchSampler": lambda: {"batch_sampler": planned()},
-    "MixedSampler": lambda: {
-        "batch_sampler": MixedSampler([6, 7], batch_size=4, num_steps=4, seed=3)
-    },
+KINDS: dict[str, Callable[[], Any]] = {
+    "PrefetchingSampler": make_sampler,
+    "PackedBatchSampler": lambda: PackedBatchSampler(DATA, COLLATE, batch_size=4, seed=3),
+    "MixedSampler": lambda: MixedSampler([6, 7], batch_size=4, num_steps=4, seed=3),
 }
 
 
 def of_sampler(kind: Any, name: str, num_workers: int) -> Any:
-    return kind(DATA, collate_fn=COLLATE, num_workers=num_workers, **KINDS[name]())
+    sampler = KINDS[name]()
+    return kind(DATA, batch_sampler=sampler, collate_fn=COLLATE, num_workers=num_workers)
 
 
 def of_stream(kind: Any, num_workers: int, **options: Any) -> Any:
