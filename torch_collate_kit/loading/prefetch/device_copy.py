@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +33,6 @@ class DeviceCopy:
         """Begin to copy a batch; on CUDA from pinned memory on a separate stream, no wait."""
         if self._stream is None:
             return Sent(_mapped(batch, lambda part: part.to(self.device)), None)
-        list(recordable(batch))
         pinned = _mapped(batch, _pin)
         with torch.cuda.stream(self._stream):
             moved = _mapped(pinned, lambda part: part.to(self.device, non_blocking=True))
@@ -44,9 +43,13 @@ class DeviceCopy:
         if sent.copied is not None:
             stream = torch.cuda.current_stream(self.device)
             stream.wait_event(sent.copied)
-            for part in recordable(sent.batch):
+
+            def record(part: Any) -> Any:
                 # allocated on the other stream, which must not reuse it before this one is done
-                part.record_stream(stream)
+                (part.values if isinstance(part, Ragged) else part).record_stream(stream)
+                return part
+
+            _mapped(sent.batch, record)
         return sent.batch
 
 
@@ -81,23 +84,13 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _pin(part: Any) -> Any:
-    on_host = not isinstance(part, Tensor) or part.device.type == "cpu"
-    return part.pin_memory() if on_host and hasattr(part, "pin_memory") else part
-
-
-def recordable(value: Any) -> Iterator[Any]:
-    """Yield tensors and objects with ``record_stream``; TypeError if memory cannot be recorded."""
-    if isinstance(value, Ragged):
-        yield from recordable(value.values)
-    elif isinstance(value, Tensor) or hasattr(value, "record_stream"):
-        yield value
-    elif isinstance(value, (Mapping, list, tuple)):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from recordable(item)
-    elif hasattr(value, "to"):
-        name = type(value).__name__
+    """Pin a part in host memory. TypeError if the memory of its copy could not be recorded."""
+    if not isinstance(part, Tensor | Ragged) and not hasattr(part, "record_stream"):
+        name = type(part).__name__
         raise TypeError(
             f"the batch holds a {name}, which has .to() but is no tensor, mapping, list or tuple: "
             "which memory its copy on the CUDA device takes cannot be seen; collate into one of "
             f"these, or give {name} a record_stream(stream) that calls it on each of its tensors"
         )
+    on_host = not isinstance(part, Tensor) or part.device.type == "cpu"
+    return part.pin_memory() if on_host and hasattr(part, "pin_memory") else part

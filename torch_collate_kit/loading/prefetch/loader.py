@@ -215,7 +215,7 @@ class PrefetchLoader:
             self._drawing = 0
         if taken.batch is not END:
             epoch, step, _ = taken.position
-            self._timeline.received(epoch, step - 1, taken.times, began, ended)
+            self._timeline.received(epoch, step - 1, *taken.times, began, ended)
         return run, taken
 
     def _leave(self, loop: object, error: BaseException) -> None:

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.errors import StateError
@@ -18,7 +18,6 @@ from torch_collate_kit.loading.prefetch.async_collator import AsyncBatchCollator
 from torch_collate_kit.loading.prefetch.device_copy import DeviceCopy
 from torch_collate_kit.loading.prefetch.resumable_loaders import LoaderPosition, ResumableLoader
 from torch_collate_kit.loading.prefetch.skipped_examples import Collated, SkippedExamples
-from torch_collate_kit.loading.prefetch.timeline import BuildTimes
 from torch_collate_kit.loading.prefetch.watchdog import Watchdog
 from torch_collate_kit.loading.prefetch.workers import PATIENCE, is_collecting
 
@@ -26,6 +25,7 @@ __all__ = ["END", "Reader", "Run", "Taken"]
 
 END: Any = object()
 T = TypeVar("T")
+_Times: TypeAlias = tuple[float, float, float]  # at which a batch was begun, collated, copied
 
 
 class Stand(NamedTuple):
@@ -44,7 +44,7 @@ class Taken(NamedTuple):
     batch: Any
     position: LoaderPosition
     stand: Stand
-    times: BuildTimes
+    times: _Times
 
 
 class Run:
@@ -245,7 +245,7 @@ def _build(
     epoch: int,
     watchdog: Watchdog,
     step: int,
-) -> tuple[Collated, Any, BuildTimes]:
+) -> tuple[Collated, Any, _Times]:
     """Build the next batch, that of ``step``; return it with the mark after it, or END."""
     watchdog.collating = threading.get_ident()
     began = time.perf_counter()
@@ -253,13 +253,13 @@ def _build(
     ended = copied = time.perf_counter()
     collated = batch if isinstance(batch, Collated) else Collated(batch)
     if batch is END or loader.is_closed:  # closed: the thread was abandoned, and touches nothing
-        return collated, None, BuildTimes(began, ended, copied)
+        return collated, None, (began, ended, copied)
     mark = loader.mark()
     batch = _named(collated, epoch, step, keep=not loader.has_sampler)
     if to_device is not None:
         batch = to_device.send(batch)
         copied = time.perf_counter()
-    return collated._replace(batch=batch), mark, BuildTimes(began, ended, copied)
+    return collated._replace(batch=batch), mark, (began, ended, copied)
 
 
 def _named(collated: Collated, epoch: int, step: int, *, keep: bool) -> Any:

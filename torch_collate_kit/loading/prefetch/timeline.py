@@ -21,15 +21,7 @@ from torch_collate_kit.batch.showing.style import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["BuildTimes", "StepTimes", "Timeline", "draw_timeline"]
-
-
-class BuildTimes(NamedTuple):
-    """The times at which a batch was built, by ``time.perf_counter()``."""
-
-    began: float
-    collated: float
-    copied: float
+__all__ = ["StepTimes", "Timeline", "draw_timeline"]
 
 
 class StepTimes(NamedTuple):
@@ -83,11 +75,9 @@ class Timeline:
         self._steps: deque[list[Any]] = deque(maxlen=1000)
         self._last: list[Any] | None = None  # that is being trained on
 
-    def received(
-        self, epoch: int, step: int, built: BuildTimes, wait_began: float, wait_ended: float
-    ) -> None:
-        """Record that the consumer received the batch of ``step``."""
-        self._last = [epoch, step, *built, wait_began, wait_ended, None]
+    def received(self, epoch: int, step: int, *times: float) -> None:
+        """Record that the consumer received a batch; ``times`` are those of its StepTimes."""
+        self._last = [epoch, step, *times, None]
         self._steps.append(self._last)
 
     def trained(self) -> None:

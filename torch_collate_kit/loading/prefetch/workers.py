@@ -44,28 +44,25 @@ def end_workers(batches: Any, seconds: float) -> None:
         batches._worker_pids_set = False
     try:
         if seconds and not is_collecting():
-            _ask_workers_to_end(batches, time.monotonic() + seconds)
+            deadline = time.monotonic() + seconds
+            ending = list(batches._workers)
+            # in torch's order: first the thread that pins batches, which reads the queue of
+            # results, where a worker that ends may leave half a batch
+            if hasattr(batches, "_pin_memory_thread"):
+                batches._pin_memory_thread_done_event.set()
+                batches._worker_result_queue.put((None, None))
+                ending.insert(0, batches._pin_memory_thread)
+            batches._workers_done_event.set()
+            for queue in batches._index_queues:
+                queue.put(None)
+            for one in ending:
+                one.join(max(0.0, deadline - time.monotonic()))
+            for queue in batches._index_queues:
+                queue.cancel_join_thread()
+                queue.close()
     finally:
         alive = [worker for worker in batches._workers if worker.is_alive()]
         for worker in alive:
             worker.kill()
         for worker in alive:
             worker.join(PATIENCE)
-
-
-def _ask_workers_to_end(batches: Any, deadline: float) -> None:
-    # in torch's order: first the thread that pins batches, which reads the queue of results, where
-    # a worker that ends may leave half a batch
-    ending = list(batches._workers)
-    if hasattr(batches, "_pin_memory_thread"):
-        batches._pin_memory_thread_done_event.set()
-        batches._worker_result_queue.put((None, None))
-        ending.insert(0, batches._pin_memory_thread)
-    batches._workers_done_event.set()
-    for queue in batches._index_queues:
-        queue.put(None)
-    for one in ending:
-        one.join(max(0.0, deadline - time.monotonic()))
-    for queue in batches._index_queues:
-        queue.cancel_join_thread()
-        queue.close()
