@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 from torch.utils.data import DataLoader
 
 from tests.loading.hang_guard import our_threads
@@ -319,34 +318,6 @@ def test_other_max_tokens_are_the_same_examples_in_other_rows_and_that_is_said(c
         f"the state is of a run with max_tokens={saved}, this collator has {mine}: the same "
         "examples per step, in other rows"
     ]
-
-
-def test_accelerate_takes_it_as_it_is_and_saves_it(tmp_path):
-    from accelerate import Accelerator
-
-    expected = expected_digests(2)
-    accelerator = Accelerator(cpu=True)
-    model = torch.nn.Linear(1, 1)
-    with make_loader() as loader:
-        prepared_model, prepared = accelerator.prepare(model, loader)
-        assert prepared is loader
-        assert prepared_model is not None
-        accelerator.register_for_checkpointing(loader)
-        batches = loader.steps(8)
-        for _ in range(3):
-            next(batches)
-        accelerator.save_state(str(tmp_path))  # the fourth is in flight
-        assert digests(batches) == expected[3:]
-        accelerator.load_state(str(tmp_path))
-        assert digests(loader.steps(5)) == expected[3:]
-    accelerator.free_memory()
-
-    accelerator = Accelerator(cpu=True)
-    with make_loader() as loader:  # another process
-        accelerator.prepare(torch.nn.Linear(1, 1))
-        accelerator.register_for_checkpointing(loader)
-        accelerator.load_state(str(tmp_path))
-        assert digests(loader.steps(5)) == expected[3:]
 
 
 # ---- names ----
