@@ -212,9 +212,8 @@ def test_structures_of_tensors_go_to_the_device_and_the_rest_stays(device, expec
         held = Holder(torch.tensor(examples))
         return {"x": held, "y": [(COLLATORS["packed"](EXAMPLES), 3)], "name": "a"}
 
-    loader = DataLoader(
-        range(2), batch_sampler=PrefetchingSampler(2, batch_size=2), collate_fn=collate
-    )
+    sampler = PrefetchingSampler(2, batch_size=2)
+    loader = DataLoader(range(2), batch_sampler=sampler, collate_fn=collate)
     with PrefetchLoader(loader, device=device) as loader:
         (batch,) = loader
     assert batch["x"].values.device.type == batch["y"][0][0]["input_ids"].device.type == expected
@@ -252,12 +251,8 @@ def test_the_sampler_of_the_caller_may_be_moved_between_epochs():
 
 
 def test_persistent_workers_of_the_caller_are_left_alone():
-    plain = DataLoader(
-        range(6),
-        batch_sampler=PrefetchingSampler(6, batch_size=2),
-        num_workers=1,
-        persistent_workers=True,
-    )
+    sampler = PrefetchingSampler(6, batch_size=2)
+    plain = DataLoader(range(6), batch_sampler=sampler, num_workers=1, persistent_workers=True)
     assert len(list(plain)) == 3
     (worker,) = torch.multiprocessing.active_children()
     with PrefetchLoader(plain) as loader:

@@ -334,8 +334,7 @@ class PrefetchLoader:
         if self._drawing not in (0, threading.get_ident()):
             raise StateError(
                 "another thread is waiting for a batch of this loader, which has one position and "
-                "one consumer; give each thread a loader of its own, or draw in one thread and "
-                "hand the batches on"
+                "one consumer; give each thread a loader of its own, or hand batches on"
             )
 
     def _raise_interrupt(self) -> None:
