@@ -129,7 +129,7 @@ class ListColumn:
 
 
 class NumberColumn:
-    """Column of one number per row: ``num_actions``, or the indices mapping of ``datasets``."""
+    """Column of one number per row, such as ``num_actions``."""
 
     def __init__(self, name: str, dtype: Any, column: np.ndarray | pa.ChunkedArray) -> None:
         self.name = name
@@ -143,16 +143,13 @@ class NumberColumn:
                 filler = np.dtype(dtype).type().item()
                 column = column.cast(pa.from_numpy_dtype(dtype)).fill_null(filler)
             column = column.to_numpy()
-        self.values = column
-
-    def __len__(self) -> int:
-        return len(self.values)
+        self._values = column
 
     def take(self, rows: np.ndarray, named: np.ndarray) -> np.ndarray:
         """Return the rows: a copy."""
         if self._is_null is not None and self._is_null[rows].any():
             raise _null_error(self.name, int(named[self._is_null[rows].argmax()]))
-        return self.values[rows].astype(self._dtype, copy=False)
+        return self._values[rows].astype(self._dtype, copy=False)
 
 
 class ArrayColumn:

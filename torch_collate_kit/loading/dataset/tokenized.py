@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn, overload
 
 import numpy as np
@@ -11,12 +11,7 @@ from torch.utils.data import Dataset
 
 from torch_collate_kit._checks import checked_bool, checked_int
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.loading.dataset.columns import (
-    ArrayColumn,
-    ListColumn,
-    NumberColumn,
-    column_of,
-)
+from torch_collate_kit.loading.dataset.columns import ArrayColumn, ListColumn, column_of
 from torch_collate_kit.loading.dataset.fingerprints import fingerprint_of
 from torch_collate_kit.loading.dataset.sources import IDS, DatasetSource, kept_source
 from torch_collate_kit.packing import RankPlan
@@ -92,10 +87,10 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
     def _read_from(self, source: Any) -> None:
         """``source`` holds the kept columns and no others; it is what is pickled."""
         self._source = source
-        self._mapping: NumberColumn | None = None  # row of the dataset -> row of its table
+        self._mapping: np.ndarray | None = None  # row of the dataset -> row of its table
         if is_a(source, "datasets", "Dataset"):
             if source._indices is not None:
-                self._mapping = NumberColumn("indices", np.int64, source._indices.column(0))
+                self._mapping = source._indices.column(0).to_numpy()
             source = source.data.table
         elif isinstance(source, ArrowFiles):
             source = source.table()
@@ -114,7 +109,7 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
     @property
     def lengths(self) -> np.ndarray:
         """Tokens of every row: int64 [N], a new array each time, from offsets; reads no token."""
-        return self._tokens.lengths(None if self._mapping is None else self._mapping.values)
+        return self._tokens.lengths(self._mapping)
 
     def fingerprint(self, num_examples: int | None = None) -> dict[str, Any]:
         """Return a fingerprint of the data, or of their first ``num_examples``: small JSON.
@@ -176,10 +171,8 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
         return np.concatenate(parts)
 
     def _num_loss_tokens(self, indices: np.ndarray) -> np.ndarray:
-        named, rows = self._rows(indices)
-        text = {k: of for k, of in self._columns.items() if not isinstance(of, ArrayColumn)}
-        taken = {name: column.take(rows, named) for name, column in text.items()}
-        columns = read_columns(taken, train_all=self._train_all)
+        text = [k for k, of in self._columns.items() if not isinstance(of, ArrayColumn)]
+        columns = read_columns(self._take(indices, text), train_all=self._train_all)
         if self._vision is None and len(text) < len(self._columns):
             raise ValueError(
                 "the source has images, whose tokens are not trained; pass vision=processor, which "
@@ -216,11 +209,10 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
                 f"the source has {', '.join(others)}, which {self._vision.family_name} models do "
                 "not have; pass vision= of the model that it was processed for"
             )
-        named, rows = self._rows(np.arange(len(self)))
-        given = images.keys() - PIXEL_FIELDS
-        found: dict[str, list[Any]] = {name: images[name].take(rows, named) for name in given}
+        every = np.arange(len(self))
+        found = self._take(every, images.keys() - PIXEL_FIELDS)
         if "pixel_values" in images and not found:  # only tiles, of which their number is enough
-            counts = images["pixel_values"].outer_lengths()[rows]
+            counts = images["pixel_values"].outer_lengths()[self._rows(every)[1]]
             found["num_tiles"] = [np.array([n]) if n else None for n in counts.tolist()]
         return [
             self._vision.patches({name: column[i] for name, column in found.items()})
@@ -234,8 +226,7 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
     def __getitems__(self, indices: Any) -> Any:
         if isinstance(indices, RankPlan):
             return indices.with_examples(self.__getitems__(indices.indices))
-        named, rows = self._rows(indices)
-        return _Columns({name: of.take(rows, named) for name, of in self._columns.items()})
+        return _Columns(self._take(indices, self._columns))
 
     def _is_plain(self) -> bool:
         """Return whether collators accept its columns as examples: lists, and integer ids."""
@@ -250,10 +241,7 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
 
     def _column_at(self, name: str, indices: np.ndarray) -> Any:
         """Return these rows of one column: a Ragged of lists, else an array; None without it."""
-        if name not in self._columns:
-            return None
-        named, rows = self._rows(indices)
-        return self._columns[name].take(rows, named)
+        return self._take(indices, [name])[name] if name in self._columns else None
 
     def __getstate__(self) -> dict[str, Any]:
         source = self._source
@@ -287,4 +275,10 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
                 f"{-n} to {n - 1}"
             )
         picked = np.where(picked < 0, picked + n, picked)
-        return picked, picked if self._mapping is None else self._mapping.take(picked, picked)
+        mapped = picked if self._mapping is None else self._mapping[picked].astype(np.int64)
+        return picked, mapped
+
+    def _take(self, indices: Any, names: Iterable[str]) -> dict[str, Any]:
+        """Return these rows of some columns: Ragged of lists, else arrays, lists of images."""
+        named, rows = self._rows(indices)
+        return {name: self._columns[name].take(rows, named) for name in names}
