@@ -1,8 +1,9 @@
-"""Faults surface at their step, nothing is left behind, and batches go to a device."""
+"""Faults surface at their step, nothing is left behind; batches are named, and go to a device."""
 
 from __future__ import annotations
 
 import gc
+import json
 import os
 import threading
 import time
@@ -261,3 +262,44 @@ def test_persistent_workers_of_the_caller_are_left_alone():
     assert torch.multiprocessing.active_children() == [worker]
     assert len(list(plain)) == 3
     assert torch.multiprocessing.active_children() == [worker]
+
+
+# ---- names ----
+
+
+def names(batch: Any) -> tuple[int, int]:
+    return batch.metadata["epoch"], batch.metadata["step"]
+
+
+def test_steps_count_from_the_beginning_of_the_epoch_after_a_jump_a_resume_and_a_reshuffle():
+    with make_loader() as loader:
+        assert [names(batch) for batch in loader.steps(2)] == [(0, 0), (0, 1)]
+        state = json.loads(json.dumps(loader.state_dict()))
+        loader.reshuffle()
+        assert [names(batch) for batch in loader] == [(0, 2), (0, 3)]
+        loader.set_epoch(5)
+        assert names(next(loader.steps(1))) == (5, 0)
+        loader.load_state_dict(state)
+        assert names(next(loader.steps(1))) == (0, 2)
+
+
+def test_a_batch_of_a_wrapped_tail_is_named_by_the_epoch_it_ends_in():
+    with make_loader(tail="wrap", batch_size=8) as loader:  # of 13 examples
+        assert [names(batch) for batch in loader.steps(4)] == [(0, 0), (1, 0), (1, 1), (2, 0)]
+
+
+def test_a_batch_that_the_collate_function_keeps_is_not_changed():
+    kept = COLLATORS["packed"](EXAMPLES[:2])
+    kept.metadata["step"] = "mine"
+    before = dict(kept.metadata)
+    with make_loader(lambda examples: kept) as loader:
+        first, second = list(loader)[:2]
+    assert (names(first), names(second)) == ((0, 0), (0, 1))  # the loader's, not the function's
+    assert kept.metadata == before
+    assert kept.column("input_ids").data_ptr() == first.column("input_ids").data_ptr()
+
+
+@pytest.mark.parametrize("batch", [{"x": 1.0}, [1], (COLLATORS["packed"](EXAMPLES),)])
+def test_what_is_not_a_batch_is_left_alone(batch):
+    with make_loader(lambda examples: batch) as loader:
+        assert next(loader.steps(1)) is batch
