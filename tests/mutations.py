@@ -100,7 +100,7 @@ FAULTS = [
     Fault("loading/streaming/states.py", "return copy.deepcopy(state)", "return state", "loading/streaming"),
     Fault("loading/streaming/windows.py", "self._num_broken -= num_packed\n", "self._num_broken -= 0\n", "loading/streaming"),
     Fault("loading/prefetch/async_collator.py", "if slot.step != step:", "if slot.step > step:", "loading/prefetch"),
-    Fault("loading/prefetch/read_ahead.py", "named = copy.copy(batch)", "named = batch", "loading/prefetch"),
+    Fault("loading/prefetch/reader.py", "named = copy.copy(batch)", "named = batch", "loading/prefetch"),
     # collators
     Fault("collators/packed.py", "width = self.packing.capacity if self.fixed_width", "width = self.packing.max_tokens if self.fixed_width", "collators"),
     Fault("collators/packed.py", "if len(too_long) and self.packing.overflow != \"drop\":", "if len(too_long) and False:", "collators"),

@@ -11,10 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from torch.utils.data import DataLoader
 
-from tests.loading.dataset.dataset_oracle import (
-    ROWS,
-    write_stream,
-)
+from tests.loading.dataset.dataset_oracle import ROWS, write_stream
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.loading import TokenizedDataset
 from torch_collate_kit.ragged import Ragged
