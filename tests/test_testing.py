@@ -218,7 +218,7 @@ def test_ranks_that_change(make: Callable[..., Any]) -> None:
         fixed = partial(make, rows_multiple_of=6)
         assert_exact_resume(fixed, num_steps=7, dp_sizes=[2, 3, 6], stops=[3], same_rows=True)
         with pytest.raises(
-            AssertionError, match=r"resumed after 3 of 7 steps, 1 -> 4 ranks: batch 3"
+            AssertionError, match=r"resumed after 3 of 7 batches, 1 -> 4 ranks: batch 3"
         ):
             assert_exact_resume(make, num_steps=7, dp_sizes=[1, 4], stops=[3], same_rows=True)
 
@@ -246,7 +246,7 @@ class Faulty(PrefetchingSampler):
 @pytest.mark.parametrize(
     ("fault", "error", "message"),
     [
-        ("lost", AssertionError, r"resumed after 0 of 3 steps, 1 -> 2 ranks: batch 0 differs"),
+        ("lost", AssertionError, r"resumed after 0 of 3 batches, 1 -> 2 ranks: batch 0 differs"),
         ("uneven", AssertionError, r"1 of 2 ranks end an epoch before the others"),
         ("own states", AssertionError, r"after 1 steps the states of the 2 ranks differ; a state"),
         ("sets", TypeError, r"dp_sizes compares examples, which a set does not name; let make"),

@@ -241,7 +241,8 @@ class Batch(Mapping[str, Field]):
     @property
     def placement(self) -> Placement | None:
         """Places of the tokens, in host memory; None of a Batch built from dense tensors."""
-        return self._storage.placement
+        columns = self._storage.columns
+        return columns.placement if columns else None
 
     def column(self, name: str) -> Tensor | None:
         """Return a column as it is stored, with an entry per token, or None."""

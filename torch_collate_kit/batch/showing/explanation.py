@@ -124,9 +124,9 @@ def _values_of(
     width, mask = cells.kinds.shape[1], one.get("loss_mask")
     responses = stored.metadata.get("response_length", getattr(mask, "shape", (0,))[-1])
     values = _of_cells(one[name], width, [width, min(width, responses)])
-    if values is None or not isinstance(spec, PerResponseToken) or stored.placement is None:
+    if values is None or not isinstance(spec, PerResponseToken) or not stored.columns:
         return values
-    shown = {*stored.placement.cells("responses").tolist()}
+    shown = {*stored.columns.placement.cells("responses").tolist()}
     return [value if i in shown else None for i, value in enumerate(values)]
 
 
