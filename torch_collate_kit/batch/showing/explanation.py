@@ -31,16 +31,10 @@ _SPACE = "\u2581"  # a space there
 
 
 def explained(
-    one: Mapping[str, Any],
-    stored: Storage,
-    title: str,
-    tokenizer: Any,
-    *,
-    example: int | None,
-    cells: slice,
-    max_tokens: int | None,
+    one: Any, title: str, tokenizer: Any, example: int | None, cells: slice, max_tokens: int | None
 ) -> Explanation:
-    """Explain one row in host memory, from its dense fields and what is stored of it."""
+    """Explain a Batch of one row in host memory."""
+    stored = one.stored()
     checked_optional_int("max_tokens", max_tokens, hint="None shows all tokens")
     of_row = cells_of(stored)
     if of_row is None:
