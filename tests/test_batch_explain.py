@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from tests.batch_samples import KINDS, loose, masked_examples
 from tests.building import packed_collator
+from tests.command import byte_tokenizer
 from tests.strategies import FUZZ, batches, packed_options
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.chat.preview import byte_tokenizer
 from torch_collate_kit.collators import PackedCollator, PaddedCollator
 from torch_collate_kit.packing import ParallelLayout
 

@@ -87,14 +87,6 @@ def test_an_exact_loader_passes_and_every_one_is_closed():
     assert all(counter.is_closed for counter in made)
 
 
-@pytest.mark.parametrize("tail", ["keep", "drop", "wrap"])
-def test_samplers_are_saved_by_what_was_consumed(tail):
-    found = assert_exact_resume(
-        lambda: PrefetchingSampler(11, batch_size=4, tail=tail), num_steps=9
-    )
-    assert len(found) == 9
-
-
 class OffByOne(Counter):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
