@@ -7,9 +7,10 @@ import sys
 
 import pytest
 
+from torch_collate_kit.__main__ import parser
 from torch_collate_kit.chat.preview import byte_tokenizer
 
-__all__ = ["byte_tokenizer", "run_command"]
+__all__ = ["byte_tokenizer", "parser", "run_command"]
 
 
 def run_command(*arguments: object) -> int:
