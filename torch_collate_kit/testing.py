@@ -141,7 +141,8 @@ def assert_exact_resume(
         ranks = [make()] if dp_size is None else [make(rank, dp_size) for rank in range(dp_size)]
         return _run(ranks, digest, done, state, num_steps, max_state_bytes if saves else None)
 
-    first, *others = dp_sizes or [None]
+    sizes: Sequence[int | None] = dp_sizes or [None]
+    first, *others = sizes
     expected, _ = run(first, saves=False)
     found, states = run(first)
     _compare(found, expected, "the run that saves at every step")

@@ -64,7 +64,8 @@ class Batch(Mapping[str, Field]):
                     f"field {name} must be a tensor with rows first or a Ragged, got "
                     f"{type(field).__name__}; what belongs to the whole batch goes into metadata"
                 )
-        self._set(Storage(Columns.none(), dict(fields), dict(row_metadata or {}), metadata or {}))
+        others = dict(row_metadata or {}), dict(metadata or {})
+        self._set(Storage(Columns.none(), dict(fields), *others))
 
     @classmethod
     def of_storage(cls, storage: Storage, *, check: bool = True) -> Batch:
@@ -138,7 +139,6 @@ class Batch(Mapping[str, Field]):
         return {name: self._field(name) for name in self}.values()
 
     def __eq__(self, other: object) -> bool:
-        """Compare names, dtypes, shapes and values of the fields, and metadata."""
         if not isinstance(other, Batch):
             return NotImplemented
         same = self.stored().equals(other.stored())
@@ -317,8 +317,8 @@ class Batch(Mapping[str, Field]):
         """Show a row token by token: ids, text, positions, labels, weights and the other fields.
 
         ``tokenizer`` (or a processor) adds the text. ``example`` shows that example alone (without
-        ``row``, in the first row with a piece of it), ``start`` and ``stop`` these cells. Past
-        ``max_tokens`` a table shows the first and last ones; None shows all.
+        ``row``, in the first row with a piece of it), ``start`` and ``stop`` these cells. A table
+        shows the first and last of more than ``max_tokens``.
 
         Raises:
             IndexError, ValueError: no such row; an example that is not there; no ``input_ids``.

@@ -152,7 +152,7 @@ def _pieces(batch: Batch, num_pieces: np.ndarray) -> tuple[np.ndarray, np.ndarra
         starts, lengths = (placement.segments[name] for name in ("starts", "lengths"))
     else:
         lengths, starts = batch["sub_seq_lengths"].to("cpu"), batch.get("cu_seq_lens")
-        if starts is None:
+        if not isinstance(starts, Ragged):
             starts = Ragged(batch["attention_mask"].argmax(1), np.arange(len(batch) + 1))
         starts = starts.to("cpu")
     first, length = (

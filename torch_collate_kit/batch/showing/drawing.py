@@ -109,8 +109,9 @@ def _field_lines(stored: Storage) -> dict[str, str]:
         lines["stored"] = f"{forms} ({stored.nbytes:,} bytes)"
         made = [n for n in columns.names if n not in columns.values and n not in given]
         lines["made when read"] = ", ".join(made)
-    forms = (f"{k} {_form(of) if isinstance(of, Tensor) else repr(of)}" for k, of in given.items())
-    lines["given" if columns else "fields"] = ", ".join(forms)
+    lines["given" if columns else "fields"] = ", ".join(
+        f"{k} {_form(of) if isinstance(of, Tensor) else repr(of)}" for k, of in given.items()
+    )
     return {name: line for name, line in lines.items() if line}
 
 
