@@ -13,12 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.batch_samples import KINDS, loose, masked_examples
-from tests.building import packed_collator
-from tests.rollout_strategies import packed_rollout_options, rollout_options, rollouts
-from tests.strategies import FUZZ, batches, packed_options, padded_options
+from tests.rollout_strategies import draw_batch
+from tests.strategies import FUZZ
 from tests.vision import test_dummy_images as dummies
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.collators import PackedCollator, PaddedCollator, RolloutCollator
+from torch_collate_kit.collators import PackedCollator, PaddedCollator
 from torch_collate_kit.packing import ParallelLayout
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.rl import stage_mini_batches
@@ -204,23 +203,7 @@ def check_html(batch: Batch) -> None:
 @FUZZ
 @given(st.data())
 def test_every_batch_has_a_repr(data: st.DataObject) -> None:
-    kind = data.draw(st.sampled_from(("padded", "packed", "rollouts", "packed rollouts")))
-    if "rollouts" in kind:
-        drawn: Any = data.draw(rollouts(images=False))
-        if kind == "rollouts":
-            batch = RolloutCollator(0, **data.draw(rollout_options(drawn.lengths)))(drawn.given)
-        else:
-            options = data.draw(packed_rollout_options(drawn.lengths))
-            parallel = ParallelLayout(**options.layout)
-            batch = packed_collator(0, parallel=parallel, **options.collator)(drawn.given)
-    else:
-        drawn = data.draw(batches())
-        if kind == "padded":
-            batch = PaddedCollator(0, **data.draw(padded_options(drawn.lengths)))(drawn.given)
-        else:
-            options = data.draw(packed_options(drawn.lengths))
-            parallel = ParallelLayout(**options.layout)
-            batch = packed_collator(0, parallel=parallel, **options.collator)(drawn.given)
+    batch = draw_batch(data, "padded", "packed", "rollouts", "packed rollouts")
     batch = batch.pad_rows(multiple_of=data.draw(st.integers(1, 3)))
     batch = batch[data.draw(st.integers(0, len(batch) - 1)) :][:8]
     assert batch._made == {}

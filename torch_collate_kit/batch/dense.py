@@ -34,7 +34,7 @@ def make_field(
 
     ``metadata["loss_mask_divisor"]`` divides the loss mask.
     """
-    with torch.inference_mode(False):  # or changes of the tensor could not be told
+    with torch.inference_mode(False):  # or changes in place would not be noticed
         maker = _Maker(columns, made, metadata.get("loss_mask_divisor", 1))
         field: Field = maker.own(name) if name in columns.specs else getattr(maker, name)()
         return field
@@ -255,9 +255,9 @@ def mrope_positions(
         lengths_S: tokens of each example, 0 allowed.
         merge_size: patches a side that become one token.
 
-    A counter gives a text token its three positions and goes up by 1. An image of ``H * W`` tokens
-    takes the counter ``s`` at its first token: there the positions are ``s`` plus frame, row and
-    column, and after it the counter is ``s + max(H, W)``. Waits for no device.
+    A text token has a counter as its three positions, and raises it by 1. An image of ``H * W``
+    tokens that begins at the counter ``s`` has the positions ``s`` plus frame, row and column, and
+    after it the counter is ``s + max(H, W)``. Waits for no device.
     """
     grids = grids_N3.long()
     height, width = grids[:, 1] // merge_size, grids[:, 2] // merge_size
