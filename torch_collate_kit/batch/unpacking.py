@@ -151,10 +151,10 @@ def _pieces(batch: Batch, num_pieces: np.ndarray) -> tuple[np.ndarray, np.ndarra
     if (placement := batch.placement) is not None:
         starts, lengths = (placement.segments[name] for name in ("starts", "lengths"))
     else:
-        lengths, starts = batch["sub_seq_lengths"].to("cpu"), batch.get("cu_seq_lens")
-        if not isinstance(starts, Ragged):
-            starts = Ragged(batch["attention_mask"].argmax(1), np.arange(len(batch) + 1))
-        starts = starts.to("cpu")
+        lengths, found = batch["sub_seq_lengths"].to("cpu"), batch.get("cu_seq_lens")
+        if not isinstance(found, Ragged):
+            found = Ragged(batch["attention_mask"].argmax(1), np.arange(len(batch) + 1))
+        starts = found.to("cpu")
     first, length = (
         np.asarray(of.values, dtype=np.int64)[span_indices(of.offsets[:-1], num_pieces)]
         for of in (starts, lengths)
