@@ -52,7 +52,7 @@ FAULTS = [
     Fault("reading/columns.py", "np.concatenate(rows, dtype=dtype)", "np.concatenate(rows)", "collators"),
     # batch
     Fault("batch/placement.py", "first += self.segments[\"lengths\"].values - counted", "first += 0", "test_batch_explain.py test_batch_drawing.py"),
-    Fault("batch/dense.py", 'starts = starts + self.per_segment("lengths") - number', "starts = starts", "collators"),
+    Fault("batch/dense.py", 'starts = starts + self.per_segment["lengths"] - number', "starts = starts", "collators"),
     Fault("batch/placement.py", "aligned = -(-lengths // align) * align", "aligned = lengths // align * align", "collators"),
     Fault("batch/row_changes.py", 'untrained = {"loss_weights": 0, "labels": IGNORE_INDEX}', 'untrained = {"labels": IGNORE_INDEX}', "test_added_rows.py test_batch_changes.py"),
     Fault("batch/row_changes.py", 'if name in ("responses", "routed")', 'if name in ("responses",)', "test_added_rows.py test_batch_changes.py"),
