@@ -12,7 +12,7 @@ import torch
 from tests.test_isolation import ONE_ROW, TWO_ROWS, Toy, masked, toy_inputs, without
 from tests.tiny_models import MODELS, packed_inputs, tiny_model
 from torch_collate_kit.attention import check_isolation
-from torch_collate_kit.attention.recurrent import RECURRENT_MODELS
+from torch_collate_kit.attention.models import RECURRENT_MODELS
 from torch_collate_kit.errors import IsolationError
 
 LAYOUTS = pytest.mark.parametrize("rows", [ONE_ROW, TWO_ROWS], ids=["one", "two"])

@@ -134,7 +134,7 @@ class VisionLayout:
         return any(field.per == "image" for field in self.fields.values())
 
     def units(self, fields: Mapping[str, np.ndarray]) -> ImageUnits:
-        """Count the images of one example from its processor's fields, with tiles laid flat.
+        """Count the images of examples from their processor's fields, with tiles laid flat.
 
         Fields may lack pixels, as those of ``tokenize_chat(..., pixels=False)``. An example without
         any of them has no images.
@@ -148,9 +148,14 @@ class VisionLayout:
             patches = fields["image_grid_thw"].astype(np.int64).prod(axis=1)
             return ImageUnits(patches // self.merge_size**2, patches, np.ones_like(patches))
         if self.family.has_sizes:
-            is_cut = int(fields.get("batch_num_images", np.ones(1))[0]) == 1
-            sizes = [tuple(size) for size in fields["image_sizes"].tolist()]
-            counts = [self.of_size(height, width, is_cut=is_cut) for height, width in sizes]
+            sizes, in_examples = fields["image_sizes"].tolist(), fields.get("batch_num_images")
+            is_cut = np.ones(len(sizes), dtype=bool)
+            if in_examples is not None:  # images that are not alone are not cut into tiles
+                first_of_later = in_examples.cumsum()[:-1]
+                owners = np.searchsorted(first_of_later, np.arange(len(sizes)), side="right")
+                is_cut = in_examples[owners] == 1
+            pairs = zip(sizes, is_cut.tolist(), strict=True)
+            counts = [self.of_size(*size, is_cut=is_alone) for size, is_alone in pairs]
             tokens, tiles = np.array(counts, dtype=np.int64).reshape(-1, 2).T
             return ImageUnits(tokens, tiles, tiles)
         if self.family_name == "other":  # only that there are some
