@@ -11,8 +11,7 @@ from torch import Tensor
 
 from torch_collate_kit._checks import checked_bool, checked_choice, checked_int
 from torch_collate_kit.rl.advantages import check_epsilon, whitened
-from torch_collate_kit.rl.boundaries import checked_boundaries
-from torch_collate_kit.rl.groups import Uids, checked_uids, group_numbers
+from torch_collate_kit.rl.groups import Uids, checked_boundaries, checked_uids, group_numbers
 from torch_collate_kit.rl.response_tensors import (
     checked_mask,
     checked_tensors,

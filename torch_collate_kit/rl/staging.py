@@ -18,7 +18,7 @@ from torch_collate_kit.packing import ModelCost
 from torch_collate_kit.packing.balance import over_ranks
 from torch_collate_kit.packing.rows import row_sums
 from torch_collate_kit.ragged import Ragged
-from torch_collate_kit.rl.boundaries import checked_boundaries
+from torch_collate_kit.rl.groups import checked_boundaries
 
 __all__ = ["stage_mini_batches", "unstage", "warn_if_images_differ"]
 
