@@ -83,7 +83,7 @@ FAULTS = [
     Fault("rl/normalization.py", "if z_score:", "if z_score and a:", "rl"),
     Fault("rl/normalization.py", "num_units = len(tokens) if count_masked", "num_units = len(counts) if count_masked", "rl"),
     Fault("rl/micro_batches.py", "low = middle + 1", "low = middle + 2", "rl"),
-    Fault("rl/micro_batches.py", "max(_fewest(widths, max_tokens) for widths in of_ranks)", "min(_fewest(widths, max_tokens) for widths in of_ranks)", "rl"),
+    Fault("rl/micro_batches.py", "max(len(_sizes(-np.sort(-widths), max_tokens))", "min(len(_sizes(-np.sort(-widths), max_tokens))", "rl"),
     Fault("rl/merging.py", "np.array_equal(prompt[: len(tokens)], tokens)", "np.array_equal(prompt[: len(tokens)], tokens[: len(prompt)])", "rl"),
     Fault("rl/merging.py", "np.array_equal(then[: len(first)], first)", "len(then) >= len(first)", "rl"),
     Fault("rl/staging.py", "mini.row_metadata[\"row_indices\"][stop - start :] = -1", "mini.row_metadata[\"row_indices\"][stop - start :] = start", "rl"),
