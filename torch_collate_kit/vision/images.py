@@ -72,7 +72,14 @@ class ImageFiles(NamedTuple):
             found = source.get("bytes") if source.get("bytes") is not None else source.get("path")
             source = source if found is None else found
         if isinstance(source, np.ndarray):
-            source = _from_array(source, where)
+            channels = source.shape[2] if source.ndim == 3 else 1
+            if source.dtype != np.uint8 or source.ndim not in (2, 3) or channels not in (1, 3, 4):
+                raise DataError(
+                    f"{where} is an array of shape {source.shape} and dtype {source.dtype}; give "
+                    "uint8 of shape [H, W], [H, W, 1], [H, W, 3] or [H, W, 4]"
+                )
+            source = np.ascontiguousarray(source[..., 0] if source.shape[2:] == (1,) else source)
+            source = _package().Image.fromarray(source)
         if isinstance(source, _package().Image.Image):
             self._check_header(source, where)
             yield source
@@ -239,17 +246,6 @@ def decoded_base64(text: str, where: str) -> bytes:
         return base64.b64decode("".join(text.split()), validate=True)
     except (binascii.Error, ValueError) as error:
         raise DataError(f"{where} has invalid base64 ({error}); fix it") from error
-
-
-def _from_array(array: np.ndarray, where: str) -> Any:
-    channels = array.shape[2] if array.ndim == 3 else 1
-    if array.dtype != np.uint8 or array.ndim not in (2, 3) or channels not in (1, 3, 4):
-        raise DataError(
-            f"{where} is an array of shape {array.shape} and dtype {array.dtype}; give uint8 of "
-            "shape [H, W], [H, W, 1], [H, W, 3] or [H, W, 4]"
-        )
-    flat = array[:, :, 0] if array.ndim == 3 and channels == 1 else array
-    return _package().Image.fromarray(np.ascontiguousarray(flat))
 
 
 def _check_depth(image: Any, where: str) -> None:
