@@ -31,6 +31,7 @@ from tests.vision.oracle_images import (
 )
 from torch_collate_kit import PackedCollator, PaddedCollator, ParallelLayout
 from torch_collate_kit.errors import DataError
+from torch_collate_kit.packing import RankPlan
 
 FORMS = ("labels", "loss_mask", "weights", "num_actions", "completion_mask", "none")
 PADS = (0, 3)
@@ -202,8 +203,12 @@ def test_patches_of_an_example_follow_from_its_fields(family: str, seed: int) ->
         assert [sum(of) for of in found] == [sum(of) for of in patches_of(examples)]
 
 
-def test_an_example_with_images_is_not_split() -> None:
+def test_an_image_is_not_cut_by_split_nor_by_a_plan_of_lengths_alone() -> None:
     layout = LAYOUTS["gemma3"]
     example = {"input_ids": [9] * 3 + [70] * 9, "pixel_values": np.zeros((1, 3, 2, 2))}
+    collate = PackedCollator(0, vision=layout, max_tokens=2, overflow="truncate")
+    planned = RankPlan(collate.plan([12])).with_examples([example])
+    with pytest.raises(DataError, match=r"0: a piece of it, tokens 0 to 2, cuts through its imag"):
+        collate(planned)
     with pytest.raises(DataError, match=r"an example with images is never split; raise max_tokens"):
         PackedCollator(0, vision=layout, max_tokens=8, overflow="split")([example])
