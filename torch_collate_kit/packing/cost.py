@@ -109,7 +109,8 @@ class ModelCost:
         images = (0, 0) if vision is None else vision_flops(vision)
         squared = [n for n in (quadratic, windowed, images[1]) if n]
         unit = Fraction(_LEAST, min(squared, default=_LEAST))
-        return cls(*(round(n * unit) for n in (linear, quadratic, *images, windowed)), window)
+        numbers = [round(n * unit) for n in (linear, quadratic, *images, windowed)]
+        return cls(*numbers, language_window=window)
 
     def as_state(self) -> list[int]:
         """Return the numbers for a state; those of the window only if there is one."""
