@@ -93,9 +93,12 @@ class ImageFiles(NamedTuple):
             name = repr(str(source))
             file = _open_file(self._path(source, where), name, where)
         else:
+            kind = f"of type {type(source).__name__}"
+            if isinstance(source, Mapping):
+                kind = f"a dict with the keys {sorted(map(str, source))} and no `bytes` or `path`"
             raise DataError(
-                f"{where} is {_kind(source)}; give a path, bytes, a data URI, a PIL image, a "
-                "uint8 array, or the dict of a datasets.Image column"
+                f"{where} is {kind}; give a path, bytes, a data URI, a PIL image, a uint8 array, "
+                "or the dict of a datasets.Image column"
             )
         with file, self._open(file, where, name) as image:
             self._check_header(image, where)
@@ -274,10 +277,3 @@ def _has_late_texts(image: Any) -> bool:
         return False
     finally:
         file.seek(start)
-
-
-def _kind(source: Any) -> str:
-    """Describe the type of a source, or the keys of its dict."""
-    if isinstance(source, Mapping):
-        return f"a dict with the keys {sorted(map(str, source))} and no `bytes` or `path`"
-    return f"of type {type(source).__name__}"
