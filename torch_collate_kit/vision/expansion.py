@@ -26,6 +26,10 @@ _MARKS = re.compile(f"[{_BEGIN}{_END}]")
 # Tokens around a placeholder that belong to the image.
 _OPENINGS = ("<|vision_start|>", "<|begin_of_image|>")
 _CLOSINGS = ("<|vision_end|>", "<|end_of_image|>")
+_WITHOUT_CHATS = {
+    "other": "is not in the table of families (docs/vision.md), so its placeholders are unknown",
+    "paligemma": "has no conversations, but a prompt and its `suffix`",
+}
 
 
 @dataclass(frozen=True)
@@ -188,15 +192,10 @@ def image_processing(processor: Any, files: ImageFiles, pixels: bool) -> ImagePr
     """
     layout = VisionLayout.of(processor)
     name = type(processor).__name__
-    if layout.family_name == "other":
+    if layout.family_name in _WITHOUT_CHATS:
         raise ValueError(
-            f"{name} is not in the table of families (docs/vision.md), so its placeholders are "
-            "unknown; call it yourself, and pass its output to a collator"
-        )
-    if layout.family_name == "paligemma":
-        raise ValueError(
-            f"{name} has no conversations, but a prompt and its `suffix`; call it yourself, and "
-            "pass its output to a collator"
+            f"{name} {_WITHOUT_CHATS[layout.family_name]}; call it yourself, and pass its output "
+            "to a collator"
         )
     if not processor.tokenizer.is_fast:
         raise ValueError(
