@@ -110,7 +110,7 @@ class ModelCost:
         squared = [n for n in (quadratic, windowed, images[1]) if n]
         unit = Fraction(_LEAST, min(squared, default=_LEAST))
         numbers = [round(n * unit) for n in (linear, quadratic, *images, windowed)]
-        return cls(*numbers, language_window=window)
+        return cls(*[*numbers, window])
 
     def as_state(self) -> list[int]:
         """Return the numbers for a state; those of the window only if there is one."""
