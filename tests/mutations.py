@@ -73,7 +73,7 @@ FAULTS = [
     Fault("attention/kernels.py", "(-1 if window is None else window - 1, 0)", "(-1 if window is None else window, 0)", "test_attention.py test_attention_refusals.py"),
     Fault("attention/varlen.py", "    if module.training:\n", "    if False:\n", "test_attention.py test_attention_refusals.py"),
     Fault("attention/kernels.py", "if missing:\n        raise ValueError(\n            f\"cu_seq_lens_q lacks", "if False:\n        raise ValueError(\n            f\"cu_seq_lens_q lacks", "test_attention.py test_attention_refusals.py"),
-    Fault("attention/packed_inputs.py", "torch.diff(of_text, dim=1, prepend=of_text[:, :1]) != 1", "of_text == 0", "test_isolation.py test_isolation_models.py test_packed_inputs.py"),
+    Fault("attention/packed_inputs.py", "torch.diff(of_text, dim=1, prepend=of_text[:, :1]) != 1", "of_text == 0", "test_isolation.py test_isolation_models.py"),
     # rl
     Fault("rl/groups.py", "    if last is None:\n        return ends\n", "    if last is None:\n        return ends | True\n", "rl"),
     Fault("rl/advantages.py", "error + gamma * lam * next_advantage", "error + gamma * next_advantage", "rl"),
@@ -83,7 +83,7 @@ FAULTS = [
     Fault("rl/normalization.py", "if z_score:", "if z_score and a:", "rl"),
     Fault("rl/normalization.py", "num_units = len(tokens) if count_masked", "num_units = len(counts) if count_masked", "rl"),
     Fault("rl/micro_batches.py", "low = middle + 1", "low = middle + 2", "rl"),
-    Fault("rl/micro_batches.py", "max(_fewest(widths, max_tokens) for widths in of_ranks)", "min(_fewest(widths, max_tokens) for widths in of_ranks)", "rl"),
+    Fault("rl/micro_batches.py", "max(len(_sizes(-np.sort(-widths), max_tokens))", "min(len(_sizes(-np.sort(-widths), max_tokens))", "rl"),
     Fault("rl/merging.py", "np.array_equal(prompt[: len(tokens)], tokens)", "np.array_equal(prompt[: len(tokens)], tokens[: len(prompt)])", "rl"),
     Fault("rl/merging.py", "np.array_equal(then[: len(first)], first)", "len(then) >= len(first)", "rl"),
     Fault("rl/staging.py", "mini.row_metadata[\"row_indices\"][stop - start :] = -1", "mini.row_metadata[\"row_indices\"][stop - start :] = start", "rl"),
