@@ -132,6 +132,32 @@ def test_tags_around_some_turns_alone() -> None:
     assert len(tokenize(TWO, LAST_ONLY, train_on="each")) == 2
 
 
+FIRST_LINE = f"{TAG}{{{{ m.content.split('\n')[0] }}}}{END}"
+OTHER_LINES = "{% for line in m.content.split('\n')[1:] %}{{ '\n' + line }}{% endfor %}"
+
+
+@pytest.mark.parametrize("train_on", ["all", "each"])
+@pytest.mark.parametrize("answers", [["a\nb"], ["a\nb", "c"], ["c", "a\nb"]])
+def test_tags_around_half_of_a_turn(answers: list[str], train_on: str) -> None:
+    """Also where the template writes that turn alone: it is neither skipped nor lost."""
+    template = writes(for_assistant(FIRST_LINE + OTHER_LINES, TEXT))
+    record = chat(*(turn for text in answers for turn in ("user: hi", f"assistant: {text}")))
+    place = 2 * answers.index("a\nb") + 1
+    refused(record, template, rf"messages\[{place}\]: .* leave out a part", train_on=train_on)
+
+
+@pytest.mark.parametrize("names", ["xy", "yx"])
+def test_tags_around_some_turns_in_every_context(names: str) -> None:
+    template = writes(f"{{% if 'y' == m.name %}}{TAG}{TEXT}{END}{{% else %}}{TEXT}{{% endif %}}")
+    messages = [message for name in names for message in (USER, {**YO, "name": name})]
+    record = {"messages": messages}
+    for train_on in ("all", "each"):
+        place = 2 * names.index("x") + 1
+        refused(record, template, rf"messages\[{place}\]: .* leave out", train_on=train_on)
+    only = tokenize({"messages": [USER, {**YO, "name": "x"}]}, template, train_on="each")
+    assert [example["skip_reason"] for example in only] == ["no_trained_tokens"]
+
+
 def test_context_that_is_dropped() -> None:
     """Thinking of a turn that is not trained may be, as it is at inference; a call may not."""
     refused(thinking("hm", None), CHATML, "drops its reasoning_content", train_on="each")

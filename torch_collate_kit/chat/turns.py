@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
-from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch_collate_kit.chat.content_parts import text_of
@@ -14,7 +12,7 @@ from torch_collate_kit.chat.plain_turn import plain_turn
 from torch_collate_kit.chat.rendering import Rendering
 from torch_collate_kit.chat.template import Messages, Refusal, Spans, shared_prefix
 
-__all__ = ["turn_spans"]
+__all__ = ["leaves_out", "turn_spans"]
 
 _MAX_KNOWN_TURNS = 10_000
 _OPENING, _CLOSING = {"begin", "start", "open"}, {"end", "close"}
@@ -27,9 +25,8 @@ def turn_spans(rendering: Rendering, turns: list[int]) -> Spans:
         if tags := _tags_in(message.get("content"), rendering.template.tags):
             shapes[i] += tuple(tags)
     spans = [_turn_span(rendering, turn, shapes) for turn in turns]
-    if rendering.tagged is None:
-        return spans
-    return _confirmed(rendering, turns, spans)
+    tagged = rendering.tagged
+    return spans if tagged is None else _confirmed(rendering, turns, spans, tagged)
 
 
 def _turn_span(rendering: Rendering, turn: int, shapes: list[Any]) -> tuple[int, int]:
@@ -264,38 +261,33 @@ def _reply(rendering: Rendering, turn: int) -> Messages:
     return [rendering.style.apply(message) for message in results or [question]]
 
 
-def _inside(spans: Spans) -> Callable[[int, int], bool]:
-    """Return whether one of ``spans`` holds the characters from a start to an end."""
-    ordered = sorted(spans)
-    firsts = [first for first, _ in ordered]
-    furthest = [0, *itertools.accumulate((last for _, last in ordered), max)]
-    return lambda start, end: end <= furthest[bisect_right(firsts, start)]
+def leaves_out(turn: int) -> Refusal:
+    """Return the refusal of a turn that generation tags do not hold."""
+    return Refusal(
+        f"messages[{turn}]: the {{% generation %}} tags of the chat template leave out a part of "
+        "this turn",
+        "correct the tags, or remove them all",
+    )
 
 
-def _confirmed(rendering: Rendering, turns: list[int], spans: Spans) -> Spans:
+def _confirmed(rendering: Rendering, turns: list[int], spans: Spans, tagged: Spans) -> Spans:
     """Return the spans if generation tags agree about every text; [] if they mark nothing."""
-    inside = _inside(rendering.tagged or [])
-    marks = {
-        turn: [
-            inside(rendering.occurrences[i].start, rendering.occurrences[i].end)
-            for i in rendering.own.get(turn, ())
-        ]
+    held = bytearray(len(rendering.text))
+    for first, last in tagged:
+        held[first:last] = b"\1" * (last - first)
+    found = [
+        (turn, held[rendering.occurrences[i].start : rendering.occurrences[i].end])
         for turn in turns
-    }
-    found = [mark for turn in turns for mark in marks[turn]]
-    if found and not any(found):
+        for i in rendering.own.get(turn, ())
+    ]
+    if found and not any(1 in marks for _, marks in found):
         return []
-    for turn in turns:
-        if not all(marks[turn]):
-            raise Refusal(
-                f"messages[{turn}]: the {{% generation %}} tags of the chat template leave out "
-                "a part of this turn",
-                "correct the tags, or remove them all",
-            )
-    for occurrence in rendering.occurrences:
-        part = occurrence.part
+    for turn, marks in found:
+        if 0 in marks:
+            raise leaves_out(turn)
+    for part, start, end in rendering.occurrences:
         role = rendering.messages[part.message]["role"] if part.message >= 0 else "document"
-        if role != "assistant" and inside(occurrence.start, occurrence.end):
+        if role != "assistant" and 1 in held[start:end]:
             raise Refusal(
                 f"messages[{part.message}]: the {{% generation %}} tags of the chat template hold "
                 f"the text of the role {role!r}",
