@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from torch_collate_kit.chat.content_parts import is_blank
+from torch_collate_kit.chat.content_parts import text_of
 from torch_collate_kit.chat.options import ChatSetup
 from torch_collate_kit.chat.plain_turn import ANY_TOOL
 from torch_collate_kit.chat.record_forms import (
@@ -88,7 +88,8 @@ def _trained_turns(conversation: Conversation, train_on: str) -> list[int]:
 
 
 def _check_answer(content: Any, where: str) -> None:
-    if is_blank(content):
+    text = text_of(content)
+    if text is None or (isinstance(text, str) and not text.strip()):
         raise DataError(
             f"{where} is an empty answer ({content!r:.40}), so the model would be trained to say "
             "nothing; remove it, set its `weight` to 0 (of a message), or pass allow_empty=True"

@@ -64,11 +64,7 @@ def has_marks(text: str) -> bool:
 def locate_parts(
     template: ChatTemplate, conversation: Conversation, messages: Messages, text: str
 ) -> tuple[list[Part], list[Occurrence]]:
-    """Return the texts of ``messages``, and their places in their rendering ``text``.
-
-    Raises:
-        Refusal: the text cannot be told apart from the template's.
-    """
+    """Return the texts of ``messages``, and their places in their rendering ``text``."""
     marker = _Marker(template.tags)
     marked = [marker.message(message, i) for i, message in enumerate(messages)]
     documents = conversation.documents
@@ -114,10 +110,7 @@ class _Marker:
         elif isinstance(content, list):
             others = {id(part): name for name, part in other_parts(content)}
             marked["content"] = [
-                self._other_part(part, index, others[id(part)])
-                if id(part) in others
-                else self._part(part, message["role"], index)
-                for part in content
+                self._part(part, message["role"], index, others.get(id(part))) for part in content
             ]
         done: dict[str, str] = {}
         for key in REASONING:
@@ -126,28 +119,25 @@ class _Marker:
                     done[text] = self._text(text, index, key, "thinking")
                 marked[key] = done[text]
         if "tool_calls" in message:
-            calls = enumerate(message["tool_calls"])
             marked["tool_calls"] = [
-                self._call(call, index, f"tool_calls[{i}]") for i, call in calls
+                self._call(call, index, f"tool_calls[{i}]")
+                for i, call in enumerate(message["tool_calls"])
             ]
         return marked
 
-    def _part(self, part: dict[str, Any], role: str, index: int) -> dict[str, Any]:
-        """Return the marked copy of a part of the content: text, thinking or an image."""
+    def _part(self, part: Any, role: str, index: int, other: str | None) -> Any:
+        """Return the marked copy of a part of the content, of a type named ``other`` or known."""
+        if other is not None:
+            if not isinstance(part, Mapping):
+                return self.copy(part, index, other, "part")
+            said = {key: value for key, value in part.items() if key != "type"}
+            return {**part, **self.copy(said, index, other, "part")}
         if part.get("type") in IMAGE_TYPES:
             return part
         if part.get("type") == "thinking":
             thinking = self._text(part["thinking"], index, REASONING[0], "thinking")
             return {**part, "thinking": thinking}
         return {**part, "text": self._content(part["text"], role, index)}
-
-    def _other_part(self, part: Any, index: int, where: str) -> Any:
-        if not isinstance(part, Mapping):
-            return self.copy(part, index, where, "part")
-        return {
-            key: value if key == "type" else self.copy(value, index, f"{where}[{key!r}]", "part")
-            for key, value in part.items()
-        }
 
     def _call(self, call: dict[str, Any], index: int, where: str) -> dict[str, Any]:
         function = call["function"]
@@ -156,18 +146,14 @@ class _Marker:
         return {**call, "function": {**function, "name": name, "arguments": arguments}}
 
     def _content(self, text: str, role: str, index: int) -> str:
-        """Mark a content in which thinking is a part of its own."""
+        """Return a content marked, in which thinking is a part of its own."""
         if role != "assistant" or _THINK_END not in text:
             return self._text(text, index, "content", "content")
-        thinking, end, answer = text.rpartition(_THINK_END)
-        opened, start, thinking = thinking.rpartition("<think>")
-        return (
-            self._text(opened, index, "content", "content")
-            + start
-            + self._text(thinking, index, "thinking inside content", "thinking")
-            + end
-            + self._text(answer, index, "content", "content")
-        )
+        thought, end, answer = text.rpartition(_THINK_END)
+        opened, start, thought = thought.rpartition("<think>")
+        opened = self._text(opened, index, "content", "content")
+        thought = self._text(thought, index, "thinking inside content", "thinking")
+        return opened + start + thought + end + self._text(answer, index, "content", "content")
 
     def _text(self, text: str, message: int, where: str, kind: str) -> str:
         code = _FIRST_MARK + len(self.parts)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from torch_collate_kit.chat.preview import CASES
-from torch_collate_kit.chat.template import ChatTemplate, shared_prefix
+from torch_collate_kit.chat.template import ChatTemplate, num_shared
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.reporting.audit.check import check
 from torch_collate_kit.reporting.audit.columns import AuditColumns, Found
@@ -117,7 +117,7 @@ def _drift(template: ChatTemplate, messages: list[dict[str, Any]]) -> str:
 
 def _difference(seen: str, trained: str) -> str:
     """Return both texts from shortly before the place where they part, which is marked."""
-    same = len(shared_prefix(seen, trained))
+    same = num_shared(seen, trained)
     before = seen[max(same - _SHOWN, 0) : same]
     here, there = (f"{before}\u27e6{text[same : same + _SHOWN]}\u27e7" for text in (seen, trained))
     return f"the model is asked with {here!r}, and trained with {there!r}"
