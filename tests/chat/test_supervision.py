@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 from datasets import Dataset
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from tests.chat.chats import (
     CALL,
@@ -18,6 +19,7 @@ from tests.chat.chats import (
     END,
     HEAD,
     NO_TAGS,
+    RENDER,
     SAID,
     TAG,
     TAGS,
@@ -37,7 +39,6 @@ from tests.chat.chats import (
     with_call,
 )
 from torch_collate_kit import tokenize_chat_dataset
-from torch_collate_kit.chat.template import ChatTemplate
 
 TEXT = "{{ m.content }}"
 ARGUMENTS = "{{ c.function.arguments }}"
@@ -341,8 +342,7 @@ def test_renderings_do_not_grow_with_the_turns() -> None:
     """One rendering per record once the template and the shape of the record are known."""
     tokenizer, counts = byte_tokenizer(CHATML), []
     for turns in (4, 4, 40):
-        render = ChatTemplate._render
-        with patch.object(ChatTemplate, "_render", autospec=True, side_effect=render) as spy:
+        with patch(RENDER, side_effect=render_jinja_template) as spy:
             tokenize({"messages": [USER, YO] * turns}, tokenizer)
         counts.append(spy.call_count)
     assert counts[1:] == [1, 2]

@@ -1,13 +1,6 @@
 """The origin of each character of a rendered chat.
 
-A conversation is rendered twice: as it is, and with every text of every message replaced by a
-private-use character that stands for this text alone. With the texts put back in its place, the
-second rendering must be the first. So each character is known to come from one text of one message,
-or from the template; and a text that did not arrive is known, too.
-
-Not replaced is what templates look at: white space, control characters, quotes and backslashes
-around a text (``trim``, ``tojson``), and what looks like a tag in the template's source
-(``</think>``).
+With the texts put back, a rendering in which a private-use character stands for each must be equal.
 """
 
 from __future__ import annotations
@@ -18,8 +11,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torch_collate_kit.chat.content_parts import IMAGE_TYPES, other_parts
-from torch_collate_kit.chat.records import Conversation
-from torch_collate_kit.chat.template import REASONING, ChatTemplate, Messages, Refusal
+from torch_collate_kit.chat.records import REASONING, Conversation
+from torch_collate_kit.chat.template import ChatTemplate, Messages, Refusal
 
 __all__ = ["Occurrence", "Part", "has_marks", "locate_parts"]
 
@@ -157,32 +150,25 @@ class _Marker:
 
     def _text(self, text: str, message: int, where: str, kind: str) -> str:
         code = _FIRST_MARK + len(self.parts)
-        core = text.strip(_EDGE)
-        if not (core or text.strip()) or code > _LAST_MARK:
+        if not text.strip() or code > _LAST_MARK:
             return text
         mark = chr(code)
-        if core and not (("<" in text or "[" in text) and self._tags.search(text)):
-            first = text.index(core)
-            before, after, masked = text[:first], text[first + len(core) :], mark
-            marked = before + mark + after
-        else:
-            pieces = self._tags.split(text)
-            pieces[::2] = [_masked(piece, mark) for piece in pieces[::2]]
-            marked = "".join(pieces)
-            if mark not in marked:
-                marked = _SOLID.sub(mark, text)
-            first, last = marked.find(mark), marked.rfind(mark) + 1
-            before, after, masked = marked[:first], marked[last:], marked[first:last]
-            core = text[first : len(text) - len(after)]
-        part = Part(message, kind, where, core, masked, before.lstrip(), after.rstrip())
-        self.parts.append(part)
+        # Templates look at white space, control characters, quotes and backslashes around a text
+        # (`trim`, `tojson`), and at what looks like one of their tags: these stay as they are.
+        pieces = self._tags.split(text) if "<" in text or "[" in text else [text]
+        for i, piece in enumerate(pieces[::2]):
+            if core := piece.strip(_EDGE):
+                pieces[2 * i] = piece.replace(core, mark, 1)
+        marked = "".join(pieces)
+        if mark not in marked:
+            marked = _SOLID.sub(mark, text)
+        first, last = marked.find(mark), marked.rfind(mark) + 1
+        before, after = marked[:first], marked[last:]
+        core = text[first : len(text) - len(after)]
+        self.parts.append(
+            Part(message, kind, where, core, marked[first:last], before.lstrip(), after.rstrip())
+        )
         return marked
-
-
-def _masked(piece: str, mark: str) -> str:
-    """Return ``piece`` with the mark in place of its text."""
-    core = piece.strip(_EDGE)
-    return piece.replace(core, mark, 1) if core else piece
 
 
 def _locate(text: str, marked: str, parts: list[Part]) -> list[Occurrence]:

@@ -151,7 +151,8 @@ def byte_tokenizer(template: str) -> Any:
 
 def _verdicts(tokenizer: Any, case: str) -> tuple[dict[str, list[str]], dict[str, str]]:
     """Return the marked texts of each mode that accepts, "all" first, and the refusals."""
-    texts, refusals = {}, {}
+    texts: dict[str, list[str]] = {}
+    refusals: dict[str, str] = {}
     modes: tuple[Literal["all", "each", "last"], ...] = ("all", "each", "last")
     for mode in modes:
         options = ChatOptions(train_on=mode, tools=[_TOOL] if _has_call(case) else None)

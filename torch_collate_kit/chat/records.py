@@ -1,7 +1,4 @@
-"""Reading a record: the forms that people have -> one :class:`Conversation`.
-
-What a template would silently ignore (a legacy function call, an unknown role) is refused.
-"""
+"""Reading a record: the forms that people have -> one :class:`Conversation`."""
 
 from __future__ import annotations
 
@@ -15,11 +12,11 @@ from torch_collate_kit._checks import respelt
 from torch_collate_kit.chat.content_parts import read_parts, text_of
 from torch_collate_kit.chat.options import ChatSetup
 from torch_collate_kit.chat.record_forms import ImageSource, find_messages, num_images, read_images
-from torch_collate_kit.chat.template import REASONING
 from torch_collate_kit.errors import DataError
 
-__all__ = ["Conversation", "read_record"]
+__all__ = ["REASONING", "Conversation", "read_record"]
 
+REASONING = ("reasoning_content", "thinking", "reasoning")
 _ROLES = ("system", "developer", "user", "tool", "assistant", "function")
 _SELECTORS = ("weight", "train", "trainable")
 _LEFT_OUT = frozenset({"tool_calls", *_SELECTORS})  # of the message that a template gets
@@ -161,7 +158,8 @@ def _read_message(found: Any, where: str, from_arrow: bool) -> dict[str, Any]:
         content = content or ""
     elif not isinstance(content, (str, type(None))):
         raise DataError(f"{where} `content` must be text, parts or None, got {content!r:.60}")
-    reasoning = next((message[key] for key in REASONING if key in message), thinking)
+    others = message.get("thinking", message.get("reasoning", thinking))
+    reasoning = message.get("reasoning_content", others)
     if thinking is not None and reasoning != thinking:
         raise DataError(f"{where} has a thinking part and other reasoning; keep one of the two")
     if reasoning is not None:
@@ -192,7 +190,7 @@ def _check_message_keys(message: Mapping[str, Any], where: str) -> None:
             f"{where} has no `content`, only {', '.join(map(repr, others))} and its role; "
             "rename the key of its text to content"
         )
-    if _drop_none(message.get("function_call")):
+    if message.get("function_call") and _drop_none(message["function_call"]):
         raise DataError(
             f"{where} has a `function_call`, which chat templates no longer read; convert it to "
             "`tool_calls`: [{'type': 'function', 'function': function_call}], and the result's "

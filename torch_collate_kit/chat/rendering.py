@@ -107,12 +107,7 @@ class Rendering:
     @cached_property
     def missing(self) -> list[Part]:
         """The parts that are not in the text."""
-        return [] if self._in_order else [p for p in self.parts if id(p) not in self.times]
-
-    @cached_property
-    def _in_order(self) -> bool:
-        """True if the text has every part once, in the order of ``parts``."""
-        return [occurrence.part for occurrence in self.occurrences] == self.parts
+        return [part for part in self.parts if id(part) not in self.times]
 
     def text_of(self, turn: int) -> str:
         """Return the text between other messages that has the turn."""
@@ -131,26 +126,18 @@ class Rendering:
 
     def problem(self, turn: int) -> str | None:
         """Return which part of a message is not in the text as the model would write it."""
-        if not self._in_order and (problem := self._misplaced(turn)):
-            return f"messages[{turn}]: the chat template {problem}"
-        for call in self.messages[turn].get("tool_calls", ()):
-            if changed := changed_arguments(call["function"]["arguments"], self.text_of(turn)):
-                return f"messages[{turn}]: the chat template {changed}"
-        return None
-
-    def _misplaced(self, turn: int) -> str | None:
-        """Return which part of a message is missing, in pieces, or in the text twice."""
-        for part in self.missing:
-            if part.message == turn:
-                return f"drops its {part.where}"
+        found = [f"drops its {part.where}" for part in self.missing if part.message == turn]
         own = self.own.get(turn, [])
         run = self.occurrences[own[0] : own[-1] + 1] if own else []
-        if any(occurrence.part.message != turn for occurrence in run):
-            return "writes it in pieces"
-        for part in (self.occurrences[i].part for i in own):
+        if any(part.message != turn for part, _, _ in run):
+            found.append("writes it in pieces")
+        for part, _, _ in run:
             if part.kind != "name" and self.times[id(part)] > 1:
-                return f"writes its {part.where} twice"
-        return None
+                found.append(f"writes its {part.where} twice")
+        for call in self.messages[turn].get("tool_calls", ()):
+            if changed := changed_arguments(call["function"]["arguments"], self.text_of(turn)):
+                found.append(changed)
+        return f"messages[{turn}]: the chat template {found[0]}" if found else None
 
 
 def render_conversation(

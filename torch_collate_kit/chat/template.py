@@ -10,11 +10,11 @@ from weakref import WeakKeyDictionary
 
 from torch_collate_kit._checks import needed_package
 from torch_collate_kit.chat.content_parts import is_written, leaves, text_of
+from torch_collate_kit.chat.records import REASONING
 from torch_collate_kit.errors import DataError
 
 __all__ = [
     "FORMS",
-    "REASONING",
     "ChatTemplate",
     "Messages",
     "Refusal",
@@ -175,7 +175,6 @@ def _not_rendered(messages: Messages, reason: str, *, rendered: bool) -> Refusal
     )
 
 
-REASONING = ("reasoning_content", "thinking", "reasoning")
 FORMS = {
     "content": ("text", "parts"),
     "empty": ("given", "none", "left out", "text"),
@@ -195,7 +194,10 @@ class Style(NamedTuple):
     def apply(self, message: dict[str, Any]) -> dict[str, Any]:
         """Return the message in this form; its meaning stays the same."""
         if self.thinking == "part" and message.get("reasoning_content"):
-            message = _with_thinking_part(message)
+            parts = _as_parts(message["content"] or [])
+            thinking = {"type": "thinking", "thinking": message["reasoning_content"]}
+            message = {key: value for key, value in message.items() if key not in REASONING}
+            message["content"] = [thinking, *parts]
         content = message["content"]
         if self.content == "text" and isinstance(content, str) and "tool_calls" not in message:
             return message
@@ -207,8 +209,8 @@ class Style(NamedTuple):
                 styled["content"] = None if self.empty == "none" else ""
         elif self.content == "text":
             styled["content"] = text_of(content or "")
-        elif not isinstance(content, list):
-            styled["content"] = [{"type": "text", "text": content or ""}]
+        else:
+            styled["content"] = _as_parts(content or "")
         if "tool_calls" in message:
             styled["tool_calls"] = [self._apply_to_call(call) for call in message["tool_calls"]]
         return styled
@@ -223,31 +225,26 @@ class Style(NamedTuple):
         return {**call, "function": {**call["function"], "arguments": arguments}}
 
 
-def _with_thinking_part(message: dict[str, Any]) -> dict[str, Any]:
-    """Return the message with its thinking as the first part of its content."""
-    content = message["content"] or []
-    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    thinking = {"type": "thinking", "thinking": message["reasoning_content"]}
-    others = {key: value for key, value in message.items() if key not in REASONING}
-    return {**others, "content": [thinking, *parts]}
+def _as_parts(content: Any) -> list[Any]:
+    return content if isinstance(content, list) else [{"type": "text", "text": content}]
 
 
 def decoded_arguments(arguments: str) -> dict[str, Any] | None:
     """Return the mapping in a JSON string, repeated keys included; None if there is none."""
+
+    def mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            while key in found:
+                key += _REPEATED_KEY
+            found[key] = value
+        return found
+
     try:
-        found = json.loads(arguments, object_pairs_hook=_with_repeated_keys)
+        found = json.loads(arguments, object_pairs_hook=mapping)
     except ValueError:
         return None
     return found if isinstance(found, dict) else None
-
-
-def _with_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        while key in found:
-            key += _REPEATED_KEY
-        found[key] = value
-    return found
 
 
 def _has_own_mark(value: Any) -> bool:
