@@ -120,21 +120,16 @@ class ChatTemplate:
     ) -> str:
         """Return the text; ``switch`` holds variables that the caller has not set."""
         variables = {"add_generation_prompt": prompt, **(switch or {})}
-        return self._render(messages, tools, documents, variables, tags=False)[0]
+        return self.render_tagged(messages, tools, documents, tags=False, **variables)[0]
 
     def render_tagged(
-        self, messages: Messages, tools: Any, documents: Any
+        self, messages: Messages, tools: Any, documents: Any, *, tags: bool = True, **switch: Any
     ) -> tuple[str, Spans | None]:
         """Return the text, and the spans in it inside generation tags (None without tags)."""
-        text, spans = self._render(messages, tools, documents, {}, tags=self.has_generation_tags)
-        return text, spans if self.has_generation_tags else None
-
-    def _render(
-        self, messages: Messages, tools: Any, documents: Any, switch: dict[str, Any], *, tags: bool
-    ) -> tuple[str, Spans]:
         from jinja2 import TemplateError, TemplateSyntaxError
         from transformers.utils.chat_template_utils import render_jinja_template
 
+        tags = tags and self.has_generation_tags
         try:
             [text], tagged = render_jinja_template(
                 [messages],
@@ -155,7 +150,7 @@ class ChatTemplate:
         except (ArithmeticError, MemoryError, RuntimeError) as error:  # too long, deep or large
             reason = f"{type(error).__name__}: {error}".removesuffix(": ")
             raise _not_rendered(messages, reason, rendered=True) from None
-        spans = tagged[0] if tags else []
+        spans: Spans | None = tagged[0] if tags else None
         if _REPEATED_KEY not in text:
             return text, spans
         if any(map(_has_own_mark, (messages, tools, documents))):
@@ -163,9 +158,10 @@ class ChatTemplate:
                 "the record has the private-use character U+FFFFD, which stands for repeated keys",
                 "replace or remove it",
             )
-        before = [text.count(_REPEATED_KEY, 0, i) for span in spans for i in span]
-        pairs = zip(spans, before[::2], before[1::2], strict=True)
-        return text.replace(_REPEATED_KEY, ""), [(a - i, b - j) for (a, b), i, j in pairs]
+        before = [text.count(_REPEATED_KEY, 0, i) for span in spans or () for i in span]
+        pairs = zip(spans or (), before[::2], before[1::2], strict=True)
+        moved = [(a - i, b - j) for (a, b), i, j in pairs]
+        return text.replace(_REPEATED_KEY, ""), None if spans is None else moved
 
 
 def _not_rendered(messages: Messages, reason: str, *, rendered: bool) -> Refusal:
