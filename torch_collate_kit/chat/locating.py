@@ -156,9 +156,9 @@ class _Marker:
         # Templates look at white space, control characters, quotes and backslashes around a text
         # (`trim`, `tojson`), and at what looks like one of their tags: these stay as they are.
         pieces = self._tags.split(text) if "<" in text or "[" in text else [text]
-        for i, piece in enumerate(pieces[::2]):
-            if core := piece.strip(_EDGE):
-                pieces[2 * i] = piece.replace(core, mark, 1)
+        for i in range(0, len(pieces), 2):
+            if core := pieces[i].strip(_EDGE):
+                pieces[i] = pieces[i].replace(core, mark, 1)
         marked = "".join(pieces)
         if mark not in marked:
             marked = _SOLID.sub(mark, text)

@@ -107,7 +107,12 @@ class Rendering:
     @cached_property
     def missing(self) -> list[Part]:
         """The parts that are not in the text."""
-        return [part for part in self.parts if id(part) not in self.times]
+        return [] if self._in_order else [p for p in self.parts if id(p) not in self.times]
+
+    @cached_property
+    def _in_order(self) -> bool:
+        """True if the text has every part once, in the order of ``parts``: most do."""
+        return [occurrence.part for occurrence in self.occurrences] == self.parts
 
     def text_of(self, turn: int) -> str:
         """Return the text between other messages that has the turn."""
@@ -127,7 +132,7 @@ class Rendering:
     def problem(self, turn: int) -> str | None:
         """Return which part of a message is not in the text as the model would write it."""
         found = [f"drops its {part.where}" for part in self.missing if part.message == turn]
-        own = self.own.get(turn, [])
+        own = [] if self._in_order else self.own.get(turn, [])
         run = self.occurrences[own[0] : own[-1] + 1] if own else []
         if any(part.message != turn for part, _, _ in run):
             found.append("writes it in pieces")
