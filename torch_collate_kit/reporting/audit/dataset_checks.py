@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from torch_collate_kit.chat.preview import CASES
-from torch_collate_kit.chat.template import ChatTemplate, shared_prefix
+from torch_collate_kit.chat.template import ChatTemplate, num_shared
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.reporting.audit.check import check
 from torch_collate_kit.reporting.audit.columns import AuditColumns
@@ -128,7 +128,7 @@ def _drift(template: ChatTemplate, messages: list[dict[str, Any]]) -> str:
                 for switch in switches
             ]
             if not any(whole.startswith(text) for text in texts):
-                same = len(shared_prefix(texts[0], whole))
+                same = num_shared(texts[0], whole)
                 shown = max(same - _SHOWN, 0)
                 here, there = (
                     f"{text[shown:same]}\u27e6{text[same : same + _SHOWN]}\u27e7"

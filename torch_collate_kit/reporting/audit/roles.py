@@ -12,7 +12,7 @@ from typing import Any
 from torch_collate_kit.chat.plain_turn import plain_turn
 from torch_collate_kit.chat.preview import CASES
 from torch_collate_kit.chat.rendering import preferred_style
-from torch_collate_kit.chat.template import ChatTemplate, shared_prefix
+from torch_collate_kit.chat.template import ChatTemplate, num_shared
 from torch_collate_kit.errors import DataError
 
 __all__ = ["RoleTexts", "role_texts"]
@@ -65,7 +65,8 @@ def role_texts(template: ChatTemplate, bos: str, end: str) -> RoleTexts:
     ends = added.findall(again)[:1]
     stops = [stop for stop in (end, template.eos_token, *ends) if stop]
     asked = talk(user=_QUESTION).partition(_QUESTION)[0]
-    user = _header(template, shared_prefix(asked[::-1], again[::-1])[::-1], stops)
+    both = num_shared(asked[::-1], again[::-1])
+    user = _header(template, asked[len(asked) - both :], stops)
     ruled = talk(system=_RULES, user=_QUESTION, assistant=_ANSWER)
     system = _header(template, ruled.partition(_RULES)[0], stops) if _RULES in ruled else ""
     messages = copy.deepcopy(CASES["tool call"])
