@@ -20,8 +20,6 @@ from torch_collate_kit.reading.entries import DeclaredFields
 from torch_collate_kit.reading.examples import PlacedColumns
 from torch_collate_kit.vision import VisionLayout
 
-__all__ = ["Collator"]
-
 # Dtypes that torch computes with; of the others it has little more than the name.
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _DTYPES = (*_INTEGERS, torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -37,8 +37,6 @@ from torch_collate_kit.reading.reader import read_columns
 from torch_collate_kit.reading.source import Examples
 from torch_collate_kit.vision import VisionLayout
 
-__all__ = ["PackedCollator"]
-
 _FIELDS = ("input_ids", "position_ids", "attention_mask", "labels", "loss_mask")
 _MADE = (
     "response_mask",

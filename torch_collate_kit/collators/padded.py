@@ -26,8 +26,6 @@ from torch_collate_kit.reading.reader import read_columns
 from torch_collate_kit.reading.source import Examples
 from torch_collate_kit.vision import VisionLayout
 
-__all__ = ["PaddedCollator", "RolloutCollator"]
-
 _FIELDS = (
     "input_ids",
     "position_ids",

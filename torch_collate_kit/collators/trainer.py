@@ -9,8 +9,6 @@ from torch_collate_kit.errors import DataError
 from torch_collate_kit.reading.entries import DeclaredFields
 from torch_collate_kit.reading.examples import ExampleColumns
 
-__all__ = ["ForTrainer", "TrainerCollator", "check_targets"]
-
 
 class ForTrainer:
     """A collator that ``transformers.Trainer`` can use, through ``for_trainer()``."""

@@ -24,8 +24,6 @@ from torch_collate_kit.reading.entries import DeclaredFields
 from torch_collate_kit.reading.source import Examples, Source
 from torch_collate_kit.vision import VisionLayout
 
-__all__ = ["ExampleSizes", "VisionLanguageCollator"]
-
 _RECORDS_AT_A_TIME = 1000
 _DROPPED = ("too_long", "nothing_left_after_truncation")  # by max_length
 

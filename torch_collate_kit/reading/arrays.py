@@ -19,8 +19,6 @@ from torch_collate_kit.reading.source import is_sequence
 from torch_collate_kit.vision.families import PIXEL_FIELDS, ImageField
 from torch_collate_kit.vision.layout import ImageUnits, VisionLayout, is_no_image
 
-__all__ = ["read_images", "route_column"]
-
 _OPTIONAL = ("pixel_attention_mask",)  # without it a tile is seen as a whole
 _MOST_EXPERTS = np.iinfo(np.int16).max
 _SHAPES = {

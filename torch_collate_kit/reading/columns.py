@@ -24,16 +24,6 @@ from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged, unchecked
 from torch_collate_kit.reading.source import is_sequence
 
-__all__ = [
-    "Kind",
-    "Numbers",
-    "Rows",
-    "are_wrapped",
-    "number_column",
-    "tensor_to_numpy",
-    "wrapped_label",
-]
-
 Kind = Literal["ids", "labels", "numbers", "whole numbers"]
 _INT, _FLOAT = ("q", "iu"), ("d", "iufb")  # type code of lists, kinds of dtypes that are accepted
 _KINDS: dict[Kind, tuple[str, str, str]] = {

@@ -30,8 +30,6 @@ from torch_collate_kit.reading.entries import (
 from torch_collate_kit.reading.images import Images
 from torch_collate_kit.vision import VisionLayout
 
-__all__ = ["ExampleColumns", "PlacedColumns"]
-
 _Placed = tuple[FieldSpec, np.ndarray | Tensor, Pieces]  # values, and which entries they are
 
 
@@ -112,14 +110,14 @@ class ExampleColumns:
         image_token_id = None if self.images is None else self.images.layout.image_token_id
         is_image = None if image_token_id is None else ids == image_token_id
         target, responses, num_trained = self._target(pieces, is_image)
+        counts = {"lengths": pieces.lengths, "responses": responses.lengths}
         placed: dict[str, _Placed] = {"input_ids": (PerToken(torch.int64), ids, pieces)}
-        if self.target is not None and self.target.name == "labels":
+        if self._has_labels:
             placed["labels"] = PerToken(torch.int64, IGNORE_INDEX), target, pieces
         elif self.are_rollouts:
             placed["loss_weights"] = PerResponseToken(torch.float32), target, responses
         else:
             placed["loss_weights"] = PerToken(torch.float32), target, pieces
-        counts = {"lengths": pieces.lengths, "responses": responses.lengths}
         for column in self.fields:
             values, entries = column.place(pieces, responses)
             placed[column.name] = column.spec, values, entries
@@ -128,10 +126,10 @@ class ExampleColumns:
         if self.images is not None:
             placed |= self.images.place(pieces)
         columns: dict[str, Ragged] = {}
-        specs: dict[str, FieldSpec] = {}
-        for name, (spec, given, entries) in placed.items():
+        for name, (_, given, entries) in placed.items():
             offsets = np.append(0, np.cumsum(entries.lengths))[entries.row_offsets]
-            columns[name], specs[name] = unchecked(torch.as_tensor(given), offsets), spec
+            columns[name] = unchecked(torch.as_tensor(given), offsets)
+        specs = {name: spec for name, (spec, *_) in placed.items()}
         return PlacedColumns(pieces, columns, specs, counts, num_trained)
 
     def checked(self, *, limits: bool = True) -> dict[str, Ragged]:
@@ -157,14 +155,15 @@ class ExampleColumns:
         self, pieces: Pieces, is_image: np.ndarray | None
     ) -> tuple[np.ndarray, Pieces, np.ndarray]:
         """Return labels or weights, the response tokens, and trained tokens per piece."""
+        untrained = IGNORE_INDEX if self._has_labels else 0
         if self.num_actions is None:
             responses, most = pieces, pieces.lengths - 1
-            target, untrained = self._given(pieces)
+            target = self._given(pieces)
             target[np.cumsum(pieces.lengths) - pieces.lengths] = untrained
         else:
             responses = _last_of_examples(pieces, self.lengths, self.num_actions)
             most = responses.lengths
-            target, untrained = self._given(responses)
+            target = self._given(responses)
             if is_image is not None:
                 is_image = is_image[_last_tokens(pieces, most)]
         if is_image is not None and is_image.any():  # no model and no processor excludes them
@@ -186,27 +185,25 @@ class ExampleColumns:
 
     def _responses_of_split(self, pieces: Pieces, num_responses: np.ndarray) -> np.ndarray:
         """Return ``num_responses`` int64 [S], in pieces of split examples by the whole example."""
-        is_split = np.zeros(len(self.lengths), dtype=np.bool_)
-        is_split[pieces.examples[pieces.starts > 0]] = True
-        split = np.flatnonzero(is_split)
-        lengths = self.lengths[split]
-        whole = Pieces(split, np.zeros_like(split), lengths, np.zeros(0))
-        target, untrained = self._given(whole)
-        target[np.cumsum(lengths) - lengths] = untrained
-        trained = target if target.dtype == np.bool_ else target != untrained
+        split = np.unique(pieces.examples[pieces.starts > 0])
+        whole = Pieces(split, np.zeros_like(split), self.lengths[split], np.zeros(0))
         num_actions = np.zeros_like(self.lengths)
-        num_actions[split] = count_trained(trained, lengths)[1]
+        num_actions[split] = self._target(whole, None)[1].lengths
         of_whole = _last_of_examples(pieces, self.lengths, num_actions).lengths
-        return np.where(is_split[pieces.examples], of_whole, num_responses)
+        return np.where(np.isin(pieces.examples, split), of_whole, num_responses)
 
-    def _given(self, entries: Pieces) -> tuple[np.ndarray, int]:
-        """Return the target of these entries as it was given, a copy, and its untrained value."""
+    @property
+    def _has_labels(self) -> bool:
+        return self.target is not None and self.target.name == "labels"
+
+    def _given(self, entries: Pieces) -> np.ndarray:
+        """Return the labels or weights of these entries as they were given, a copy."""
         if self.target is None:
-            return np.ones(int(entries.lengths.sum()), dtype=np.bool_), 0
-        if self.target.name == "labels":
-            return placed_labels(self.target.values, entries), IGNORE_INDEX
+            return np.ones(int(entries.lengths.sum()), dtype=np.bool_)
+        if self._has_labels:
+            return placed_labels(self.target.values, entries)
         unit = "token" if self.num_actions is None else "response token"
-        return placed_weights(self.target.name, self.target.values, entries, unit), 0
+        return placed_weights(self.target.name, self.target.values, entries, unit)
 
 
 def _last_of_examples(pieces: Pieces, lengths: np.ndarray, num_actions: np.ndarray) -> Pieces:

@@ -18,8 +18,6 @@ from torch_collate_kit.reading.entries import as_tensor
 from torch_collate_kit.vision.families import ImageField, num_kept
 from torch_collate_kit.vision.layout import ImageUnits, VisionLayout
 
-__all__ = ["Images"]
-
 _PATCHES_IN_CACHE = 128  # 0.8 MB of float32; fewer at a time take longer (measured)
 
 

@@ -42,8 +42,6 @@ from torch_collate_kit.reading.values import (
 )
 from torch_collate_kit.vision import VisionLayout
 
-__all__ = ["read_columns"]
-
 _SFT_FIELDS: Mapping[str, FieldSpec] = {
     **dict.fromkeys((*TARGETS, "attention_mask"), PerToken(torch.float32)),
     "labels": PerToken(torch.int64, IGNORE_INDEX),
