@@ -29,10 +29,8 @@ from tests.vision.oracle_images import (
     packed_with_images,
     patches_of,
 )
-from torch_collate_kit import PackedCollator, PaddedCollator, ParallelLayout
-from torch_collate_kit.batch.placement import Pieces
+from torch_collate_kit import Batch, PackedCollator, PaddedCollator, ParallelLayout
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.reading.reader import read_columns
 
 FORMS = ("labels", "loss_mask", "weights", "num_actions", "completion_mask", "none")
 PADS = (0, 3)
@@ -150,23 +148,29 @@ def slow_cut(example: DrawnExample, family: str, limit: int) -> int:
 @FEWER
 @given(seeds)
 def test_where_an_example_is_cut(family: str, seed: int) -> None:
-    _, examples = drawn_examples(seed, family, "labels", count=2)
-    columns = read_columns([example.given for example in examples], vision=LAYOUTS[family])
-    assert columns.images is not None
-    for i, example in enumerate(examples):
-        for limit in range(len(example.ids) + 1):
-            expected = slow_cut(example, family, limit)
-            assert columns.images.cut_before(i, limit) == expected
-            stop = expected
-            pieces = Pieces(*(np.array([n]) for n in (i, 0, stop)), np.array([0, 1]))
-            kept = columns.images.kept(pieces).tolist()
-            placeholders = example.ids[:stop].count(TOKEN)
-            number = kept[0]
-            assert sum(image["tokens"] for image in example.images[:number]) == placeholders
-            if expected < limit:
-                pieces = Pieces(*(np.array([n]) for n in (i, 0, limit)), np.array([0, 1]))
-                with pytest.raises(DataError, match=f"example {i}: .* tokens 0 to {limit}, cuts"):
-                    columns.images.kept(pieces)
+    _, [example] = drawn_examples(seed, family, "labels", count=1)
+    for limit in range(1, len(example.ids) + 1):
+        options: Any = {"max_length": limit, "overflow": "truncate", "vision": LAYOUTS[family]}
+        collate = PaddedCollator(0, **options)
+        stop = slow_cut(example, family, limit)
+        if not stop:
+            with pytest.raises(DataError, match="example 0 begins with an image of more than max"):
+                collate([example.given])
+            continue
+        batch = collate([example.given])
+        assert batch["input_ids"].tolist() == [example.ids[:stop]]
+        assert_first_images(batch, example)
+
+
+def assert_first_images(batch: Batch, example: DrawnExample) -> None:
+    """The row has the images of its placeholders, and no other."""
+    left, kept = (batch["input_ids"] == TOKEN).sum().item(), []
+    for image in example.images:
+        if left:
+            left -= image["tokens"]
+            kept.append(image["pixel_values"])
+    assert left == 0
+    assert batch["pixel_values"].lengths.tolist() == [sum(map(len, kept))]
 
 
 @pytest.mark.parametrize("family", list(LAYOUTS))
@@ -189,21 +193,25 @@ def test_patches_of_an_example_follow_from_its_fields(family: str, seed: int) ->
 def test_a_budget_of_patches_cuts_before_an_image(family: str, seed: int) -> None:
     """The first image over the budget goes, and all that comes after it."""
     _, [example] = drawn_examples(seed, family, "labels", count=1)
-    columns = read_columns([example.given], vision=LAYOUTS[family])
-    assert columns.images is not None
-    patches = columns.images.patches[0]
+    layout = LAYOUTS[family]
+    patches = layout.patches(example.given)
     first_tokens = [i for i, token in enumerate(example.ids) if token == TOKEN]
-    for budget in range(sum(patches) + 1):
+    for budget in range(1, sum(patches) + 1):
         kept = sum(total <= budget for total in np.cumsum(patches).tolist())
-        expected = len(example.ids)
+        stop = len(example.ids)
         if kept < len(patches):
-            if not LAYOUTS[family].counts_images:
+            if not layout.counts_images:
                 kept = 0  # images are not told from tiles
             if family == "llava_onevision" and kept == 1:
                 kept = 0  # alone it would be taken for one that is cut into tiles
-            expected = first_tokens[sum(image["tokens"] for image in example.images[:kept])]
-        lengths, found = columns.images.cuts(len(example.ids), budget)
-        assert (lengths.tolist(), found) == ([expected], [patches[:kept]])
+            stop = first_tokens[sum(image["tokens"] for image in example.images[:kept])]
+        collate = PackedCollator(
+            0, max_tokens=1000, max_patches=budget, overflow="truncate", vision=layout
+        )
+        if stop:
+            batch = collate([example.given])
+            assert batch["input_ids"].tolist() == [example.ids[:stop]]
+            assert_first_images(batch, example)
 
 
 def test_an_example_with_images_is_not_split() -> None:
