@@ -26,14 +26,7 @@ from torch_collate_kit.reading.reader import read_columns
 from torch_collate_kit.reading.source import Examples
 from torch_collate_kit.vision import VisionLayout
 
-_FIELDS = (
-    "input_ids",
-    "position_ids",
-    "attention_mask",
-    "labels",
-    "loss_mask",
-    "sub_seq_lengths",
-)
+_FIELDS = ("input_ids", "position_ids", "attention_mask", "labels", "loss_mask", "sub_seq_lengths")
 _ROLLOUT_FIELDS = ("input_ids", "attention_mask", "position_ids")
 _MADE = ("response_mask", "rollout_logprobs", "router_padding_mask", "sub_seq_lengths", "labels")
 

@@ -46,20 +46,15 @@ class VisionLanguageCollator(ForTrainer):
         processor: the transformers processor of the model.
         max_tokens: pack into rows of at most so many cells, as ``PackedCollator``; without it (and
             without ``packing``) pad, as ``PaddedCollator``.
-        max_patches: the most image patches of a packed row; no limit by default.
         overflow: what to do with a conversation longer than a row: "raise" (default), "truncate",
             "drop" or "split". One over ``chat.max_length`` goes by ``chat.overflow``; a plan knows
             only what was cut, so with one, a conversation that ``max_length`` drops raises.
-        packing: a :class:`~torch_collate_kit.PackingOptions` in place of the three options above.
         padding_side: "left" or "right", where rows are padded.
         chat: the :class:`~torch_collate_kit.ChatOptions` that conversations are tokenized with.
         config: the model's config; needed to pack where several models have the processor.
         pixel_dtype: "float32", or "bfloat16" for half the bytes.
         require_images: "all" refuses batches in which a conversation has no image.
-        fixed_width: make every batch ``max_tokens`` wide, not as wide as its fullest row.
-        normalize_loss: divide ``loss_mask`` by the batch's number of loss tokens.
-        fields: columns to read beside the known ones: a dict of names to PerToken,
-            PerResponseToken or PerExample.
+        max_patches, packing, fixed_width, normalize_loss, fields: as in :class:`PackedCollator`.
 
     Calling it with records in any form (docs/chat.md), or with ``PlannedExamples`` of them, returns
     a new :class:`~torch_collate_kit.Batch`. ``metadata`` counts what was cut and dropped.

@@ -154,7 +154,7 @@ def _laid_flat(i: int, own: dict[str, np.ndarray], layout: VisionLayout) -> dict
     if pixels.ndim != 5:
         return own
     rows, columns = pixels.shape[:2]
-    is_real = np.ones((rows, columns), dtype=bool)
+    is_real: Any = np.ones((rows, columns), dtype=bool)
     if sizes is not None:  # LLaVA
         tiles = layout.units(own).tiles
         if rows != len(tiles):

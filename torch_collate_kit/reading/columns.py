@@ -71,7 +71,7 @@ def number_column(name: str, column: Any, kind: Kind) -> Numbers:
         types = set(map(type, column))
         if types == {list}:
             return _from_lists(name, column, typecode)
-        if types == {Tensor} and _are_plain(column) and _dtype_of(column[0]).kind in kinds:
+        if types == {Tensor} and _are_plain(name, column, kinds):
             return Rows(column, _offsets(list(map(Tensor.numel, column))))
         rows = column
         if types != {np.ndarray} or any(row.ndim != 1 for row in rows):
@@ -128,15 +128,11 @@ def _whole(name: str, index: int, row: np.ndarray) -> np.ndarray:
     return whole
 
 
-def _are_plain(tensors: list[Tensor]) -> bool:
+def _are_plain(name: str, tensors: list[Tensor], kinds: str) -> bool:
     """Return whether torch joins these tensors without a change: flat, dense, of one dtype."""
-    first = tensors[0]
-    is_real = not (first.is_complex() or first.is_quantized)
-    return is_real and set(map(_FORM_OF, tensors)) == {(first.dtype, 1, torch.strided, True)}
-
-
-def _dtype_of(tensor: Tensor) -> np.dtype[Any]:
-    return tensor_to_numpy("", None, tensor[:0]).dtype
+    forms, dtype = set(map(_FORM_OF, tensors)), tensors[0].dtype
+    is_plain = forms == {(dtype, 1, torch.strided, True)}
+    return is_plain and tensor_to_numpy(name, 0, tensors[0][:0]).dtype.kind in kinds
 
 
 def _offsets(lengths: list[int]) -> np.ndarray:

@@ -16,6 +16,7 @@ from torch_collate_kit.batch import IGNORE_INDEX
 from torch_collate_kit.batch.fields import FieldSpec, PerResponseToken, PerToken
 from torch_collate_kit.batch.placement import Pieces, whole_examples
 from torch_collate_kit.ragged import Ragged, span_indices, unchecked
+from torch_collate_kit.reading.arrays import read_images
 from torch_collate_kit.reading.columns import Numbers
 from torch_collate_kit.reading.entries import (
     DeclaredFields,
@@ -71,10 +72,8 @@ class ExampleColumns:
         """Return the columns for a rank without examples of a batch."""
         empty = Ragged(np.zeros(0, dtype=np.int64), [0])
         columns = [FieldColumn(name, spec, empty) for name, spec in fields.items()]
-        images = (
-            None if vision is None else Images(vision, empty, {}, {n: {} for n in vision.fields})
-        )
-        names = (*fields, *(() if vision is None else vision.fields))
+        images = None if vision is None else read_images({}, vision, empty)
+        names = (*fields, *(() if images is None else images.arrays))
         return cls(empty, None, None, columns, names, images)
 
     def with_dummy_images(self, pieces: Pieces, rows: np.ndarray) -> tuple[ExampleColumns, Pieces]:
