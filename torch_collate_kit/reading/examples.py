@@ -125,10 +125,10 @@ class ExampleColumns:
         if self.images is not None:
             placed |= self.images.place(pieces)
         columns: dict[str, Ragged] = {}
-        for name, (_, given, entries) in placed.items():
+        specs: dict[str, FieldSpec] = {}
+        for name, (spec, given, entries) in placed.items():
             offsets = np.append(0, np.cumsum(entries.lengths))[entries.row_offsets]
-            columns[name] = unchecked(torch.as_tensor(given), offsets)
-        specs = {name: spec for name, (spec, *_) in placed.items()}
+            columns[name], specs[name] = unchecked(torch.as_tensor(given), offsets), spec
         return PlacedColumns(pieces, columns, specs, counts, num_trained)
 
     def checked(self, *, limits: bool = True) -> dict[str, Ragged]:

@@ -169,7 +169,10 @@ def _transposed(
                 f"example {i} and example 0 differ in {', '.join(sorted(odd))}; every example of a "
                 "batch needs the same keys"
             )
-    raw = {key: list(map(itemgetter(key), examples)) for key in known if key in first}
+    raw: dict[str, Any] = {}
+    for key in known:
+        if key in first:
+            raw[key] = list(map(itemgetter(key), examples))
     for key in media:
         column = [example.get(key) for example in examples]
         if any(entry is not None for entry in column):
