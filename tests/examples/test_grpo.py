@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import game
 import grpo
 import numpy as np
 import pytest
@@ -61,7 +62,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, Path]:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    return synthetic_chat.make_game_tokenizer()
+    return game.make_game_tokenizer()
 
 
 def test_it_plays_trains_and_saves(played: tuple[Results, Path]) -> None:
@@ -88,8 +89,8 @@ def test_the_seed_decides_everything(played: tuple[Results, Path], tmp_path: Pat
     again = play(TINY, tmp_path, warm_start)
     assert again.steps == played[0].steps
     assert again.summary["warm_start_loss"] > 0
-    assert synthetic_chat.make_games(8, 0) == synthetic_chat.make_games(8, 0)
-    assert synthetic_chat.make_games(8, 0) != synthetic_chat.make_games(8, 1)
+    assert game.make_games(8, 0) == game.make_games(8, 0)
+    assert game.make_games(8, 0) != game.make_games(8, 1)
 
 
 @pytest.mark.parametrize("option", ["--merge-steps", "--rows-per-micro-batch 1000"])
@@ -141,8 +142,8 @@ def scripted(tokenizer: Any, turns: list[list[str]]) -> grpo.Player:
 
 
 def test_turns_are_examples_in_order(tokenizer: Any) -> None:
-    passed_on = synthetic_chat.Game("a", "lamp", ["Ada", "Ben"], "barn")
-    kept = synthetic_chat.Game("b", "hat", ["Dan"], "cave")
+    passed_on = game.Game("a", "lamp", ["Ada", "Ben"], "barn")
+    kept = game.Game("b", "hat", ["Dan"], "cave")
     turns = [
         ["Ada?", "Ben?", "in the cave", "in the cave-"],
         ["Ben?", "Dan?"],
@@ -165,14 +166,14 @@ def test_turns_are_examples_in_order(tokenizer: Any) -> None:
 
 @pytest.mark.parametrize("said", ["", "Ada", "Zoe?", "in the hat", "in the barn.", "Ada?Ada?"])
 def test_nonsense_ends_the_game(said: str) -> None:
-    game = synthetic_chat.Game("a", "lamp", ["Ada", "Ben"], "barn")
-    assert game.reply(said) is None
-    assert game.reward(said) == 0
+    one = game.Game("a", "lamp", ["Ada", "Ben"], "barn")
+    assert one.reply(said) is None
+    assert one.reward(said) == 0
 
 
 @pytest.fixture(scope="module")
 def steps(tokenizer: Any) -> list[dict]:
-    games = [game for game in synthetic_chat.make_games(6, 7) for _ in range(4)]
+    games = [one for one in game.make_games(6, 7) for _ in range(4)]
     played = grpo.play(games, grpo.clumsy_player(tokenizer, 0), tokenizer, 3)
     rng = np.random.default_rng(0)
     return [s | {"logprobs": -6 + rng.random(len(s["logprobs"]))} for s in played]

@@ -156,8 +156,8 @@ def test_mfu_and_memory_of_a_known_gpu(
 ) -> None:
     """Of the rows of this process: 4 and 1 tokens, of which 3 are trained and pass the head.
 
-    Per token 6 * (4 * 8 * 8 + 3 * 8 * 16) = 3840 FLOPs, at the head 6 * 8 * 10, and 12 * 8 for each
-    of 10 + 1 pairs. A frozen weight costs 4 per token, an adapter 6: here it has 3 parameters.
+    Per token 6 * (4 * 8 * 8 + 3 * 8 * 16) = 3840 FLOPs, at the head 6 * 8 * 10, and 6 * 8 for each
+    of 16 + 1 tokens squared. A frozen weight costs 4 per token, an adapter 6: here it has 3 parameters.
     """
     accelerator, model = on_a_gpu(monkeypatch), a_language_model()
     monkeypatch.setattr(run_log, "time", Clock(0.0, 2.0, 6.0))
@@ -168,15 +168,15 @@ def test_mfu_and_memory_of_a_known_gpu(
     model.through_head = kind != "all logits"
     log = two_steps(tmp_path, accelerator, packed(), model)
     first = {
-        "whole": 5 * 3840 + 3 * 480 + 96 * 11,
-        "all logits": 5 * (3840 + 480) + 96 * 11,
-        "adapters": (5 * 3840 + 3 * 480) * 4 / 6 + 6 * 3 * 5 + 96 * 11,
+        "whole": 5 * 3840 + 3 * 480 + 48 * 17,
+        "all logits": 5 * (3840 + 480) + 48 * 17,
+        "adapters": (5 * 3840 + 3 * 480) * 4 / 6 + 6 * 3 * 5 + 48 * 17,
     }
     records = records_of(tmp_path)
     assert records[0]["mfu"] * PEAK == pytest.approx(first[kind] / 2)
     assert list(records[0]) == [*NAMES, "mfu", "peak_memory_gib"]
     if kind == "whole":
-        more = 10 * 3840 + 6 * 480 + 96 * (11 + 6 + 3)
+        more = 10 * 3840 + 6 * 480 + 48 * (17 + 9 + 4)
         assert records[1]["mfu"] * PEAK == pytest.approx(more / 4)
         assert log.summary()["mfu"] * PEAK == pytest.approx((first[kind] + more) / 6)
         assert log.summary()["peak_memory_gib"] == 1.5

@@ -172,7 +172,7 @@ REFUSED = {
     "--warmup 1.5": "--warmup 1.5: must be at most 1, it is a fraction of the steps",
     "--rows-multiple-of 0": "--rows-multiple-of 0: must be 1 or more",
     "--compile --no-packing": "--compile: padded rows",
-    "--lora 8": "--lora 8: adapters are of a trained model; pass --model",
+    "--lora 8": "--lora 8: adapters need a trained model; pass --model",
     "--lora-alpha 8": "--lora-alpha 8: there are no adapters without --lora",
     "--lora 4 --lora-alpha 0": "--lora-alpha 0: must be 1 or more",
     "--resume": "--resume: no checkpoint in",

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import options
 import pytest
 import sft
 import synthetic_chat
@@ -17,9 +18,9 @@ RECORD = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "
 LINE = json.dumps(RECORD) + "\n"
 
 
-def arguments(monkeypatch: pytest.MonkeyPatch, *options: object) -> Any:
-    monkeypatch.setattr(sys, "argv", ["sft.py", *map(str, options)])
-    return sft.parse_arguments(sft.argument_parser(), from_scratch=3e-3)
+def arguments(monkeypatch: pytest.MonkeyPatch, *given: object) -> Any:
+    monkeypatch.setattr(sys, "argv", ["sft.py", *map(str, given)])
+    return options.parse_arguments(options.argument_parser(), from_scratch=3e-3)
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ import sys
 from argparse import Namespace
 from typing import Any
 
+import options
 import pytest
-import sft
 import torch
 import trained_model
 import transformers
@@ -204,7 +204,7 @@ def arguments(patch: pytest.MonkeyPatch, given: str = "", *, gpu: bool = False) 
     patch.setattr(sys, "argv", ["sft.py", *given.split()])
     patch.setattr(torch.cuda, "is_available", lambda: gpu)
     patch.delenv("ACCELERATE_USE_CPU", raising=False)
-    return sft.parse_arguments(sft.argument_parser(), from_scratch=3e-3)
+    return options.parse_arguments(options.argument_parser(), from_scratch=3e-3)
 
 
 @pytest.mark.parametrize("gpu", [False, True])

@@ -149,7 +149,7 @@ def test_sigterm_to_one_rank_stops_all(server: RankServer, model: Path, tmp_path
     os.kill(pids[1], signal.SIGTERM)
     assert server.wait() == [0, 0], said(out, 0)
     num_steps = len(read_results(out).steps)
-    assert f"told to stop: step {num_steps} is saved" in said(out, 0)
+    assert f"stopped by SIGTERM: step {num_steps} is saved" in said(out, 0)
     assert (out / f"checkpoint-{num_steps:08d}").exists()
 
 
