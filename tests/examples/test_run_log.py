@@ -156,8 +156,8 @@ def test_mfu_and_memory_of_a_known_gpu(
 ) -> None:
     """Of the rows of this process: 4 and 1 tokens, of which 3 are trained and pass the head.
 
-    Per token 6 * (4 * 8 * 8 + 3 * 8 * 16) = 3840 FLOPs, at the head 6 * 8 * 10, and 6 * 8 for each
-    of 16 + 1 tokens squared. A frozen weight costs 4 per token, an adapter 6: here it has 3 parameters.
+    Per token 6 * (4 * 8 * 8 + 3 * 8 * 16) = 3840 FLOPs, at the head 6 * 8 * 10, and attention
+    6 * 8 * (4 * 4 + 1 * 1). Per token a frozen weight costs 4, one of 3 adapter parameters 6.
     """
     accelerator, model = on_a_gpu(monkeypatch), a_language_model()
     monkeypatch.setattr(run_log, "time", Clock(0.0, 2.0, 6.0))
