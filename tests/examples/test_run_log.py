@@ -26,12 +26,6 @@ def records_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def summary_of(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "summary.json").read_text())
-
-
-# --- a step, by hand -----------------------------------------------------------------------------
-
 # n tokens cost n * (10 + n): rank 0 has 4 and 1 of them, 56 + 11, rank 1 has 3 and 2, 39 + 24
 PACKING: dict[str, Any] = {
     "max_tokens": 8,
@@ -54,8 +48,10 @@ class Logging:
 
     device = torch.device("cpu")
 
-    def __init__(self, *, is_main: bool = True) -> None:
-        self.is_main_process, self.logged = is_main, {}
+    is_main_process = True
+
+    def __init__(self) -> None:
+        self.logged: dict[int, dict[str, float]] = {}
 
     def log(self, values: dict[str, float], step: int) -> None:
         self.logged[step] = values
@@ -123,12 +119,6 @@ def test_a_step_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         "padding": pytest.approx(1 / 3),
         "cost_balance": pytest.approx(67 / 65),
     }
-
-
-def test_the_other_ranks_record_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    log = two_steps(tmp_path, accelerator := Logging(is_main=False), packed())
-    assert (list(tmp_path.iterdir()), accelerator.logged, log.summary()) == ([], {}, {})
-    assert capsys.readouterr() == ("", "")
 
 
 PEAK = 989.4e12  # of an H100
@@ -204,9 +194,6 @@ def test_mfu_is_left_out_where_it_is_not_known(
     assert f"mfu is not recorded: {WHY_NO_MFU[unknown]}" in capsys.readouterr().out
 
 
-# --- what is said and drawn ----------------------------------------------------------------------
-
-
 def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(self: Path, mode: str = "r") -> Any:
         raise OSError(28, "No space left on device")
@@ -221,16 +208,10 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         log.step(1, [packed()], 3.0, 0.1, 0.5)
 
 
-def write_losses(folder: Path, losses: Any) -> None:
-    lines = [json.dumps({"step": i + 1, "loss": loss}) for i, loss in enumerate(losses)]
-    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-
-
 def test_without_matplotlib_one_line_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    write_losses(tmp_path, [2.0, 1.0])
     write_results({"tokens": 12_345, "padding": 0.25}, arguments_of(tmp_path))
     assert capsys.readouterr().out.splitlines() == [
         "no plot of the loss, loss.png: matplotlib is not installed",
@@ -238,5 +219,6 @@ def test_without_matplotlib_one_line_says_so(
         "padding                         0.25",
         f"model, metrics and summary are in {tmp_path}",
     ]
-    assert summary_of(tmp_path) == {"tokens": 12_345, "padding": 0.25}
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "summary.json"]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary == {"tokens": 12_345, "padding": 0.25}
+    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]

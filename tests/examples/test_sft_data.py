@@ -81,6 +81,8 @@ BROKEN = {
     '{"foo": "a"}\n': "example 0",
     '{"messages": null}\n': "example 0",
     '{"messages": ["a"]}\n': "example 0",
+    "": "there is no record in it",
+    LINE + "17\n": "line 2 is not a JSON object",
     LINE + LINE[:30]: r"--dataset .*chats.jsonl: line 2 is not JSON: ",
 }
 
@@ -101,6 +103,3 @@ def test_corpus_holds_out_what_it_does_not_train() -> None:
     assert corpus == synthetic_chat.make_corpus(700, seed=3)
     assert len({json.dumps(record["messages"]) for record in corpus}) == 700
     assert {record["skill"] for record in corpus} == {s.__name__ for s in synthetic_chat.SKILLS}
-    lengths = sorted(sum(len(m["content"]) for m in record["messages"]) for record in corpus)
-    assert lengths[-1] > 8 * lengths[350]  # a long tail
-    assert any(m["role"] == "tool" for record in corpus for m in record["messages"])

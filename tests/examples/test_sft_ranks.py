@@ -56,13 +56,9 @@ def chats(data_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A smaller one than sft.py makes, in a folder."""
     tokenizer = synthetic_chat.train_tokenizer(synthetic_chat.make_corpus(50, seed=0))
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
-    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     torch.manual_seed(0)
-    config = transformers.Qwen3Config(vocab_size=len(tokenizer), **sizes, **heads, **ends)
     folder = tmp_path_factory.mktemp("model")
-    transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
+    synthetic_chat.make_model(tokenizer, hidden_size=64).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 

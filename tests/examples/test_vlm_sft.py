@@ -188,17 +188,6 @@ def test_text_models_and_fsdp_are_refused(tmp_path: Path, monkeypatch: Any) -> N
     assert "FSDP: the weights that some rank does not use cannot" in message
 
 
-def test_drawn_records_follow_from_the_seed() -> None:
-    records = drawn_images.make_records(160, seed=3, turns=2)
-    assert records == drawn_images.make_records(160, seed=3, turns=2)
-    assert records != drawn_images.make_records(160, seed=4, turns=2)
-    assert {record["skill"] for record in records} == {s.__name__ for s in drawn_images.SKILLS}
-    pictures = [image["bytes"] for record in records for image in record["images"]]
-    assert len({*pictures}) > 0.9 * len(pictures)
-    assert {len(record["images"]) for record in records} == {0, 1, 2}
-    assert len({Image.open(io.BytesIO(picture)).size for picture in pictures}) == 4
-
-
 def test_the_most_frequent_answer_is_that_of_training() -> None:
     def records(*answers: str) -> list[dict]:
         return [drawn_images.record([], [("?", answer)], "number") for answer in answers]
