@@ -70,7 +70,7 @@ def readme(text: str, all_results: Mapping[str, Mapping[str, Any]]) -> str:
         if target["verdict"] == "MISSED"
     ]
     total = sum(len(results.get("targets", [])) for results in all_results.values())
-    heading = f"**Missed: {len(missed)} of {total} targets.** All of them stand on the pages."
+    heading = f"**Missed: {len(missed)} of {total} targets.** All of them are on the pages."
     below = markdown_table(["page", "target", "measured", "wanted"], missed) if missed else ""
     blocks = [before + _BEGIN, asked, heading, below, _END + after]
     return "\n\n".join(block.strip("\n") for block in blocks) + "\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,10 +13,8 @@ from accelerate import FullyShardedDataParallelPlugin
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import DistributedType
-from torch.distributed.fsdp import StateDictType
-from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
-from tests.examples.rank_server import EXAMPLES, launch_environment, parse_launch
+from tests.examples.rank_server import EXAMPLES, parse_launch
 
 EXPECTED = {  # ranks, machines, FSDP, bf16
     "cpu": (1, 1, False, False),
@@ -42,19 +39,6 @@ def test_what_it_starts(path: Path) -> None:
     config = load_config_from_file(str(path))
     assert set(config.fsdp_config) <= set(known)
     assert bool(config.fsdp_config) == path.stem.endswith("fsdp2")
-
-
-@pytest.mark.parametrize("name", ["eight_gpus_fsdp2", "two_nodes_fsdp2"])
-def test_the_plugin_that_fsdp2_is_built_from(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for key, value in launch_environment(EXAMPLES / "configs" / f"{name}.yaml").items():
-        monkeypatch.setenv(key, value)
-    assert os.environ["ACCELERATE_USE_FSDP"] == "true"
-    plugin = FullyShardedDataParallelPlugin()
-    assert (plugin.fsdp_version, plugin.reshard_after_forward) == (2, True)
-    assert plugin.auto_wrap_policy is transformer_auto_wrap_policy
-    assert plugin.state_dict_type == StateDictType.SHARDED_STATE_DICT
-    assert not plugin.cpu_ram_efficient_loading
-    assert not plugin.activation_checkpointing
 
 
 def test_the_slurm_script_is_a_script() -> None:

@@ -68,18 +68,6 @@ def test_packed_examples_are_trained_as_alone(checkpointing: bool) -> None:
     torch.testing.assert_close(gradients(trained, COLLATE(EXAMPLES)), alone, rtol=1e-4, atol=1e-5)
 
 
-def test_frozen_weights_in_bfloat16() -> None:
-    """As on a GPU: half the memory, adapters in float32, and the loss of bfloat16 products."""
-    exact, _ = gradients(ModelWithLoss(adapted(), VARLEN), COLLATE(EXAMPLES))
-    model = adapted(precision="bf16")
-    dtypes = {value.requires_grad: value.dtype for value in model.parameters()}
-    assert dtypes == {False: torch.bfloat16, True: torch.float32}
-    with torch.autocast("cpu", torch.bfloat16):
-        loss, found = gradients(ModelWithLoss(model, VARLEN), COLLATE(EXAMPLES))
-    assert found.dtype == torch.float32
-    assert 0 < abs(loss - exact) < 0.05 * exact
-
-
 # --- runs of sft.py
 
 TINY = "--num-conversations 60 --num-held-out 10 --batch-size 6 --max-tokens 256 --cpu --threads 1"
