@@ -71,7 +71,7 @@ Thing = tuple[str, str]  # shape and colour
 
 
 def draw(rng: np.random.Generator, things: list[Thing]) -> bytes:
-    """A PNG with these things in cells of a grid, each a little out of place."""
+    """Draw these things in cells of a grid, each a little out of place; return a PNG."""
     rows = int(rng.integers(1 + (len(things) > 2), 3))
     columns = int(rng.integers(-(-len(things) // rows), 3))
     ground = int(rng.integers(0, 50))
@@ -97,7 +97,7 @@ def some(rng: np.random.Generator, names: Iterable[str], count: int) -> list[str
 
 
 def record(pictures: list[bytes], questions: list[tuple[str, str]], skill: str) -> dict:
-    """A conversation; the pictures come before the first question."""
+    """Return a conversation; the pictures come before the first question."""
     messages = []
     for i, (question, answer) in enumerate(questions):
         parts = [{"type": "image"} for _ in pictures] if i == 0 else []
@@ -180,7 +180,7 @@ def make_processor(records: Iterable[dict]) -> Qwen3VLProcessor:
 
 
 def make_model(processor: Any, **options: Any) -> transformers.Qwen3VLForConditionalGeneration:
-    """A Qwen3-VL of about a million parameters; torch's random state decides its weights."""
+    """Return a Qwen3-VL of a million parameters; torch's random state decides its weights."""
     tokenizer = processor.tokenizer
     ids = dict(zip(VISION_TOKENS, tokenizer.convert_tokens_to_ids(VISION_TOKENS), strict=True))
     text = {
@@ -224,7 +224,7 @@ def make_model(processor: Any, **options: Any) -> transformers.Qwen3VLForConditi
 
 
 def majority(trained: Iterable[dict], held_out: Iterable[dict]) -> dict[str, float]:
-    """How often the most frequent first answer of each skill in training is right, by skill."""
+    """Return how often the most frequent first answer of a skill in training is right, by skill."""
 
     def answer(record: dict) -> str:  # the first question is of the record's skill
         return record["messages"][1]["content"][0]["text"]

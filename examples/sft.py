@@ -82,7 +82,7 @@ def load_tokenizer(args: argparse.Namespace, conversations: datasets.Dataset) ->
 
 
 def make_collator(tokenizer: Any, model: Any, args: argparse.Namespace) -> Any:
-    """Rows of which every rank gets as much work, by what tokens cost this model; or padded."""
+    """Pack rows so that all ranks have equal work, by the cost of this model; or pad."""
     if args.no_packing:
         return kit.PaddedCollator(tokenizer)
     options = {"max_tokens": args.max_tokens, "parallel": kit.ParallelLayout(dp=args.num_ranks)}
@@ -96,7 +96,7 @@ def make_collator(tokenizer: Any, model: Any, args: argparse.Namespace) -> Any:
 def make_loader(
     examples: kit.TokenizedDataset, collate: Any, accelerator: Any, args: Any, shuffle: bool
 ) -> kit.PrefetchLoader:
-    """Batches on their device, one built ahead; their order is a function of (seed, epoch)."""
+    """Load batches onto the device, in an order that is a function of (seed, epoch)."""
     options = {"batch_size": args.batch_size, "shuffle": shuffle, "seed": args.seed}
     if args.no_packing:  # every rank collates the whole batch
         sampler: Any = kit.PrefetchingSampler(examples, **options)
@@ -112,7 +112,7 @@ def make_loader(
 def two_examples(
     examples: kit.TokenizedDataset, tokenizer: Any, collate: Any, args: Any
 ) -> kit.Batch:
-    """The two shortest; packed into one row, for a check that they do not see each other."""
+    """Return the two shortest in one row, for a check that they do not see each other."""
     if not args.no_packing:  # a row that holds both, however long they are
         collate = kit.PackedCollator(tokenizer, max_tokens=2 * args.max_tokens)
     return collate(examples.__getitems__(np.argsort(examples.lengths, kind="stable")[:2]))
@@ -147,7 +147,7 @@ def train_step(
 
 
 def learning_rate(step: int, args: argparse.Namespace) -> float:
-    """Linear warm-up, and down to 0. A function of the step: there is no state to resume."""
+    """Warm up and decay to 0, as a function of the step: there is no state to resume."""
     done, num_warm = step / args.num_steps, round(args.warmup * args.num_steps)
     left = 1 - done if args.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
     return args.learning_rate * left * min(1, (step + 1) / max(1, num_warm))
@@ -186,7 +186,7 @@ def train(
 @torch.no_grad()
 @torch.compiler.set_stance("force_eager")  # too short to be worth compiling for
 def held_out_loss(model: Any, loader: Any, accelerator: Accelerator, args: Any) -> float:
-    """Mean loss over the trained tokens of the held-out conversations, whatever the layout."""
+    """Return the mean loss over the trained tokens of held-out conversations."""
     model.eval()
     nll, num_loss_tokens = torch.zeros((), dtype=torch.float64, device=accelerator.device), 0
     for batch in loader:
@@ -247,7 +247,7 @@ def save_results(model: Any, weights: Any, tokenizer: Any, summary: dict, args: 
 def load_data(
     args: argparse.Namespace, accelerator: Accelerator
 ) -> tuple[Any, datasets.Dataset, datasets.Dataset, datasets.Dataset]:
-    """The tokenizer; what to train on, tokenized; what is held out, tokenized, and as it was."""
+    """Return the tokenizer, and the tokenized conversations and held-out ones, also as text."""
     with accelerator.main_process_first():  # the others find its result in the cache of datasets
         conversations, held_out = load_conversations(args)
         tokenizer = load_tokenizer(args, conversations)
@@ -265,7 +265,7 @@ def load_data(
 def prepare(
     model: Any, two: kit.Batch, num_tokens: int, loader: Any, accelerator: Any, args: Any
 ) -> tuple[Any, Any]:
-    """The model with its loss, and the optimizer; a resumed run loads both from its checkpoint."""
+    """Return the model with its loss, and the optimizer, both loaded when a run resumes."""
     steps_of_epochs = args.epochs * len(loader)
     args.num_steps = min(steps_of_epochs, args.max_steps or steps_of_epochs)
     args.run |= {"tokens in the data:": str(num_tokens)}  # and any number of ranks
@@ -311,8 +311,10 @@ def run(args: argparse.Namespace, accelerator: Accelerator) -> None:
 
 
 def leave(accelerator: Accelerator) -> None:
-    """All ranks together, and when no model is left, since DDP holds the process group: a rank that
-    leaves while gloo is in use may abort."""
+    """Leave with all ranks, once no model is left: DDP holds the process group.
+
+    A rank that leaves while gloo is in use may abort.
+    """
     accelerator.free_memory()
     accelerator.wait_for_everyone()
     accelerator.end_training()

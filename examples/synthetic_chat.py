@@ -57,7 +57,7 @@ def addition(rng: np.random.Generator) -> list[dict]:
 
 
 def memory(rng: np.random.Generator) -> list[dict]:
-    """A name from the first turn, asked for in the last."""
+    """Ask in the last turn for a name from the first."""
     name, hello = rng.choice(NAMES[:FEW]), rng.choice(["My name is {}.", "I am {}.", "{} here."])
     between = opposites(rng) if rng.random() < 0.4 else []
     told = qa(hello.format(name), f"Hello {name}!")

@@ -1,5 +1,4 @@
-"""The model of a run: loaded or made, its attention chosen and checked, its loss inside, and its
-weights gathered where FSDP2 keeps them in parts."""
+"""The model of a run: loaded or made, its attention chosen and checked, its loss inside."""
 
 from __future__ import annotations
 

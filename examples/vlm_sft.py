@@ -71,7 +71,7 @@ def load_conversations(args: argparse.Namespace) -> tuple[datasets.Dataset, data
 
 
 def images_as_files(found: datasets.Dataset) -> datasets.Dataset:
-    """The dataset with the files of the columns `image` and `images`, not decoded."""
+    """Return the dataset with its images as files, not decoded."""
     for name in {"image", "images"} & set(found.column_names):
         files, feature = datasets.Image(decode=False), found.features[name]
         if isinstance(feature, datasets.Image):
@@ -82,7 +82,7 @@ def images_as_files(found: datasets.Dataset) -> datasets.Dataset:
 
 
 def numbered(records: datasets.Dataset) -> datasets.Dataset:
-    """With the number of each record, so that errors can name it after a selection."""
+    """Add the number of each record, so that errors can name it after a selection."""
     return records.add_column("record_number", np.arange(len(records)))
 
 
@@ -105,7 +105,7 @@ def load_processor(args: argparse.Namespace, conversations: datasets.Dataset) ->
 
 
 def load_model(args: argparse.Namespace, processor: Any) -> Any:
-    """The vision tower sees whole images; the attention of packed rows is chosen later."""
+    """Load or make the model; the attention of its text is chosen later."""
     options: dict[str, Any] = {"dtype": weight_dtype(args)}
     options["attn_implementation"] = {"vision_config": "sdpa"}
     if args.model:
@@ -139,7 +139,7 @@ def make_collator(processor: Any, model: Any, args: argparse.Namespace) -> Any:
 
 
 def measure(record: dict, collate: Any) -> dict[str, Any]:
-    """The sizes of a record, as columns of a dataset; its images are not decoded.
+    """Return the sizes of a record, as columns of a dataset; its images are not decoded.
 
     Not `kit.DataError`: datasets would hash the whole package to name its cache.
     """
@@ -175,7 +175,7 @@ class Conversations(Dataset):
         return len(self.records)
 
     def __getitems__(self, wanted: Any) -> Any:
-        """The records at these indices, or at those of a rank's part of a plan, with the plan."""
+        """Return the records at these indices, or at those of a rank's part of a plan."""
         if isinstance(wanted, list):
             return self.records.select(wanted).to_list()
         return wanted.with_examples(self.records.select(wanted.indices).to_list())
@@ -184,7 +184,7 @@ class Conversations(Dataset):
 def make_loader(
     examples: Conversations, collate: Any, accelerator: Any, args: Any, shuffle: bool
 ) -> kit.PrefetchLoader:
-    """As in sft.py, with the patches of the images as the second budget of a row."""
+    """Load as in sft.py, with the patches of the images as the second budget of a row."""
     options = {"batch_size": args.batch_size, "shuffle": shuffle, "seed": args.seed}
     if args.no_packing:  # every rank collates the whole batch
         sampler: Any = kit.PrefetchingSampler(examples, **options)
@@ -213,7 +213,7 @@ def two_examples(model: Any, examples: Conversations, processor: Any, args: Any)
 def evaluate(
     model: Any, processor: Any, conversations: Any, held_out: Any, accelerator: Any
 ) -> dict[str, float]:
-    """Generated answers about drawn pictures, and what the most frequent answers would reach."""
+    """Rate generated answers about drawn pictures, next to the most frequent answers."""
     rates, _ = synthetic_chat.exact_match(model, processor, held_out, accelerator)
     guessed = drawn_images.majority(conversations, held_out)
     results: dict[str, float] = {}
