@@ -31,7 +31,7 @@ LAYOUT = kit.ParallelLayout(dp=2, tp=2, cp=2)
 
 
 def cells_of(cu_seq_lens: torch.Tensor, cp_rank: int) -> torch.Tensor:
-    """Return the cells of a context-parallel rank: two slices of each segment, `r` and `2 * cp - 1 - r`.
+    """Return the cells of a context-parallel rank: slices `r` and `2 * cp - 1 - r` of each segment.
 
     Causal attention costs more at the end of a segment, so a rank gets an early and a late slice.
     """
