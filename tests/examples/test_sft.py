@@ -89,8 +89,14 @@ def test_the_examples_of_a_step_are_printed(base: Path, capsys: Any) -> None:
         assert all(one["text"].strip() for one in found)
 
 
-def test_rows_one_by_one_all_at_once_or_padded_train_alike(tmp_path: Path) -> None:
+@pytest.mark.parametrize("trained", ["weights", "adapters"])
+def test_rows_one_by_one_all_at_once_or_padded_train_alike(
+    trained: str, base: Path, tmp_path: Path
+) -> None:
     still = f"{TINY} --max-steps 2 --max-tokens 160 --learning-rate 1e-30"  # equal weights
+    if trained == "adapters":
+        pytest.importorskip("peft")
+        still += f" --model {base / 'model'} --lora 2 --gradient-checkpointing"
     packed = run(still, tmp_path / "packed")
     at_once = run(f"{still} --rows-per-micro-batch 100", tmp_path / "all")
     padded = run(f"{still} --no-packing", tmp_path / "padded")

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,16 @@ import pytest
 import sft
 import torch
 
-from tests.examples.runs import BASE, EXAMPLES, TINY, read_results, refusal, run, scalars_of
+from tests.examples.runs import (
+    BASE,
+    EXAMPLES,
+    TINY,
+    read_results,
+    refusal,
+    run,
+    scalars_of,
+    wait_for_steps,
+)
 
 LONG = f"{TINY} --num-held-out 0 --checkpoint-every 2 --epochs 100 --num-workers 1"  # 1,400 steps
 
@@ -90,12 +98,8 @@ def started(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
         text=True,
         start_new_session=True,
     )
-    metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 600
     try:
-        while not metrics.exists() or metrics.read_text().count("\n") < 4:
-            assert process.poll() is None, process.communicate()[1]
-            assert time.monotonic() < deadline, "no step 4"
-            time.sleep(0.005)
+        wait_for_steps(folder, 4, process)
         yield process, folder
     finally:
         process.kill()  # nothing, if it has ended

@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ import transformers
 from safetensors.torch import load_file
 
 from tests.examples.rank_server import RankServer, said
-from tests.examples.runs import Results, read_results, scalars_of, weights
+from tests.examples.runs import Results, read_results, scalars_of, wait_for_steps, weights
 
 TINY = "--num-held-out 0 --max-tokens 512 --cpu --threads 1 --batch-size 5 --learning-rate 2e-3"
 SHORT = f"{TINY} --num-conversations 25 --epochs 2 --checkpoint-every 2"  # 10 steps
@@ -79,14 +78,6 @@ def finish(server: RankServer, arguments: str, folder: Path, ranks: int, **optio
     codes = server.run(arguments, folder, ranks, **options)
     assert codes == [0] * ranks, "\n".join(said(folder, rank) for rank in range(ranks))
     return read_results(folder)
-
-
-def wait_for_steps(folder: Path, number: int) -> None:
-    deadline = time.monotonic() + 600
-    metrics = folder / "metrics.jsonl"
-    while not metrics.exists() or len(metrics.read_text().splitlines()) < number:
-        assert time.monotonic() < deadline, said(folder, 0)
-        time.sleep(0.005)
 
 
 @pytest.fixture(scope="module")
