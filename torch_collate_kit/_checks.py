@@ -143,3 +143,9 @@ def needed_package(name: str, purpose: str, *, install: str | None = None) -> An
             raise
         message = f"{purpose} needs the package {package}: pip install {install or package}"
         raise ImportError(message, name=package) from error
+
+
+def type_name(value: object) -> str:
+    """Return the name of a value's type with its article: "a list", "an int"."""
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"

@@ -11,7 +11,7 @@ import torch
 from numpy.ma import MaskedArray
 from torch import Tensor
 
-from torch_collate_kit._checks import bare_key, respelt
+from torch_collate_kit._checks import bare_key, respelt, type_name
 from torch_collate_kit.batch.fields import PerToken
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
@@ -106,7 +106,7 @@ def _first_example(examples: Sequence[Any], ids: str) -> Mapping[str, Any]:
         for i, example in enumerate(examples):
             if not isinstance(example, Mapping):
                 raise DataError(
-                    f"example {i} is a {type(example).__name__}; an example is a mapping with "
+                    f"example {i} is {type_name(example)}; an example is a mapping with "
                     f"{ids} (of a pandas row pass row.to_dict())"
                 )
     first: Mapping[str, Any] = examples[0]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 from torch import Tensor
 
-from torch_collate_kit._checks import needed_package
+from torch_collate_kit._checks import needed_package, type_name
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged, unchecked
@@ -78,8 +78,7 @@ class Source:
         is_other = isinstance(data, no_examples) or is_a(data, "datasets", "DatasetDict")
         is_map_style = hasattr(data, "__len__") and hasattr(data, "__getitem__")
         if is_other or not (is_map_style or isinstance(data, ArrowFiles)):
-            what = f"a {type(data).__name__}"
-            raise TypeError(f"{name} is {what}; pass {others}{_FORMS}")
+            raise TypeError(f"{name} is {type_name(data)}; pass {others}{_FORMS}")
         self.data = data
         self.is_arrow = isinstance(data, ArrowFiles) or (
             is_a(data, "pyarrow", "Table")

@@ -1,4 +1,4 @@
-"""What MixedSampler refuses, and in which words (states: test_sampler_errors.py)."""
+"""What MixedSampler refuses, and in which words (states: test_errors.py)."""
 
 from __future__ import annotations
 

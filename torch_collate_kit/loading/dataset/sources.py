@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from torch_collate_kit._checks import type_name
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.columns import number_column
@@ -73,7 +74,7 @@ def _copied(
     for i, example in enumerate(examples):
         if not isinstance(example, Mapping):
             raise DataError(
-                f"example {i} is a {type(example).__name__}; an example is a mapping with input_ids"
+                f"example {i} is {type_name(example)}; an example is a mapping with input_ids"
             )
     copied = {}
     for name in _chosen(list(first_with(examples)), columns, train_all):
