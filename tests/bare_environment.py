@@ -97,7 +97,7 @@ def check_rl() -> None:
 
 def check_loading() -> None:
     from torch_collate_kit import (
-        MixedSampler,
+        Mixture,
         PackedBatchSampler,
         PackedCollator,
         PackedIterableDataset,
@@ -122,7 +122,9 @@ def check_loading() -> None:
         lambda: loader(PrefetchingSampler(dataset, batch_size=2, seed=1)), num_steps=3
     )
     assert_exact_resume(lambda: loader(packed(), num_workers=1), num_steps=2)
-    mixed = MixedSampler([dataset, dataset], batch_size=2, weights=[1, 2], by="tokens")
+    mixed = PrefetchingSampler(
+        Mixture([dataset, dataset], weights=[1, 2], by="tokens"), batch_size=2
+    )
     assert len(next(iter(mixed))) == 2
 
     def stream() -> Any:

@@ -6,11 +6,13 @@ from dataclasses import fields, replace
 from typing import Any
 
 from torch_collate_kit import (
+    Mixture,
     PackedBatchSampler,
     PackedCollator,
     PackedIterableDataset,
     PackingOptions,
     ParallelLayout,
+    PrefetchingSampler,
     TokenizedDataset,
 )
 
@@ -70,3 +72,10 @@ def packed_stream(
         options.setdefault("dp_rank", None)
     collate, others = split_options(options, tokenizer)
     return PackedIterableDataset(source, collate, batch_rows=rows * dp_size, **others)
+
+
+def mixed_sampler(sources: Any, **options: Any) -> PrefetchingSampler:
+    """Return a sampler of a mixture, whose epochs go on in one batch."""
+    names = ("weights", "by", "schedule", "max_passes", "stop", "names")
+    settings = {name: options.pop(name) for name in names if name in options}
+    return PrefetchingSampler(Mixture(sources, **settings), **{"tail": "wrap", **options})

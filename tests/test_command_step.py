@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from tests.building import packed_sampler
+from tests.building import mixed_sampler, packed_sampler
 from tests.chat.chats import byte_tokenizer
 from tests.test_command_line import CHATS, TEMPLATE, Run, folder, run
 from torch_collate_kit import (
-    MixedSampler,
     PrefetchingSampler,
     PrefetchLoader,
     TokenizedDataset,
@@ -39,11 +38,9 @@ def samplers() -> dict[str, Any]:
         "keyed": PrefetchingSampler(DATA, batch_size=4, shuffle="keyed", dp_size=2),
         "packed": packed_sampler(DATA.lengths, batch_size=4, seed=5, **packed, **counts),
         "packed, without counts": packed_sampler(DATA.lengths, batch_size=4, **packed),
-        "mixed": MixedSampler(
-            [9, 6], batch_size=4, weights=[0.3, 0.7], seed=5, num_steps=3, dp_size=2
-        ),
-        "by tokens": MixedSampler(
-            [9, 6], batch_size=4, by="tokens", lengths=lengths, stop="all", dp_size=2
+        "mixed": mixed_sampler([9, 6], batch_size=4, weights=[0.3, 0.7], seed=5, dp_size=2),
+        "by tokens": mixed_sampler(
+            lengths, batch_size=4, by="tokens", stop="all_exhausted", dp_size=2
         ),
     }
 

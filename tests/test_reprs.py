@@ -15,7 +15,7 @@ from tests.batch_samples import VISION
 from tests.vision.processors import qwen
 from torch_collate_kit import (
     ChatOptions,
-    MixedSampler,
+    Mixture,
     PackedBatchSampler,
     PackedCollator,
     PackedIterableDataset,
@@ -40,7 +40,7 @@ CALLS = [
     "PaddedCollator(0, train_all=True, fields={'t': PerToken(dtype=torch.int8, pad=3)})",
     "PaddedCollator(0, max_length=9, overflow='drop')",
     "PackedCollator(0, max_tokens=4096)",
-    "PackedCollator(0, max_tokens=8, strategy='balanced', parallel=ParallelLayout(dp=2))",
+    "PackedCollator(0, max_tokens=8, strategy='sequential', parallel=ParallelLayout(dp=2))",
     "PackedCollator(0, max_tokens=8, overflow='drop', fixed_width=True)",
     "PackedCollator(0, packing=PackingOptions(max_tokens=8, balance=None), fixed_width=True)",
     f"PackedCollator(0, max_tokens=8, vision={VISION!r})",
@@ -94,8 +94,8 @@ SHOWN: list[tuple[Any, str]] = [
                         num_loss_tokens=[1, 0, 1, 1]),
      f"PackedBatchSampler(<4 lengths, 10 tokens>, {TWO}, batch_size=4, "
      "num_loss_tokens=<ndarray of 4>, dp_rank=1)" + START),
-    (MixedSampler([100, 10], batch_size=4, weights=[0.3, 0.7], stop="all"),
-     "MixedSampler([100, 10], batch_size=4, weights=[3, 7], stop='all')" + START),
+    (Mixture([100, 10], weights=[0.3, 0.7], stop="all_exhausted"),
+     "Mixture([100, 10], weights=['3/10', '7/10'], stop='all_exhausted')"),
     (TokenizedDataset(EXAMPLES), "TokenizedDataset(2 examples, 4 tokens; input_ids)"),
     (TokenizedDataset([{"input_ids": [7] * 600, "labels": [7] * 600}] * 4),
      "TokenizedDataset(4 examples, 2,400 tokens; input_ids, labels)"),

@@ -18,9 +18,10 @@ from torch_collate_kit.collators import (
 )
 from torch_collate_kit.errors import DataError, IsolationError, StateError
 from torch_collate_kit.loading import (
-    MixedSampler,
+    Mixture,
     PackedBatchSampler,
     PackedIterableDataset,
+    PackedRows,
     PrefetchingSampler,
     PrefetchLoader,
     TokenizedDataset,
@@ -34,11 +35,12 @@ __all__ = [
     "ChatOptions",
     "DataError",
     "IsolationError",
-    "MixedSampler",
+    "Mixture",
     "ModelCost",
     "PackedBatchSampler",
     "PackedCollator",
     "PackedIterableDataset",
+    "PackedRows",
     "PackingOptions",
     "PaddedCollator",
     "ParallelLayout",

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.building import packed_collator, packed_sampler, packed_stream
+from tests.building import mixed_sampler, packed_collator, packed_sampler, packed_stream
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators import PackedCollator, PaddedCollator, RolloutCollator
-from torch_collate_kit.loading import MixedSampler, PrefetchingSampler
+from torch_collate_kit.loading import PrefetchingSampler
 from torch_collate_kit.packing import PackingOptions, ParallelLayout, pack
 
 INTEGERS = [np.int64, np.int32, np.uint8]
@@ -60,7 +60,7 @@ USES: dict[str, Callable[[Callable[[int], Any]], Any]] = {
     "PackedBatchSampler": _packed_sampler,
     "PrefetchingSampler": lambda n: json.dumps(PrefetchingSampler(n(8), batch_size=n(2), seed=n(3),
      dp_rank=n(0), dp_size=n(2)).state_dict()),
-    "MixedSampler": lambda n: json.dumps(MixedSampler([n(9), n(4)], batch_size=n(2), num_steps=n(3),
+    "MixedSampler": lambda n: json.dumps(mixed_sampler([n(9), n(4)], batch_size=n(2),
      seed=n(3), dp_rank=n(0)).state_dict()),
     "pack": lambda n: (pack([3, 4, 9], packing=PackingOptions(n(200),
      max_sequences_per_row=n(2))).bins),

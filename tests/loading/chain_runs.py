@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader
 
-from tests.building import packed_collator, packed_sampler
+from tests.building import mixed_sampler, packed_collator, packed_sampler
 from tests.loading import chain_truth as truth
 from torch_collate_kit import (
-    MixedSampler,
     PaddedCollator,
     ParallelLayout,
     PrefetchingSampler,
@@ -61,7 +60,7 @@ class Chain:
             num_examples = len(self.examples)
             return PrefetchingSampler(num_examples, dp_rank=rank, dp_size=dp_size, **self.order)
         if self.kind == "mixed":
-            return MixedSampler(self.sources, dp_rank=rank, dp_size=dp_size, **self.order)
+            return mixed_sampler(self.sources, dp_rank=rank, dp_size=dp_size, **self.order)
         counts = [truth.num_trained(example) for example in self.examples]
         return packed_sampler(
             [len(example["input_ids"]) for example in self.examples],
@@ -147,7 +146,6 @@ def _order(rng: np.random.Generator, kind: str, batch_size: int, tail: str) -> d
     if kind == "mixed":
         weights = rng.choice([None, "given"])
         order["weights"] = None if weights is None else rng.integers(1, 9, size=2).tolist()
-        order["num_steps"] = int(rng.integers(1, 9))
         return order
     order["tail"] = tail
     if tail == "wrap" and rng.random() < 0.2:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.loading import chains
-from torch_collate_kit.loading.sampler.orders import KeyedOrder
+from torch_collate_kit.loading.orders.permutations import KeyedOrder
 
 
 def test_chains_of_runs_serve_what_an_unbroken_run_serves() -> None:

@@ -27,7 +27,7 @@ from torch_collate_kit.packing import PackingOptions, PackingPlan, RankPlan
 from torch_collate_kit.packing.options import ParallelLayout, common_options
 from torch_collate_kit.packing.pieces import ImageLoad, Patches, image_load
 from torch_collate_kit.packing.planner import pack, plan_rows
-from torch_collate_kit.packing.rank_plan import PlannedExamples
+from torch_collate_kit.packing.rank_plan import PlannedExamples, joined_rows
 from torch_collate_kit.ragged import unchecked
 from torch_collate_kit.reading.entries import DeclaredFields
 from torch_collate_kit.reading.examples import ExampleColumns
@@ -54,8 +54,8 @@ class PackedCollator(Collator, ForTrainer):
         tokenizer: an int pad id, or anything with ``pad_token_id``; the processor of a
             vision-language model.
         max_tokens: the most cells of a row.
-        strategy: how rows are filled: "best_fit_decreasing" (default), "first_fit_decreasing",
-            "balanced" or "sequential"; see :func:`~torch_collate_kit.pack`.
+        strategy: how rows are filled: "balanced" (default), "best_fit_decreasing",
+            "first_fit_decreasing" or "sequential"; see :func:`~torch_collate_kit.pack`.
         overflow: what to do with an example longer than a row: "raise" (default), "truncate",
             "drop" or "split".
         parallel: the :class:`~torch_collate_kit.ParallelLayout` of the run; one device by default.
@@ -107,6 +107,8 @@ class PackedCollator(Collator, ForTrainer):
             parallel=parallel,
             max_patches=max_patches,
         )
+        if self.packing.strategy is None:
+            self.packing = replace(self.packing, strategy="balanced")
         if self.vision is not None:
             _refuse_unpacked(self.vision)
             if not self.packing.dummy_image_tokens:
@@ -133,6 +135,7 @@ class PackedCollator(Collator, ForTrainer):
 
     def make_batch(self, examples: Any, *, for_trainer: bool = False) -> Batch:
         """Return the Batch of the examples; for ``transformers.Trainer`` with its checks."""
+        examples = joined_rows(examples)
         if isinstance(examples, PlannedExamples):
             part = examples.part
             self._check_part(part, normalize_loss=self.normalize_loss and not for_trainer)
@@ -192,9 +195,10 @@ class PackedCollator(Collator, ForTrainer):
         plan, own = part.plan, self.packing
         given = {"max_tokens": plan.max_tokens, "align": plan.align}
         mine = {"max_tokens": own.max_tokens, "align": own.parallel.align}
+        is_by_rows = plan.rows_multiple_of == own.parallel.dp
         given["rows_multiple_of"], mine["rows_multiple_of"] = (
             plan.rows_multiple_of,
-            own.row_multiple,
+            own.parallel.dp if is_by_rows else own.row_multiple,
         )
         if self.vision is not None:
             for name in ("max_patches", "dummy_image_tokens"):
@@ -274,6 +278,8 @@ class PackedCollator(Collator, ForTrainer):
         packing, own = self.packing, changed_settings(self)
         if self.vision is not None and packing.dummy_image_tokens == self.vision.smallest_tokens:
             packing = replace(packing, dummy_image_tokens=0)  # set by the collator itself
+        if packing.strategy == "balanced":  # the collators' default
+            packing = replace(packing, strategy=None)
         changed = changed_settings(packing)
         del own["packing"]
         common = {"max_tokens", "strategy", "overflow", "parallel", "max_patches"}

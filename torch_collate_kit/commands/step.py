@@ -6,7 +6,6 @@ import argparse
 import json
 from collections.abc import Mapping
 from fractions import Fraction
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -22,7 +21,7 @@ from torch_collate_kit.commands.arguments import (
 )
 from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading import (
-    MixedSampler,
+    Mixture,
     PackedBatchSampler,
     PrefetchingSampler,
     TokenizedDataset,
@@ -32,8 +31,8 @@ from torch_collate_kit.vision import load_processor
 
 __all__ = ["add_step"]
 
-_Sampler: TypeAlias = PrefetchingSampler | PackedBatchSampler | MixedSampler
-_KEYS = {"epoch", "step", "seed", "batch_size", "shuffle"}
+_Sampler: TypeAlias = PrefetchingSampler | PackedBatchSampler
+_KEYS = {"epoch", "step", "seed", "tail", "shuffle"}
 
 
 def add_step(commands: Any) -> None:
@@ -156,51 +155,57 @@ def _sampler_of(state: Mapping[str, Any], data: TokenizedDataset) -> _Sampler:
             "the order of this run is a function of its own, order=; build its sampler and call "
             "examples(epoch, step)"
         )
-    shared = {key: state[key] for key in ("batch_size", "seed", "shuffle")}
+    shared = {key: state[key] for key in ("seed", "shuffle", "tail")}
+    examples = _mixture(state["fingerprint"], data) if "taken" in state else data
     sampler: _Sampler
-    if "sizes" in state:
-        sampler = _mixed(state, data, shared)
-    elif "lengths_digest" in state:
-        sampler = _packed(state, data, shared)
+    if "lengths_digest" in state:
+        sampler = _packed(state, examples, data, shared)
     else:
-        sampler = PrefetchingSampler(data, tail=state["tail"], **state["layout"], **shared)
+        size = state["batch_size"]
+        sampler = PrefetchingSampler(examples, batch_size=size, **state["layout"], **shared)
     sampler.load_state_dict(state)
     return sampler
 
 
 def _packed(
-    state: Mapping[str, Any], data: TokenizedDataset, shared: dict[str, Any]
+    state: Mapping[str, Any],
+    examples: TokenizedDataset | Mixture,
+    data: TokenizedDataset,
+    shared: dict[str, Any],
 ) -> PackedBatchSampler:
-    packing = {k: v for k, v in state["layout"].items() if k != "image_costs_digest"}
+    by_rows = "batch_rows" in state
+    settings = {**state, **state["layout"]} if by_rows else state["layout"]
+    known = PackingOptions(1).as_state()
+    packing = {key: value for key, value in settings.items() if key in known}
+    is_counted = state["loss_tokens_digest"] is not None
     collate = PackedCollator(
         0,
         packing=PackingOptions.from_state(packing),
-        normalize_loss=state["loss_tokens_digest"] is not None,
+        normalize_loss=is_counted,
         vision=None if state["patches_digest"] is None else data.vision,
     )
-    return PackedBatchSampler(data, collate, tail=state["tail"], **shared)
+    names = ("batch_rows", "window") if by_rows else ("batch_size",)
+    if isinstance(examples, Mixture):
+        shared["num_loss_tokens"] = data.num_loss_tokens if is_counted else None
+        shared["patches"] = None if state["patches_digest"] is None else data.patches
+    return PackedBatchSampler(examples, collate, **{name: state[name] for name in names}, **shared)
 
 
-def _mixed(
-    state: Mapping[str, Any], data: TokenizedDataset, shared: dict[str, Any]
-) -> MixedSampler:
-    sizes = state["sizes"]
+def _mixture(settings: Mapping[str, Any], data: TokenizedDataset) -> Mixture:
+    """Return a mixture with the settings of a state, of the same data end to end."""
+    sizes = settings["sizes"]
     if sum(sizes) != len(data):
         raise StateError(
             f"state is of sources of {sizes} examples, the data has {len(data)}; pass the sources "
             "one after the other"
         )
-    lengths = None
-    if state["by"] == "tokens":
-        bounds = [0, *np.cumsum(sizes).tolist()]
-        lengths = [data.lengths[a:b] for a, b in pairwise(bounds)]
-    return MixedSampler(
-        sizes,
-        weights=[Fraction(share) for share in state["weights"]],
-        by=state["by"],
-        lengths=lengths,
-        num_steps=state["num_steps"],
-        stop=state["stop"],
-        **state["layout"],
-        **shared,
+    first, *later = [(step, list(map(Fraction, weights))) for step, weights in settings["stages"]]
+    passes = [None if of is None else Fraction(of) for of in settings["max_passes"]]
+    return Mixture(
+        np.split(data.lengths, np.cumsum(sizes)[:-1]),
+        weights=first[1],
+        by=settings["by"],
+        schedule=later,
+        max_passes=passes,
+        stop=settings["stop"],
     )

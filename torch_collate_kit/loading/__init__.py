@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from torch_collate_kit.loading.dataset import TokenizedDataset, read_records
+from torch_collate_kit.loading.orders import Mixture
 from torch_collate_kit.loading.prefetch import AsyncBatchCollator, PrefetchLoader
 from torch_collate_kit.loading.sampler import (
-    MixedSampler,
     PackedBatchSampler,
+    PackedRows,
     PrefetchingSampler,
     ResumableSampler,
 )
@@ -14,9 +15,10 @@ from torch_collate_kit.loading.streaming import PackedIterableDataset, merge_sta
 
 __all__ = [
     "AsyncBatchCollator",
-    "MixedSampler",
+    "Mixture",
     "PackedBatchSampler",
     "PackedIterableDataset",
+    "PackedRows",
     "PrefetchLoader",
     "PrefetchingSampler",
     "ResumableSampler",

@@ -10,7 +10,7 @@ from torch_collate_kit.packing.options import PackingOptions
 from torch_collate_kit.packing.rows import Ints, Limits, Rows, Sizes, stable_argsort
 from torch_collate_kit.packing.strategies import split_evenly
 
-__all__ = ["for_ranks", "level", "over_ranks"]
+__all__ = ["assign_ranks", "costs_to_balance", "for_ranks", "level", "level_rows", "over_ranks"]
 
 # Levelling takes apart at most this many rows per rank: they have enough pieces for the few rows
 # that rounding adds, and redistributing a million pieces one by one would be slow.
@@ -25,38 +25,61 @@ def for_ranks(
     rows: Rows, sizes: Sizes, limits: Limits, vision_costs: Ints, packing: PackingOptions
 ) -> Rows:
     """Even out filled rows, as many as a multiple of the ranks, and assign them to the ranks."""
-    rows_multiple_of, strategy = packing.row_multiple, packing.strategy
-    is_balanced, in_order = strategy == "balanced", strategy == "sequential"
-    num_filled = len(rows.offsets) - 1
-    num_rows = -(-num_filled // rows_multiple_of) * rows_multiple_of
-    if not len(rows.order):
-        return Rows(rows.order, np.zeros(num_rows + 1, dtype=np.int64))
-    costs = _costs(sizes, limits, vision_costs, packing)
-    if in_order:
-        rows = split_evenly(sizes, num_rows, limits)
-    else:
-        rows = level(
-            rows,
-            sizes,
-            num_rows,
-            limits=limits,
-            image_weights=sizes[1] if is_balanced else costs[1],
-            most=num_filled if is_balanced else _LEVELLED_ROWS_PER_RANK * rows_multiple_of,
-        )
-    if rows_multiple_of == 1:
+    rows_multiple_of = packing.row_multiple
+    num_rows = -(-(len(rows.offsets) - 1) // rows_multiple_of) * rows_multiple_of
+    costs = costs_to_balance(sizes, limits, vision_costs, packing)
+    rows = level_rows(
+        rows, sizes, limits, costs, packing, num_rows=num_rows, num_ranks=rows_multiple_of
+    )
+    return assign_ranks(rows, costs, limits, packing, num_ranks=rows_multiple_of)
+
+
+def assign_ranks(
+    rows: Rows, costs: Sizes, limits: Limits, packing: PackingOptions, *, num_ranks: int
+) -> Rows:
+    """Order rows shard-major, so that the ranks cost alike; their number is a multiple of them."""
+    if num_ranks == 1 or not len(rows.order):
         return rows
     if packing.balance is None:  # round robin
-        return rows.take(np.arange(num_rows).reshape(-1, rows_multiple_of).T.ravel())
+        return rows.take(np.arange(len(rows.offsets) - 1).reshape(-1, num_ranks).T.ravel())
     given = over_ranks(
         rows.totals(costs[0]),
-        rows_multiple_of,
-        keep_order=in_order,
+        num_ranks,
+        keep_order=packing.strategy == "sequential",
         image_costs=rows.totals(costs[1]) if limits.patches else None,
     )
     return rows.take(given)
 
 
-def _costs(sizes: Sizes, limits: Limits, vision_costs: Ints, packing: PackingOptions) -> Sizes:
+def level_rows(
+    rows: Rows,
+    sizes: Sizes,
+    limits: Limits,
+    costs: Sizes,
+    packing: PackingOptions,
+    *,
+    num_rows: int,
+    num_ranks: int,
+) -> Rows:
+    """Even out filled rows over ``num_rows``, in the way of the strategy."""
+    if not len(rows.order):
+        return Rows(rows.order, np.zeros(num_rows + 1, dtype=np.int64))
+    if packing.strategy == "sequential":
+        return split_evenly(sizes, num_rows, limits)
+    num_filled, is_balanced = len(rows.offsets) - 1, packing.strategy == "balanced"
+    return level(
+        rows,
+        sizes,
+        num_rows,
+        limits=limits,
+        image_weights=sizes[1] if is_balanced else costs[1],
+        most=num_filled if is_balanced else _LEVELLED_ROWS_PER_RANK * num_ranks,
+    )
+
+
+def costs_to_balance(
+    sizes: Sizes, limits: Limits, vision_costs: Ints, packing: PackingOptions
+) -> Sizes:
     """Return the costs to even out: in the language model and the vision tower."""
     if packing.balance != "attention":
         return sizes

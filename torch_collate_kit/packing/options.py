@@ -92,13 +92,13 @@ class PackingOptions:
 
     >>> packing = PackingOptions(max_tokens=100, parallel=ParallelLayout(dp=2, tp=8))
     >>> packing.capacity, packing.strategy
-    (96, 'best_fit_decreasing')
+    (96, None)
     """
 
     max_tokens: int
     """Cells a row may have, alignment gaps included."""
-    strategy: str = "best_fit_decreasing"
-    """Strategy that fills rows, see ``pack``."""
+    strategy: str | None = None
+    """Strategy that fills rows, see ``pack``; None: "balanced" in a collator, else best fit."""
     parallel: ParallelLayout = field(default_factory=ParallelLayout)
     """The rows are a multiple of its ``dp``; sub-sequences are aligned to its ``align``."""
     overflow: str = "raise"
@@ -121,7 +121,8 @@ class PackingOptions:
     the same for every ``dp`` that divides it; None: ``dp``."""
 
     def __post_init__(self) -> None:
-        checked_choice("strategy", self.strategy, STRATEGIES)
+        if self.strategy is not None:
+            checked_choice("strategy", self.strategy, STRATEGIES)
         checked_choice("balance", self.balance, _BALANCES)
         checked_choice("overflow", self.overflow, _OVERFLOWS)
         if not isinstance(self.parallel, ParallelLayout):
@@ -145,9 +146,9 @@ class PackingOptions:
                 f"max_tokens must be at least align={self.parallel.align}, got {max_tokens}: not "
                 "one aligned token fits in a row; raise max_tokens or lower align"
             )
-        if self.row_multiple % self.parallel.dp:
+        if self.row_multiple % self.parallel.dp and self.parallel.dp % self.row_multiple:
             raise ValueError(
-                f"rows_multiple_of must be a multiple of dp={self.parallel.dp}, got "
+                f"rows_multiple_of must be a multiple or a divisor of dp={self.parallel.dp}, got "
                 f"{self.rows_multiple_of}: every rank takes as many rows"
             )
         if self.reserved >= self.capacity:

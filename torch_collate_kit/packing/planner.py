@@ -20,7 +20,15 @@ from torch_collate_kit.packing.strategies import (
 )
 from torch_collate_kit.packing.two_budgets import fill_two_budgets
 
-__all__ = ["batch_of_rows", "fill_rows", "pack", "part_of", "plan_rows"]
+__all__ = [
+    "batch_of_rows",
+    "fill_rows",
+    "filled_rows",
+    "measured",
+    "pack",
+    "part_of",
+    "plan_rows",
+]
 
 
 def pack(
@@ -89,9 +97,15 @@ def plan_rows(
     lengths: Ints, packing: PackingOptions, images: ImageLoad | None = None
 ) -> PackingPlan:
     """Plan rows as ``pack`` does, of checked ``lengths`` int64 [N]."""
+    dp, multiple = packing.parallel.dp, packing.row_multiple
+    if multiple % dp:
+        raise ValueError(
+            f"rows_multiple_of={multiple} must be a multiple of dp={dp} where rows are planned by "
+            "examples: every rank has as many rows; leave it out, or plan with batch_rows="
+        )
     pieces = cut_to_fit(lengths, packing, images)
-    sizes, limits = _measured(pieces, packing, has_images=images is not None)
-    rows = _filled(sizes, limits, packing.strategy)
+    sizes, limits = measured(pieces, packing, has_images=images is not None)
+    rows = filled_rows(sizes, limits, packing.strategy)
     return _for_ranks(pieces, rows, sizes, limits, packing)
 
 
@@ -104,8 +118,8 @@ def fill_rows(
     or of others of the run, rows reserve cells for a dummy image.
     """
     pieces = cut_to_fit(lengths, packing, images)
-    sizes, limits = _measured(pieces, packing, has_images=images is not None)
-    return pieces.in_rows(_filled(sizes, limits, packing.strategy))
+    sizes, limits = measured(pieces, packing, has_images=images is not None)
+    return pieces.in_rows(filled_rows(sizes, limits, packing.strategy))
 
 
 def batch_of_rows(
@@ -120,7 +134,7 @@ def batch_of_rows(
     chosen = Rows(np.arange(len(filled.lengths)), filled.row_offsets).take(np.sort(rows))
     examples = np.unique(np.append(filled.example_indices[chosen.order], dropped))
     part = replace(part_of(filled, chosen, examples), num_cut_tokens=0, num_dropped_tokens=0)
-    sizes, limits = _measured(part, packing, has_images=True)
+    sizes, limits = measured(part, packing, has_images=True)
     alone = Rows(np.arange(len(part.lengths)), part.row_offsets)
     return examples, _for_ranks(part, alone, sizes, limits, packing)
 
@@ -149,7 +163,7 @@ def part_of(plan: PackingPlan, rows: Rows, examples: Ints) -> PackingPlan:
     )
 
 
-def _measured(
+def measured(
     pieces: PackingPlan, packing: PackingOptions, *, has_images: bool
 ) -> tuple[Sizes, Limits]:
     """Return the cells and patches of each piece, and the limits of a row.
@@ -168,7 +182,7 @@ def _measured(
     )
 
 
-def _filled(sizes: Sizes, limits: Limits, strategy: str) -> Rows:
+def filled_rows(sizes: Sizes, limits: Limits, strategy: str | None) -> Rows:
     """Return the rows as the strategy opens them; one empty row without pieces."""
     tokens, patches = sizes
     if not len(tokens):

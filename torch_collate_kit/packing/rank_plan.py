@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -14,7 +15,7 @@ from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing.plan import PackingPlan
 from torch_collate_kit.packing.rows import Ints, Pieces, row_sums, running_sum
 
-__all__ = ["PlannedExamples", "RankPlan"]
+__all__ = ["PlannedExamples", "PlannedRow", "RankPlan", "joined_rows"]
 
 _NO_INTS = np.zeros(0, dtype=np.int64)
 
@@ -248,3 +249,26 @@ class PlannedExamples:
     def part(self) -> RankPlan:
         """The plan, as the share of one rank or as all of it."""
         return RankPlan(self.plan) if isinstance(self.plan, PackingPlan) else self.plan
+
+
+class PlannedRow(ABC):
+    """A row that is planned already, of a dataset of rows; its examples are read when collated."""
+
+    @abstractmethod
+    def joined(self, rows: Sequence[PlannedRow]) -> PlannedExamples:
+        """Return rows of this dataset, itself among them, as one batch with its examples."""
+
+
+def joined_rows(examples: Any) -> Any:
+    """Return a list of planned rows, or of dicts with one as ``input_ids``, as one planned batch.
+
+    Anything else is returned as it is.
+    """
+    if not isinstance(examples, list | tuple) or not examples:
+        return examples
+    rows = examples
+    if isinstance(examples[0], Mapping):
+        if not isinstance(examples[0].get("input_ids"), PlannedRow):
+            return examples
+        rows = [example["input_ids"] for example in examples]
+    return rows[0].joined(rows) if isinstance(rows[0], PlannedRow) else examples

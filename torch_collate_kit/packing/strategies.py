@@ -22,6 +22,7 @@ __all__ = [
     "OpenRows",
     "best_fit_decreasing",
     "first_fit_decreasing",
+    "num_rows_best_fit",
     "sequential",
     "split_evenly",
 ]
@@ -58,6 +59,13 @@ def best_fit_decreasing(
     if opened is not None:
         row_of = np.append(numbers, np.arange(len(numbers), num_rows))[row_of]
     return Rows.from_labels(order, row_of, num_rows)
+
+
+def num_rows_best_fit(sizes: Ints, capacity: int, max_pieces: int | None) -> int:
+    """Count the rows of ``best_fit_decreasing``, without placing a piece."""
+    counts = np.bincount(sizes)
+    distinct = np.flatnonzero(counts)[::-1]
+    return _fill_best(distinct.tolist(), counts[distinct].tolist(), capacity, max_pieces, None)[3]
 
 
 def _fill_best(

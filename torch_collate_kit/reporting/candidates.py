@@ -95,7 +95,9 @@ def _packed(
         tokens.append(per_step(plan.row_tokens))
         costs.append(per_step(row_sums(of_pieces, plan.row_offsets)))
     ranks = np.concatenate(tokens), np.concatenate(costs)
-    return _figures(packing, packing.strategy, sums, *ranks, plan_seconds=seconds)
+    return _figures(
+        packing, packing.strategy or "best_fit_decreasing", sums, *ranks, plan_seconds=seconds
+    )
 
 
 def _padded(

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from tests.building import packed_sampler
+from tests.building import mixed_sampler, packed_sampler
 from tests.loading.hang_guard import interrupt_main_thread, once_main_thread_waits, our_threads
 from tests.loading.prefetch.toy_data import (
     COLLATORS,
@@ -27,7 +27,7 @@ from tests.loading.prefetch.toy_data import (
     make_sampler,
 )
 from torch_collate_kit.errors import StateError
-from torch_collate_kit.loading import MixedSampler, PrefetchingSampler, PrefetchLoader
+from torch_collate_kit.loading import PrefetchingSampler, PrefetchLoader
 from torch_collate_kit.testing import batch_digest
 
 # ---- faults ----
@@ -157,7 +157,7 @@ def test_a_sampler_of_another_dataset_is_refused(length):
     sizes = [5, length - 5]
     samplers = [
         PrefetchingSampler(length, batch_size=4),
-        MixedSampler(sizes, batch_size=4),
+        mixed_sampler(sizes, batch_size=4),
         packed_sampler([1] * length, batch_size=4, max_tokens=8),
     ]
     for sampler in samplers:

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader
 
-from tests.building import packed_stream
+from tests.building import mixed_sampler, packed_stream
 from torch_collate_kit.errors import StateError
-from torch_collate_kit.loading import MixedSampler, PrefetchingSampler, PrefetchLoader
+from torch_collate_kit.loading import PrefetchingSampler, PrefetchLoader
 
 NUM_EXAMPLES, NUM_FOLLOWING = 7, 9
 
@@ -39,7 +39,7 @@ def sampled(num_workers: int = 0, sampler: Any = None) -> PrefetchLoader:
 
 
 def mixed(num_workers: int = 0) -> PrefetchLoader:
-    return sampled(num_workers, MixedSampler([4, 3], batch_size=2, seed=1))
+    return sampled(num_workers, mixed_sampler([4, 3], batch_size=2, seed=1))
 
 
 def streamed(num_workers: int = 0) -> PrefetchLoader:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from tests.building import mixed_sampler
 from tests.loading.prefetch.toy_data import (
     COLLATORS,
     EXAMPLES,
@@ -18,7 +19,6 @@ from tests.loading.prefetch.toy_data import (
     make_sampler,
 )
 from torch_collate_kit.loading import (
-    MixedSampler,
     PackedBatchSampler,
     PackedIterableDataset,
     PrefetchLoader,
@@ -40,7 +40,7 @@ def stateful() -> Any:
 KINDS: dict[str, Callable[[], Any]] = {
     "PrefetchingSampler": make_sampler,
     "PackedBatchSampler": lambda: PackedBatchSampler(DATA, COLLATE, batch_size=4, seed=3),
-    "MixedSampler": lambda: MixedSampler([6, 7], batch_size=4, num_steps=4, seed=3),
+    "mixture": lambda: mixed_sampler([6, 7], batch_size=4, seed=3),
 }
 
 

@@ -45,7 +45,7 @@ def test_the_running_epoch_keeps_its_order(make: Any, tail: str, shuffle: bool |
     if tail == "wrap":  # the 24-th comes after the 46 of two epochs
         following = [i for batch in read(new) for i in batch]
         first = [i for step in range(alone._num_steps(2)) for i in alone.examples(2, step)]
-        assert following[2:] == list(alone._order(2).take(0, 31))[: len(following) - 2], first
+        assert following[2:] == list(alone._order.take(2, 0, 31))[: len(following) - 2], first
     else:
         assert read(new) == [alone.examples(2, s).tolist() for s in range(len(alone))][: len(new)]
     assert new.state_dict()["num_examples"] == [[0, 23], [2, 31]]

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.building import packed_collator, packed_sampler
+from tests.building import mixed_sampler, packed_collator, packed_sampler
 from torch_collate_kit import (
-    MixedSampler,
     PackedBatchSampler,
     PrefetchingSampler,
     TokenizedDataset,
@@ -29,9 +28,9 @@ def prefetching(rank: int, dp_size: int, **options: Any) -> PrefetchingSampler:
     return PrefetchingSampler(53, dp_rank=rank, dp_size=dp_size, **given)
 
 
-def mixed(rank: int, dp_size: int, **options: Any) -> MixedSampler:
-    given = {"batch_size": 8, "seed": 3, "weights": [0.7, 0.3], "num_steps": 5, **options}
-    return MixedSampler([30, 23], dp_rank=rank, dp_size=dp_size, **given)
+def mixed(rank: int, dp_size: int, **options: Any) -> PrefetchingSampler:
+    given = {"batch_size": 8, "seed": 3, "weights": [0.7, 0.3], **options}
+    return mixed_sampler([30, 23], dp_rank=rank, dp_size=dp_size, **given)
 
 
 def packed(rank: int, dp_size: int, **options: Any) -> PackedBatchSampler:

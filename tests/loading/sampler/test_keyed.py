@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.building import packed_sampler
-from torch_collate_kit import MixedSampler, PrefetchingSampler
+from tests.building import mixed_sampler, packed_sampler
+from torch_collate_kit import PrefetchingSampler
 from torch_collate_kit.errors import StateError
-from torch_collate_kit.loading.sampler.orders import (
+from torch_collate_kit.loading.orders.permutations import (
     ArrayOrder,
     EpochOrder,
     KeyedOrder,
@@ -119,7 +119,7 @@ def test_reshuffles_keep_what_is_done(kind: str, size: int, done: list[int], dat
 MAKERS = {
     "prefetching": lambda **o: PrefetchingSampler(23, batch_size=4, tail="wrap", **o),
     "packed": lambda **o: packed_sampler(np.arange(1, 24), batch_size=4, max_tokens=30, **o),
-    "mixed": lambda **o: MixedSampler([20, 3], batch_size=4, weights=[0.5, 0.5], num_steps=6, **o),
+    "mixed": lambda **o: mixed_sampler([20, 3], batch_size=4, weights=[0.5, 0.5], **o),
 }
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 
+from tests.building import mixed_sampler
 from tests.loading.sampler.sampler_oracle import curriculum
 from tests.loading.sampler.test_elastic import packed, prefetching
-from torch_collate_kit import MixedSampler, PrefetchingSampler
+from torch_collate_kit import PrefetchingSampler
 
 
 def by_hand(sampler: Any, example: int, epoch: int) -> list[tuple[int, int]]:
@@ -26,9 +28,9 @@ def by_hand(sampler: Any, example: int, epoch: int) -> list[tuple[int, int]]:
         prefetching(0, 1, batch_size=60),  # an epoch of no step
         PrefetchingSampler(13, batch_size=5, order=curriculum, tail="wrap"),
         packed(0, 2),
-        MixedSampler([30, 7], batch_size=8, weights=[0.5, 0.5], stop="all"),
-        MixedSampler([30, 7], batch_size=8, weights=[0.7, 0.3], shuffle="keyed", num_steps=9),
-        MixedSampler([3, 2], batch_size=2, by="tokens", lengths=[[3, 1, 2], [4, 4]], num_steps=3),
+        mixed_sampler([30, 7], batch_size=8, weights=[0.5, 0.5], stop="all_exhausted"),
+        mixed_sampler([30, 7], batch_size=8, weights=[0.7, 0.3], shuffle="keyed"),
+        mixed_sampler([np.array([3, 1, 2]), np.array([4, 4])], batch_size=2, by="tokens"),
     ],
 )
 def test_when_is_the_search_of_all_steps(sampler: Any) -> None:
@@ -67,7 +69,7 @@ def test_any_step_of_many_examples_is_found_at_once(monkeypatch: pytest.MonkeyPa
     assert (epoch, step, len(batch)) == (7, 123_456, 512)
     small = PrefetchingSampler(1000, batch_size=10, seed=1)
     expected = small.examples(2, 50)
-    monkeypatch.setattr("torch_collate_kit.loading.sampler.shuffled.epoch_order", None)
+    monkeypatch.setattr("torch_collate_kit.loading.orders.order.epoch_order", None)
     assert small.examples(2, 50).tolist() == expected.tolist(), "no new order is made"
     with pytest.raises(TypeError):
         small.examples(3, 50)

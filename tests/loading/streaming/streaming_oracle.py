@@ -84,7 +84,7 @@ def plain_loop(
     limit, align = packing.max_tokens, packing.parallel.align
     alone = PackingOptions(
         limit,
-        strategy=packing.strategy,
+        strategy=packing.strategy.replace("balanced", "best_fit_decreasing"),  # levelled later
         parallel=ParallelLayout(tp=align),
         overflow=packing.overflow,
         max_sequences_per_row=packing.max_sequences_per_row,

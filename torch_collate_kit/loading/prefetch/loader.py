@@ -14,13 +14,13 @@ import torch
 from torch_collate_kit._checks import checked_bool, checked_int
 from torch_collate_kit._reprs import call_repr, changed_settings
 from torch_collate_kit.errors import StateError
+from torch_collate_kit.loading.orders.checks import is_same
 from torch_collate_kit.loading.prefetch.device_copy import device_copy
 from torch_collate_kit.loading.prefetch.reader import END, Reader, Run, Taken
 from torch_collate_kit.loading.prefetch.resumable_loaders import LoaderPosition, resumable_loader
 from torch_collate_kit.loading.prefetch.skipped_examples import SkippedExample, SkippedExamples
 from torch_collate_kit.loading.prefetch.timeline import StepTimes, Timeline, draw_timeline
 from torch_collate_kit.loading.prefetch.watchdog import checked_seconds
-from torch_collate_kit.loading.sampler.checks import is_same
 from torch_collate_kit.loading.skipping import SkipPolicy
 
 if TYPE_CHECKING:

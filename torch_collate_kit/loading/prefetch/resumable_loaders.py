@@ -14,10 +14,10 @@ from torch.utils.data._utils.collate import default_convert
 from torch_collate_kit._reprs import KindAndSize, call_repr
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.errors import StateError
+from torch_collate_kit.loading.orders.checks import checked_word
 from torch_collate_kit.loading.prefetch.skipped_examples import Collated, skipping_parts
 from torch_collate_kit.loading.prefetch.workers import PATIENCE, end_workers
 from torch_collate_kit.loading.sampler import PackedBatchSampler
-from torch_collate_kit.loading.sampler.checks import checked_word
 from torch_collate_kit.loading.sampler.resumable import ResumableSampler
 from torch_collate_kit.loading.skipping import Skipped
 

@@ -1,10 +1,10 @@
-"""Orders of examples as pure functions of (seed, epoch): batch samplers that can be resumed."""
+"""Batch samplers that can be resumed: an order, a budget of a step, and a division over ranks."""
 
 from __future__ import annotations
 
-from torch_collate_kit.loading.sampler.mixed import MixedSampler
 from torch_collate_kit.loading.sampler.packed import PackedBatchSampler
+from torch_collate_kit.loading.sampler.packed_rows import PackedRows
+from torch_collate_kit.loading.sampler.prefetching import PrefetchingSampler
 from torch_collate_kit.loading.sampler.resumable import ResumableSampler
-from torch_collate_kit.loading.sampler.shuffled import PrefetchingSampler
 
-__all__ = ["MixedSampler", "PackedBatchSampler", "PrefetchingSampler", "ResumableSampler"]
+__all__ = ["PackedBatchSampler", "PackedRows", "PrefetchingSampler", "ResumableSampler"]

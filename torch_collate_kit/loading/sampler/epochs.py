@@ -5,15 +5,17 @@ from __future__ import annotations
 import copy
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Iterator, Mapping, Sized
+from typing import Any
 
-from torch_collate_kit._checks import checked_int
-from torch_collate_kit._reprs import call_repr
+from torch_collate_kit._checks import checked_bool, checked_choice, checked_int
+from torch_collate_kit._reprs import KindAndSize, call_repr
 from torch_collate_kit.errors import StateError
-from torch_collate_kit.loading.sampler.checks import (
+from torch_collate_kit.loading.orders import Mixture
+from torch_collate_kit.loading.orders.checks import (
+    MAX_COUNT,
     Indices,
-    checked_batch_size,
+    checked_length,
     checked_rank,
     checked_shuffle,
     checked_word,
@@ -23,11 +25,14 @@ from torch_collate_kit.loading.sampler.checks import (
     is_same,
     state_int,
 )
+from torch_collate_kit.loading.orders.mixture import MixedOrder
+from torch_collate_kit.loading.orders.order import ShuffledOrder, UserOrder
+from torch_collate_kit.loading.orders.states import Growth
+from torch_collate_kit.loading.sampler.budgets import Budget, Step
 
-__all__ = ["NEW_RUN", "EpochSampler", "Plan"]
+__all__ = ["NEW_RUN", "EpochSampler"]
 
-_VERSION = 3
-Plan: TypeAlias = Callable[[int], Indices]  # a step's global batch
+_VERSION = 4
 NEW_RUN = "build the sampler with the arguments of the saved run, or start without the state"
 _logger = logging.getLogger("torch_collate_kit.loading")
 
@@ -39,16 +44,15 @@ class StepIterator(Iterator[Any]):
     the next epoch.
     """
 
-    def __init__(self, sampler: EpochSampler, plan: Plan, epoch: int, step: int) -> None:
-        self.sampler, self.plan, self.epoch, self.step = sampler, plan, epoch, step
+    def __init__(self, sampler: EpochSampler, budget: Budget, epoch: int, step: int) -> None:
+        self.sampler, self.budget, self.epoch, self.step = sampler, budget, epoch, step
         self.drawn = False
-        self._num_steps = sampler._num_steps(epoch)
 
     def __next__(self) -> Any:
         self.drawn = True
-        if self.step >= self._num_steps:
+        if not self.budget.has_step(self.epoch, self.step):
             raise StopIteration
-        batch = self.plan(self.step)
+        batch = self.budget.step(self.epoch, self.step)
         self.step += 1
         return self.sampler._pick(batch)
 
@@ -63,47 +67,76 @@ class StepIterator(Iterator[Any]):
 
 
 class EpochSampler(ABC):
-    """The part of a resumable batch sampler that does not depend on what is in a batch."""
+    """The part of a resumable batch sampler that does not depend on what is in a batch.
+
+    An order says which example comes next, a budget where a step ends, and ``_pick`` which part of
+    a step this rank has.
+    """
 
     def __init__(
-        self, batch_size: int, *, seed: int, shuffle: bool | str, dp_rank: int, dp_size: int
+        self,
+        examples: int | Sized | Mixture,
+        *,
+        num_global: tuple[str, int],
+        shuffle: bool | str,
+        seed: int,
+        tail: str,
+        order: UserOrder | None,
+        dp_rank: int,
+        dp_size: int,
+        allow_appended: bool,
     ) -> None:
         self._dp_size = checked_int("dp_size", dp_size)
         self._dp_rank = checked_rank(dp_rank, self._dp_size)
-        self._num_global = checked_batch_size(batch_size, self._least_examples)
+        self._num_global = num_global  # "batch_size" or "batch_rows", and how many
         self._seed = checked_word("seed", seed)
         self._shuffle = checked_shuffle(shuffle)
+        self._tail = tail
+        checked_choice("tail", tail, ("keep", "drop", "wrap"))
+        self._allow_appended = checked_bool("allow_appended", allow_appended)
+        if order is not None and not callable(order):
+            raise TypeError(f"order must be a function of (epoch, rng), got {order!r}")
+        self._user_order = order
+        self._data_fingerprint = getattr(examples, "fingerprint", None)
+        self._fingerprints: dict[int, dict[str, Any]] = {}  # by the number of examples
         self._epoch, self._step = 0, 0  # of the next iter()
         self._latest: StepIterator | None = None
+        self._set_order(self._new_order(examples))
+        self._budget.has_step(0, 0)
+
+    def _new_order(self, examples: Any) -> ShuffledOrder | MixedOrder:
+        if not isinstance(examples, Mixture):
+            return ShuffledOrder(
+                Growth([(0, checked_length(examples))]),
+                seed=self._seed,
+                shuffle=self._shuffle,
+                user=self._user_order,
+                offsets=self._piece_offsets(),
+            )
+        if self._user_order is not None or self._allow_appended:
+            raise ValueError(
+                "a Mixture has an order of its own, and sources of fixed sizes; leave out order= "
+                "and allow_appended="
+            )
+        return MixedOrder(examples, seed=self._seed, shuffle=self._shuffle)
+
+    def _set_order(self, order: ShuffledOrder | MixedOrder) -> None:
+        self._order, self._budget = order, self._new_budget(order)
 
     @abstractmethod
+    def _new_budget(self, order: ShuffledOrder | MixedOrder) -> Budget:
+        """Return the steps of an order."""
+
+    @abstractmethod
+    def _pick(self, step: Step) -> Any:
+        """Return this rank's part of a step."""
+
+    def _piece_offsets(self) -> Indices | None:
+        """Return where the pieces of each example begin, if the order is one of pieces."""
+        return None
+
     def _num_steps(self, epoch: int) -> int:
-        """Return the number of steps of an epoch, from its step 0."""
-
-    @abstractmethod
-    def _plan(self, epoch: int, step: int) -> Plan:
-        """Return the global batches of an epoch from ``step`` on, fixed from now on."""
-
-    @abstractmethod
-    def _steps_of(self, example: int, epoch: int) -> list[int]:
-        """Return the steps of an epoch whose batches hold an example, ascending."""
-
-    @property
-    @abstractmethod
-    def num_examples(self) -> int:
-        """The length of the dataset that the indices are of."""
-
-    def _pick(self, batch: Indices) -> Any:
-        """Return this rank's part of a global batch, in the order in which it is read."""
-        each, longer = divmod(len(batch), self._dp_size)  # the first ranks may have one more
-        start = self._dp_rank * each + min(self._dp_rank, longer)
-        mine: list[int] = batch[start : start + each + (self._dp_rank < longer)].tolist()
-        return mine
-
-    @property
-    def _least_examples(self) -> int:
-        """Smallest number of examples in a batch."""
-        return self._dp_size
+        return self._budget.num_steps(epoch)
 
     def _layout(self) -> dict[str, Any]:
         """Return the settings that a resumed run may have otherwise, as JSON."""
@@ -114,23 +147,44 @@ class EpochSampler(ABC):
         if not is_count(layout["dp_size"]) or not layout["dp_size"]:
             raise damaged_state(f"layout={layout!r}")
 
+    def _fingerprint(self, num_examples: int) -> dict[str, Any]:
+        """Return what is compared of the first so many examples, as JSON."""
+        make = self._data_fingerprint
+        return {"fingerprint": make(num_examples) if callable(make) else None}
+
     def _fits(self, like: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return the settings that a state must share, for as many examples as ``like`` has."""
-        return {"batch_size": self._num_global, "seed": self._seed, "shuffle": self._shuffle}
+        number = self.num_examples
+        if like is not None and isinstance(self._order, ShuffledOrder):
+            number = Growth.of_state(like["num_examples"]).last
+        if number not in self._fingerprints:
+            self._fingerprints[number] = self._fingerprint(number)
+        name, num_global = self._num_global
+        own = {"tail": self._tail, "custom_order": self._user_order is not None}
+        own |= {name: num_global, "seed": self._seed, "shuffle": self._shuffle}
+        fits = {**own, **self._fingerprints[number]}
+        if like is not None:
+            fits["fingerprint"] = _known(fits["fingerprint"], like["fingerprint"])
+        return fits
 
-    @abstractmethod
     def _extra(self, epoch: int, step: int) -> dict[str, Any]:
         """Return what a state holds besides its position and settings."""
-
-    @abstractmethod
-    def _load_extra(self, state: Mapping[str, Any], epoch: int, step: int) -> None:
-        """Restore the ``_extra`` of a state. Raises StateError if it is wrong."""
+        order, extra = self._order, self._budget.state(epoch, step)
+        if isinstance(order, MixedOrder):
+            return {**order.state(epoch), **extra}
+        made = [list(at) for at in order.reshuffles if at[:2] <= (epoch, step)]
+        return {"num_examples": order.growth.as_state(), "reshuffles": made, **extra}
 
     def _settings(self) -> dict[str, Any]:
         """Return the constructor's keywords that are not the default."""
-        shuffle = {} if self._shuffle is True else {"shuffle": self._shuffle}
-        seed = {"seed": self._seed} if self._seed else {}
-        return {"batch_size": self._num_global, **shuffle, **seed}
+        name, num_global = self._num_global
+        settings: dict[str, Any] = {name: num_global}
+        settings |= {} if self._shuffle is True else {"shuffle": self._shuffle}
+        settings |= {"seed": self._seed} if self._seed else {}
+        settings |= {} if self._tail == "keep" else {"tail": self._tail}
+        if self._user_order is not None:
+            settings["order"] = KindAndSize(self._user_order)
+        return settings
 
     def _rank_settings(self) -> dict[str, int]:
         if self._dp_size == 1:
@@ -143,6 +197,12 @@ class EpochSampler(ABC):
         settings = {**self._settings(), **settings, **self._rank_settings()}
         call = call_repr(self, positional, **settings)
         return f"{call} [next iter(): epoch {epoch}, step {step}]"
+
+    @property
+    def num_examples(self) -> int:
+        """The length of the dataset that the indices are of."""
+        order = self._order
+        return order.num_examples if isinstance(order, MixedOrder) else order.growth.last
 
     @property
     def epoch(self) -> int:
@@ -161,8 +221,16 @@ class EpochSampler(ABC):
         """
         epoch, step = self._position()
         latest = self._latest
-        plan = self._plan(epoch, step) if latest is None or latest.drawn else latest.plan
-        self._latest = StepIterator(self, plan, epoch, step)
+        budget = self._budget if latest is None or latest.drawn else latest.budget
+        if isinstance(budget.order, ShuffledOrder):
+            budget.order.fix(epoch)
+        elif not budget.order.size(epoch):
+            raise ValueError(
+                f"epoch {epoch} of the mixture has no example left: all sources have been read "
+                "max_passes times"
+            )
+        budget.has_step(epoch, step)  # raises what is wrong with the epoch
+        self._latest = StepIterator(self, budget, epoch, step)
         self._epoch, self._step = epoch + 1, 0
         return self._latest
 
@@ -175,6 +243,32 @@ class EpochSampler(ABC):
             TypeError, ValueError: the epoch or the step is not an int or out of range.
         """
         self._jump(*self._checked_position(epoch, step))
+
+    def reshuffle(self) -> None:
+        """Put the rest of the epoch, from the next ``iter()``'s position on, in a new order.
+
+        It is a function of (seed, epoch, number of reshuffles of the epoch), and recorded in the
+        state. Examples carried over by ``tail="wrap"`` stay first, and by rows the window of steps
+        that has begun is finished. An iterator made before still yields the old order. In the
+        middle of an epoch, call ``set_epoch(epoch, step=batches_consumed)`` first. A jump to before
+        a reshuffle undoes it.
+
+        Raises:
+            ValueError: the examples are a Mixture, whose order follows from its weights.
+
+        >>> from torch_collate_kit.loading.sampler import PrefetchingSampler
+        >>> sampler = PrefetchingSampler(6, batch_size=2, shuffle=False)
+        >>> sampler.set_epoch(0, step=1)
+        >>> sampler.reshuffle()
+        >>> sampler.state_dict()["reshuffles"], sorted(sum(sampler, []))
+        ([[0, 1, 2]], [2, 3, 4, 5])
+        """
+        if isinstance(self._order, MixedOrder):
+            raise ValueError("a Mixture cannot be reshuffled: its order follows from its weights")
+        epoch, step = self._position()
+        self._jump(epoch, step)
+        at = epoch, step, self._budget.place(epoch, step)
+        self._set_order(self._order.changed(reshuffles=(*self._order.reshuffles, at)))
 
     def examples(self, epoch: int, step: int) -> Indices:
         """Calculate the examples of any step, past or future.
@@ -191,11 +285,12 @@ class EpochSampler(ABC):
         [4, 5, 6, 7]
         """
         epoch, step = checked_word("epoch", epoch), checked_int("step", step, minimum=0)
-        if step >= (num_steps := self._num_steps(epoch)):
+        if not self._budget.has_step(epoch, step):
             raise ValueError(
-                f"step must be below {num_steps}, the steps of epoch {epoch}; got {step}"
+                f"step must be below {self._num_steps(epoch)}, the steps of epoch {epoch}; "
+                f"got {step}"
             )
-        return self._plan(epoch, step)(step).copy()
+        return self._budget.step(epoch, step).examples.copy()
 
     def when(self, example: int, epoch: int | None = None) -> list[tuple[int, int]]:
         """Return the steps of an epoch that train on an example, as a list of (epoch, step).
@@ -218,7 +313,7 @@ class EpochSampler(ABC):
                 f"0 to {self.num_examples - 1}"
             )
         epoch = self._position()[0] if epoch is None else checked_word("epoch", epoch)
-        return [(epoch, step) for step in self._steps_of(example, epoch)]
+        return [(epoch, step) for step in self._budget.steps_of(epoch, example)]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the next ``iter()``; a consumer saves :meth:`state_at` instead."""
@@ -276,18 +371,55 @@ class EpochSampler(ABC):
         self._check_keys(state)
         epoch, step = (state_int(key, state[key]) for key in ("epoch", "step"))
         self._check_fits(state, epoch, step)
-        num_steps = self._num_steps(epoch)
-        if step and step >= num_steps:
+        self._set_order(self._loaded_order(state, epoch, step))
+        self._budget.load(state, epoch, step)
+        if step and not self._budget.has_step(epoch, step):
+            num_steps = self._num_steps(epoch)
             raise StateError(
                 f"state is of step {step}, but epoch {epoch} has {num_steps} steps; {NEW_RUN}"
             )
-        self._load_extra(state, epoch, step)
         layout = state["layout"]
         if not isinstance(layout, dict) or layout.keys() != self._layout().keys():
             raise damaged_state(f"layout={layout!r}")
         self._check_layout(layout)
-        self._jump(epoch, step)
+        self._epoch, self._step, self._latest = epoch, step, None
         return layout
+
+    def _loaded_order(
+        self, state: Mapping[str, Any], epoch: int, step: int
+    ) -> ShuffledOrder | MixedOrder:
+        """Return the order of a state that fits. Raises StateError if it is damaged."""
+        order = self._order
+        if isinstance(order, MixedOrder):
+            return order.loaded(state, epoch)
+        growth = Growth.of_state(state["num_examples"])
+        grown = growth.to(order.growth.last, from_epoch=epoch + (step > 0))  # this one keeps its
+        records = state["reshuffles"]
+        are_lists = isinstance(records, list) and all(isinstance(r, list | tuple) for r in records)
+        if not are_lists or any(len(record) != 3 for record in records):
+            raise damaged_state(f"reshuffles={records!r}, not a list of [epoch, step, place]")
+        names = "a reshuffle's epoch", "a reshuffle's step"
+        places = []
+        for e, s, place in records:
+            if not is_count(place, MAX_COUNT):
+                raise damaged_state(f"a reshuffle's place={place!r}, not a count")
+            places.append((state_int(names[0], e), state_int(names[1], s), place))
+        order = order.changed(growth=grown, reshuffles=())
+        inside = all(at[:2] <= (epoch, step) for at in places)
+        if (
+            not inside
+            or places != sorted(places)
+            or any(p > order.size(e) or s > self._most_steps(order, e) for e, s, p in places)
+        ):
+            raise damaged_state(
+                f"reshuffles at {records!r}, which cannot all lie, in order, before its position, "
+                f"epoch {epoch} step {step}"
+            )
+        return order.changed(reshuffles=tuple(places))
+
+    def _most_steps(self, order: ShuffledOrder, epoch: int) -> int:
+        """Return the steps of an epoch, or a number that it cannot exceed."""
+        return self._new_budget(order).num_steps(epoch)
 
     def _check_keys(self, state: Mapping[str, Any]) -> None:
         keys = {"version", "epoch", "step", "layout", *self._extra(0, 0), *self._fits()}
@@ -301,11 +433,31 @@ class EpochSampler(ABC):
 
     def _check_fits(self, state: Mapping[str, Any], epoch: int, step: int) -> None:
         """Check that a state of this position is of the same run."""
+        if isinstance(self._order, ShuffledOrder):
+            self._check_size(Growth.of_state(state["num_examples"]).last)
         fits = self._fits(like=state)
         state = {key: state[key] for key in fits}  # in the same order
         was, now = differences(state, fits), differences(fits, state)
         if was:
             raise StateError(f"state is of {was}, this sampler has {now}; {NEW_RUN}")
+
+    def _check_size(self, was: int) -> None:
+        """Check that the data have as many examples as a state says, or allowed ones more."""
+        now = self.num_examples
+        if was > now or (was < now and not self._allow_appended):
+            hint = "examples were taken away; " + NEW_RUN
+            if was < now:
+                hint = (
+                    "if they were added at the end, build the sampler with allow_appended=True: "
+                    "the running epoch keeps its order, and the next one has them"
+                )
+            raise StateError(f"state is of {was} examples, the data has {now}; {hint}")
+        if was < now and self._user_order is not None:
+            raise StateError(
+                f"state is of {was} examples, the data has {now}; allow_appended=True cannot keep "
+                "the running epoch's order, which order= decides: finish the epoch with the data "
+                "of the saved run"
+            )
 
     def _position(self) -> tuple[int, int]:
         """Return the epoch and step that the next ``iter()`` begins with."""
@@ -314,17 +466,33 @@ class EpochSampler(ABC):
         return self._epoch, self._step
 
     def _jump(self, epoch: int, step: int) -> None:
-        """Make a checked position the next one."""
+        """Make a checked position the next one; reshuffles after it are undone."""
         self._epoch, self._step, self._latest = epoch, step, None
+        if isinstance(self._order, ShuffledOrder):
+            kept = tuple(at for at in self._order.reshuffles if at[:2] <= (epoch, step))
+            if kept != self._order.reshuffles:
+                self._set_order(self._order.changed(reshuffles=kept))
 
     def _checked_position(self, epoch: int, step: int) -> tuple[int, int]:
         """Return the position as ints; the end of an epoch is the start of the next one."""
         epoch = checked_word("epoch", epoch)
         step = checked_int("step", step, minimum=0)
+        if self._budget.has_step(epoch, step) or not step:
+            return epoch, step
         num_steps = self._num_steps(epoch)
         if step > num_steps:
             raise ValueError(
                 f"step must be at most {num_steps}, the number of steps of epoch {epoch}; "
                 f"got {step}"
             )
-        return (epoch + 1, 0) if step and step == num_steps else (epoch, step)
+        return epoch + 1, 0
+
+
+def _known(mine: Any, other: Any) -> Any:
+    """Return my fingerprint; where either side does not know one, the other's."""
+    if mine is None or other is None:
+        return other
+    own, others = (of.get("sources") if isinstance(of, dict) else None for of in (mine, other))
+    if not isinstance(own, list) or not isinstance(others, list) or len(own) != len(others):
+        return mine
+    return {**mine, "sources": [_known(a, b) for a, b in zip(own, others, strict=True)]}

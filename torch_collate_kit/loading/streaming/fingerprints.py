@@ -11,7 +11,7 @@ import numpy.typing as npt
 from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading.dataset import TokenizedDataset
 from torch_collate_kit.loading.dataset.fingerprints import fingerprint_of, sampled_rows
-from torch_collate_kit.loading.sampler.checks import differences
+from torch_collate_kit.loading.orders.checks import differences
 from torch_collate_kit.loading.streaming.outside_streams import is_datasets_stream
 from torch_collate_kit.reading.source import is_a
 

@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torch_collate_kit._checks import checked_bool, checked_int, checked_optional_int
 from torch_collate_kit._reprs import KindAndSize, call_repr, changed_settings
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.loading.sampler.checks import checked_collator, checked_rank
+from torch_collate_kit.loading.orders.checks import checked_collator, checked_rank
 from torch_collate_kit.loading.skipping import SkipPolicy
 from torch_collate_kit.loading.streaming.shard_batches import DividedStream, ShardBatches, Turn
 from torch_collate_kit.loading.streaming.shards import ExampleSource, Stream

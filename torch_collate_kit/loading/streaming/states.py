@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from torch_collate_kit.errors import StateError
-from torch_collate_kit.loading.sampler.checks import is_same
+from torch_collate_kit.loading.orders.checks import is_same
 from torch_collate_kit.loading.streaming.fingerprints import check_same_data
 from torch_collate_kit.packing import PackingOptions
 

@@ -13,6 +13,7 @@ from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.errors import StateError
 
 Indices: TypeAlias = npt.NDArray[np.int64]
+MAX_COUNT = 2**63 - 1
 MAX_WORD = 2**32 - 1  # one word of a SeedSequence each, or (2**32 + 1, 0) would be (1, 1)
 
 

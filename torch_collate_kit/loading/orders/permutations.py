@@ -8,7 +8,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from torch_collate_kit.loading.sampler.checks import Indices
+from torch_collate_kit.loading.orders.checks import Indices
 
 __all__ = [
     "ArrayOrder",

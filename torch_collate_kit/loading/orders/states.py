@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from torch_collate_kit.loading.sampler.checks import (
+from torch_collate_kit.loading.orders.checks import (
+    MAX_COUNT,
     Indices,
     are_pairs,
     damaged_state,
@@ -17,7 +18,6 @@ from torch_collate_kit.loading.sampler.checks import (
 
 __all__ = ["Growth", "digest_in_blocks"]
 
-_MAX_COUNT = 2**63 - 1
 _BLOCK, _MAX_THREADS = 2**22, 8  # counts hashed at a time, by so many threads
 
 
@@ -32,7 +32,7 @@ class Growth:
         """Restore from the output of ``as_state``. Raises StateError if it is malformed."""
         numbers = [n for at in changes for n in at] if are_pairs(changes) else []
         epochs, sizes = numbers[::2], numbers[1::2]
-        are_counts = numbers and all(is_count(n, _MAX_COUNT) for n in numbers)
+        are_counts = numbers and all(is_count(n, MAX_COUNT) for n in numbers)
         is_rising = are_counts and epochs == sorted(set(epochs)) and sizes == sorted(sizes)
         if not is_rising or epochs[0] != 0 or sizes[0] < 1:
             raise damaged_state(

@@ -1,0 +1,205 @@
+"""Mixtures: the order of the loops, shares, stages and caps, and the same at every position."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from tests.building import mixed_sampler, packed_collator
+from tests.loading.sampler.mixture_oracle import Mixed
+from torch_collate_kit import (
+    DataError,
+    Mixture,
+    PackedBatchSampler,
+    PaddedCollator,
+    PerExample,
+    PrefetchingSampler,
+    TokenizedDataset,
+)
+
+WEIGHTS = [[0.5, 0.3, 0.2], [1, 1, 1], [0.9, 0.09, 0.01], [0.333, 0.123456, 7], [2, 0, 1]]
+LENGTHS = [[5, 9, 2, 40], [3] * 7, [1, 30, 1, 30, 8]]
+
+
+def epochs_of(sampler, num_epochs):
+    return [[int(i) for batch in sampler for i in batch] for _ in range(num_epochs)]
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("by", ["examples", "tokens"])
+@pytest.mark.parametrize("stop", ["first_exhausted", "all_exhausted"])
+@pytest.mark.parametrize("limited", [False, True])
+def test_the_order_is_that_of_the_loops(weights, by, stop, limited):
+    sources = [np.array(lengths) for lengths in LENGTHS]
+    passes = [3, 2.5, None] if limited else None
+    mixture = Mixture(sources, weights=weights, by=by, stop=stop, max_passes=passes)
+    limits = [12, 17, None] if limited else None
+    oracle = Mixed(LENGTHS, by, stop, limits, seed=3)
+    sampler = PrefetchingSampler(mixture, batch_size=1, seed=3)
+    expected = [[index for _, index in oracle.epoch([(0, weights)])] for _ in range(2)]
+    assert epochs_of(sampler, 2) == expected
+    long = PrefetchingSampler(mixture, batch_size=7, seed=3, tail="wrap")
+    whole = [*expected[0], *expected[1]]
+    found = epochs_of(long, 2)
+    assert [*found[0], *found[1]] == whole[: len(whole) // 7 * 7]
+
+
+@pytest.mark.parametrize("by", ["examples", "tokens"])
+def test_stages_begin_at_their_steps(by):
+    sources = [np.array(lengths) for lengths in LENGTHS]
+    schedule = [(0, [8, 1, 1]), (2, [1, 8, 1]), (5, [0, 0, 1])]
+    mixture = Mixture(sources, schedule=schedule, by=by, stop="all_exhausted")
+    oracle = Mixed(LENGTHS, by, "all_exhausted", seed=1)
+    stages = [(3 * step, weights) for step, weights in schedule]
+    expected = [[index for _, index in oracle.epoch(stages)] for _ in range(2)]
+    assert epochs_of(PrefetchingSampler(mixture, batch_size=3, seed=1), 2) == expected
+
+
+def test_written_out_by_hand():
+    even = Mixture([3, 2], weights=[1, 1])
+    sampler = PrefetchingSampler(even, batch_size=2, shuffle=False)
+    assert epochs_of(sampler, 2) == [[0, 3, 1, 4], [2, 3, 0, 4]], "source 0 goes on"
+    twice = Mixture([np.array([10, 10]), np.array([5, 5])], weights=[1, 1], by="tokens")
+    sampler = PrefetchingSampler(twice, batch_size=3, shuffle=False)
+    assert next(iter(sampler)) == [2, 0, 3], "due at 2.5, at 5 and at 7.5 tokens of both"
+    whole = PrefetchingSampler(Mixture([3, 2]), batch_size=1)
+    assert sorted(epochs_of(whole, 1)[0]) == [0, 1, 2, 3, 4], "weights by size: each once"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_run_of_steps_has_its_share(seed):
+    rng = np.random.default_rng(seed)
+    num_sources = int(rng.integers(2, 12))
+    weights = np.round(rng.dirichlet(np.full(num_sources, 0.5)) + 1e-3, 4)
+    sizes = rng.integers(500, 900, num_sources).tolist()
+    sampler = mixed_sampler(sizes, batch_size=1, weights=weights)
+    found = np.array([sampler.examples(0, step)[0] for step in range(500)])
+    sources = np.searchsorted(np.cumsum(sizes), found, side="right")
+    counts = np.cumsum(sources[:, None] == np.arange(num_sources), axis=0)
+    shares = np.arange(1, 501)[:, None] * (weights / weights.sum())
+    assert np.abs(counts - shares).max() <= num_sources / 2
+
+
+CASES = {
+    "examples": {"weights": [0.5, 0.3, 0.2]},
+    "tokens": {"by": "tokens", "weights": [1, 2, 3]},
+    "all": {"stop": "all_exhausted", "by": "tokens", "max_passes": [2, None, 5]},
+    "schedule": {"schedule": [(0, [1, 1, 1]), (2, [5, 1, 1])], "stop": "all_exhausted"},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("tail", ["keep", "wrap", "drop"])
+@pytest.mark.parametrize("shuffle", [True, "keyed", False])
+def test_resume_at_every_step(case, tail, shuffle):
+    def make():
+        sources = [np.array(lengths) for lengths in LENGTHS]
+        options = {"tail": tail, "shuffle": shuffle, "seed": 2}
+        return mixed_sampler(sources, batch_size=3, **CASES[case], **options)
+
+    running = make()
+    whole = [list(running), list(running)]
+    for epoch in range(2):
+        for step in range(len(whole[epoch]) + 1):
+            state = json.loads(json.dumps(running.state_at(epoch, step)))
+            resumed, jumped = make(), make()
+            resumed.load_state_dict(state)
+            assert resumed.state_dict() == state == make().state_at(epoch, step)
+            jumped.set_epoch(epoch, step=step)
+            for sampler in (resumed, jumped):
+                rest = [batch for _ in range(2 - sampler.epoch) for batch in sampler]
+                assert rest == [*whole[epoch][step:], *(b for of in whole[epoch + 1 :] for b in of)]
+
+
+def test_by_rows_a_mixture_is_full_and_has_its_shares():
+    rng = np.random.default_rng(0)
+    sources = [rng.integers(2, 60, 4000), rng.integers(100, 400, 1500)]
+    collate = packed_collator(0, max_tokens=512, normalize_loss=False)
+    for schedule in ([(0, [7, 3])], [(0, [7, 3]), (50, [4, 6])]):
+        mixture = Mixture(sources, schedule=schedule, by="tokens", stop="all_exhausted")
+        sampler = PackedBatchSampler(mixture, collate, batch_rows=8, seed=4)
+        tokens, stage = np.zeros((100, 2)), np.arange(100) >= 50
+        for step in range(100):
+            found = sampler.examples(0, step)
+            of_source = mixture.source_of(found)
+            tokens[step] = np.bincount(of_source, mixture.lengths[found], minlength=2)
+        assert tokens.sum() / (100 * 8 * 512) > 0.985
+        for chosen, weights in ((~stage, schedule[0][1]), (stage, schedule[-1][1])):
+            shares = tokens[chosen].sum(axis=0) / tokens[chosen].sum()
+            assert abs(shares[0] - weights[0] / 10) < 0.01
+        state = json.loads(json.dumps(sampler.state_at(0, 53)))
+        resumed = PackedBatchSampler(mixture, collate, batch_rows=8, seed=4)
+        resumed.load_state_dict(state)
+        for step in (53, 60, 77):
+            assert resumed.examples(0, step).tolist() == sampler.examples(0, step).tolist()
+
+
+def test_it_is_a_dataset_of_its_sources_end_to_end():
+    sources = [TokenizedDataset([{"input_ids": [i, n]} for i in range(n)]) for n in (3, 2)]
+    mixture = Mixture(sources, names=["web", "math"])
+    examples = mixture.__getitems__([4, 0, 2])
+    assert [e["input_ids"].tolist() for e in examples] == [[1, 2], [0, 3], [2, 3]]
+    assert [e["source"] for e in examples] == [1, 0, 0]
+    assert mixture[3]["input_ids"].tolist() == [0, 2]
+    assert mixture.source_counts([4, 0, 2]) == {"web": 2, "math": 1}
+    collate = PaddedCollator(0, fields={"source": PerExample(torch.int64)}, train_all=True)
+    assert collate(examples)["source"].tolist() == [[1], [0], [0]]
+
+
+BAD = [
+    (([],), {}, ValueError, "sources must be a sequence of at least one dataset or number"),
+    (([3, 0],), {}, ValueError, "sources[1] must be at least 1, got 0"),
+    (([3, 2],), {"weights": [1]}, ValueError, "weights must have one number for each of the 2 so"),
+    (([3, 2],), {"weights": [0, 0]}, ValueError, "weights are all 0; at least one source must be"),
+    (([3, 2],), {"weights": [1, -1]}, ValueError, "weights[1] must be a finite number of at leas"),
+    (([3, 2],), {"weights": [1, "1"]}, ValueError, "weights[1] must be a finite number of at lea"),
+    (([3, 2],), {"by": "tokens"}, ValueError, "the length of every example is needed, and source"),
+    (([3, 2],), {"stop": "first"}, ValueError, "stop must be one of 'first_exhausted', 'all_exha"),
+    (([3, 2],), {"names": ["a", "a"]}, ValueError, "names must be 2 different strings, one for e"),
+    (([3, 2],), {"max_passes": 0}, ValueError, "max_passes of source 0 must be a number above 0"),
+    (([3, 2],), {"max_passes": [1]}, ValueError, "max_passes must be a number, or one for each o"),
+    (([3, 2],), {"schedule": [(2, [1, 1])]}, ValueError, "schedule begins at step 2; pass the we"),
+    (([3, 2],), {"schedule": [3]}, TypeError, "schedule[0] must be a pair (step, weights), got 3"),
+    (
+        ([3, 2],),
+        {"schedule": [(0, [1, 1]), (0, [1, 2])]},
+        ValueError,
+        "schedule[1] begins at step 0, not after 0, where the stage before it begins",
+    ),
+    (
+        ([3, 2],),
+        {"schedule": [(0, [1, 1])], "weights": [1, 1]},
+        ValueError,
+        "schedule begins at step 0, and weights= says so too; pass one",
+    ),
+    (([3, np.array([1.5])],), {"by": "tokens"}, ValueError, "the length of every example is nee"),
+]
+
+
+@pytest.mark.parametrize(("args", "options", "error", "message"), BAD)
+def test_bad_arguments(args, options, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        Mixture(*args, **options)
+
+
+def test_what_a_mixture_cannot_do():
+    mixture = Mixture([3, 2])
+    with pytest.raises(ValueError, match="a Mixture has an order of its own"):
+        PrefetchingSampler(mixture, batch_size=2, order=lambda epoch, rng: [0])
+    with pytest.raises(ValueError, match="a Mixture cannot be reshuffled"):
+        PrefetchingSampler(mixture, batch_size=2).reshuffle()
+    with pytest.raises(TypeError, match=r"source '0' of the mixture is 3, which has no examples"):
+        mixture[0]
+    with pytest.raises(IndexError, match="index 5 is outside the mixture, which has 5 examples"):
+        mixture[5]
+    capped = PrefetchingSampler(Mixture([3, 2], max_passes=1), batch_size=2)
+    assert len([*iter(capped)]) == 3
+    assert len(capped) == 0
+    with pytest.raises(ValueError, match="epoch 1 of the mixture has no example left"):
+        iter(capped)
+    with pytest.raises((ValueError, DataError), match="lengths of sources"):
+        Mixture([np.array([0, 1])], by="tokens")

@@ -1,0 +1,128 @@
+"""Rows as a dataset: each piece once, joined without a new plan, in trainers as in a loop."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from torch.utils.data import DataLoader
+
+from tests.building import packed_collator
+from torch_collate_kit import Mixture, PackedCollator, PackedRows, TokenizedDataset
+from torch_collate_kit.packing import ParallelLayout
+
+RNG = np.random.default_rng(0)
+LENGTHS = RNG.integers(1, 60, 4500)
+DATA = TokenizedDataset([{"input_ids": [i % 97 + 1] * n} for i, n in enumerate(LENGTHS)])
+SHORT = TokenizedDataset(
+    [{"input_ids": [i + 1, *range(n)]} for i, n in enumerate((3, 9, 30, 4, 7))]
+)
+
+
+def pieces_of(rows: PackedRows) -> list[tuple[int, int, int]]:
+    plan = rows.plan
+    return list(zip(plan.example_indices, plan.starts, plan.lengths, strict=True))
+
+
+def test_rows_hold_every_example_once_and_are_full() -> None:
+    rows = PackedRows(DATA, packed_collator(0, max_tokens=256), seed=4)
+    assert sorted(piece[0] for piece in pieces_of(rows)) == list(range(4500))
+    assert rows.plan.row_tokens.max() <= 256
+    assert LENGTHS.sum() / (len(rows) * 256) > 0.97
+    again, other = (PackedRows(DATA, packed_collator(0, max_tokens=256), seed=s) for s in (4, 5))
+    assert pieces_of(again) == pieces_of(rows) != pieces_of(other)
+
+
+def test_a_batch_is_its_rows_one_after_the_other() -> None:
+    collate = packed_collator(0, max_tokens=64)
+    rows = PackedRows(DATA, collate)
+    numbers = [7, 3, 200, 3]
+    batch = collate([rows[number] for number in numbers])
+    assert batch["input_ids"].shape == (4, batch["input_ids"].shape[1])
+    for row, number in enumerate(numbers):
+        alone = collate([rows[number]])
+        width = alone["input_ids"].shape[1]
+        assert batch["input_ids"][row, :width].equal(alone["input_ids"][0])
+        assert not batch["input_ids"][row, width:].any()
+    assert batch.metadata["num_tokens"] == sum(rows.plan.row_tokens[n] for n in numbers)
+    loader = DataLoader(rows, batch_size=2, shuffle=True, collate_fn=collate)
+    seen = sum(part.metadata["num_tokens"] for part in loader)
+    assert seen == LENGTHS.sum()
+    assert pickle.loads(pickle.dumps(rows))[3].joined is not None
+
+
+@pytest.mark.parametrize("overflow", ["split", "truncate", "drop"])
+def test_what_is_too_long(overflow: str, caplog: pytest.LogCaptureFixture) -> None:
+    collate = packed_collator(0, max_tokens=12, overflow=overflow)
+    rows = PackedRows(SHORT, collate)
+    batch = collate(list(rows))
+    tokens = {"split": 58, "truncate": 39, "drop": 27}[overflow]
+    assert batch.metadata["num_tokens"] == tokens == rows.plan.lengths.sum()
+    records = [record.getMessage() for record in caplog.records if record.levelno > logging.INFO]
+    said = {
+        "split": "PackedRows: 0 of 5 examples are dropped with 0 tokens, and 1 are cut by 0",
+        "truncate": "PackedRows: 0 of 5 examples are dropped with 0 tokens, and 1 are cut by 19",
+        "drop": "PackedRows: 1 of 5 examples are dropped with 31 tokens, and 0 are cut by 0",
+    }
+    assert records == [said[overflow]]
+
+
+def test_a_mixture_and_a_datasets_dataset() -> None:
+    mixture = Mixture([DATA, SHORT], weights=[1, 1], stop="all_exhausted", max_passes=[1, 8])
+    collate = packed_collator(0, max_tokens=64)
+    rows = PackedRows(mixture, collate)
+    counts = np.bincount(mixture.source_of(rows.plan.example_indices))
+    assert counts.tolist() == [4500, 40]
+    table = rows.to_datasets()
+    assert len(table) == len(rows)
+    batch = collate([table[3], table[5]])
+    assert batch["input_ids"].equal(collate([rows[3], rows[5]])["input_ids"])
+    trainers = PackedRows(DATA, PackedCollator(0, max_tokens=64, train_all=True).for_trainer())
+    inputs: Any = PackedCollator(0, max_tokens=64, train_all=True).for_trainer()
+    assert inputs([trainers[0], trainers[1]])["labels"].shape[0] == 2
+
+
+BAD: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
+    (
+        [3, 4],
+        {},
+        TypeError,
+        "examples must be a TokenizedDataset or a Mixture of them, got <list of",
+    ),
+    (
+        SHORT,
+        {"parallel": ParallelLayout(dp=2)},
+        ValueError,
+        "the trainer divides rows over its ran",
+    ),
+    (SHORT, {"max_tokens": 2, "overflow": "drop"}, ValueError, "all 5 examples are dropped; raise"),
+    (
+        Mixture([SHORT, SHORT], schedule=[(0, [1, 1]), (5, [1, 2])]),
+        {},
+        ValueError,
+        "the schedule of a Mixture counts steps, which are the trainer's here; leave it out",
+    ),
+]
+
+
+@pytest.mark.parametrize(("examples", "options", "error", "message"), BAD)
+def test_bad_arguments(
+    examples: Any, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        PackedRows(examples, packed_collator(0, **{"max_tokens": 64, **options}))
+
+
+def test_rows_that_do_not_exist_or_belong_elsewhere() -> None:
+    collate = packed_collator(0, max_tokens=64)
+    rows, others = PackedRows(SHORT, collate), PackedRows(SHORT, collate)
+    with pytest.raises(IndexError, match="row 1 does not exist: there are 1 rows"):
+        rows[1]
+    with pytest.raises(TypeError, match="a batch of rows must be of one PackedRows"):
+        collate([rows[0], others[0]])
+    with pytest.raises(ValueError, match="the batch was planned for"):
+        packed_collator(0, max_tokens=80)([rows[0]])

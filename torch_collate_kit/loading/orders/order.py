@@ -1,0 +1,145 @@
+"""The order of one dataset's examples, epoch by epoch: a function of (seed, epoch) and place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from torch_collate_kit.loading.orders.checks import Indices, checked_order
+from torch_collate_kit.loading.orders.permutations import (
+    ArrayOrder,
+    EpochOrder,
+    epoch_order,
+    seeded_generator,
+)
+from torch_collate_kit.loading.orders.states import Growth
+
+__all__ = ["Order", "ShuffledOrder", "UserOrder"]
+
+UserOrder: TypeAlias = Callable[[int, np.random.Generator], npt.ArrayLike]
+
+
+class Order(Protocol):
+    """The examples of all epochs in order; immutable but for what it keeps to be fast.
+
+    Places count from the start of an epoch: below 0 are the last ones of epochs before it, and
+    those from its size on are the first ones of the next.
+    """
+
+    def size(self, epoch: int) -> int:
+        """Return the number of examples of an epoch."""
+
+    def before(self, epoch: int) -> int:
+        """Return the number of examples of all epochs before one."""
+
+    def take(self, epoch: int, start: int, stop: int) -> Indices:
+        """Return the examples at places ``start`` to ``stop`` - 1: int64."""
+
+    def places(self, epoch: int, example: int) -> list[int]:
+        """Return the places of an example in an epoch, ascending."""
+
+
+class ShuffledOrder:
+    """One dataset, shuffled in each epoch, in sequence, or in the user's order.
+
+    ``reshuffles`` are (epoch, step, place): from this place on the epoch is in a new order. With
+    ``offsets``, int64 [examples + 1], what is ordered are the pieces ``offsets[i]:offsets[i + 1]``
+    of example i.
+    """
+
+    def __init__(
+        self,
+        growth: Growth,
+        *,
+        seed: int,
+        shuffle: bool | str,
+        user: UserOrder | None = None,
+        offsets: Indices | None = None,
+        reshuffles: tuple[tuple[int, int, int], ...] = (),
+    ) -> None:
+        self.growth, self.reshuffles = growth, reshuffles
+        self._seed, self._shuffle, self._user, self._offsets = seed, shuffle, user, offsets
+        self._sizes: dict[int, int] = {}  # of the user's epochs
+        self._epochs: dict[int, EpochOrder] = {}  # the two that were read last
+
+    def changed(self, **changes: Any) -> ShuffledOrder:
+        """Return a copy with another ``growth`` or other ``reshuffles``."""
+        given = {
+            "growth": self.growth,
+            "reshuffles": self.reshuffles,
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "user": self._user,
+            "offsets": self._offsets,
+        }
+        return ShuffledOrder(**{**given, **changes})
+
+    def fix(self, epoch: int) -> None:
+        """Read the order of an epoch, which a user's function decides, if it is not known yet."""
+        self._epoch(epoch)
+
+    def size(self, epoch: int) -> int:
+        """Return the number of examples of an epoch."""
+        if self._user is None:
+            return self._counted(self.growth.at(epoch))
+        if epoch not in self._sizes:
+            self._sizes[epoch] = len(self._users(epoch))
+        return self._sizes[epoch]
+
+    def before(self, epoch: int) -> int:
+        """Return the number of examples of all epochs before one."""
+        if self._user is None and self._offsets is None:
+            return self.growth.before(epoch)
+        return sum(map(self.size, range(epoch)))
+
+    def take(self, epoch: int, start: int, stop: int) -> Indices:
+        """Return the examples at places ``start`` to ``stop`` - 1: int64."""
+        parts = []
+        if start < 0 < epoch:
+            size = self.size(epoch - 1)
+            parts.append(self.take(epoch - 1, size + start, size + min(stop, 0)))
+        start, size = max(start, 0), self.size(epoch)
+        if start < stop:
+            parts.append(self._epoch(epoch).take(start, min(stop, size)))
+        if stop > size:
+            parts.append(self.take(epoch + 1, max(start - size, 0), stop - size))
+        return parts[0] if len(parts) == 1 else np.concatenate(parts or [np.zeros(0, np.int64)])
+
+    def places(self, epoch: int, example: int) -> list[int]:
+        """Return the places of an example in an epoch, ascending."""
+        order = self._epoch(epoch)
+        if self._offsets is None:
+            return order.places(example)
+        pieces = range(*self._offsets[example : example + 2].tolist())
+        return sorted(place for piece in pieces for place in order.places(piece))
+
+    def _counted(self, num_examples: int) -> int:
+        return num_examples if self._offsets is None else int(self._offsets[num_examples])
+
+    def _users(self, epoch: int) -> Indices:
+        """Return an epoch in the user's order, checked."""
+        assert self._user is not None
+        found = self._user(epoch, seeded_generator(self._seed, epoch))
+        examples = checked_order(found, epoch, self.growth.at(epoch))
+        if self._offsets is None:
+            return examples
+        counts = np.diff(self._offsets)[examples]
+        first = np.repeat(np.cumsum(counts) - counts, counts)
+        return np.repeat(self._offsets[examples], counts) + np.arange(len(first)) - first
+
+    def _epoch(self, epoch: int) -> EpochOrder:
+        """Return the order of an epoch after its reshuffles."""
+        kept = self._epochs  # one read: another thread may be at another epoch
+        if epoch in kept:
+            return kept[epoch]
+        done = [place for of, _, place in self.reshuffles if of == epoch]
+        words = self._seed, epoch
+        if self._user is not None:
+            order: EpochOrder = ArrayOrder(self._users(epoch), words, reshuffled_after=done)
+        else:
+            order = epoch_order(self.size(epoch), self._shuffle, words, reshuffled_after=done)
+        self._epochs = {**dict(list(kept.items())[-1:]), epoch: order}
+        return order

@@ -1,0 +1,166 @@
+"""Rows of several steps planned together, so that every step is full and costs the same.
+
+A window is the next run of the order that fits in the rows of its steps with 0.5% of the cells
+left free. The free cells let pieces be levelled over the rows; rows are then dealt to the steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from torch_collate_kit.packing.balance import assign_ranks, costs_to_balance, level_rows
+from torch_collate_kit.packing.options import PackingOptions
+from torch_collate_kit.packing.pieces import ImageLoad, cut_to_fit
+from torch_collate_kit.packing.plan import PackingPlan
+from torch_collate_kit.packing.planner import filled_rows, measured, part_of
+from torch_collate_kit.packing.rows import Ints, Limits, Rows, Sizes
+from torch_collate_kit.packing.strategies import num_rows_best_fit, sequential
+
+__all__ = ["WindowPlan", "num_rows_needed", "num_that_fit", "plan_window"]
+
+_FILLED_PER_MILLE = 995  # at 998 levelling overflows some row, and rows keep best fit's like sizes
+
+
+class WindowPlan(NamedTuple):
+    """The rows of consecutive steps."""
+
+    lengths: Ints
+    """int64 [N], tokens of the examples of the window."""
+    filled: PackingPlan
+    """All rows of the window, for no ranks yet."""
+    steps: Ints
+    """int64 [steps, rows of a step], the rows of each step in ``filled``."""
+
+    def step(self, number: int, packing: PackingOptions) -> tuple[Ints, PackingPlan]:
+        """Plan one step over the ranks of ``packing``; which rows it has does not depend on them.
+
+        Returns its examples, int64 [M] ascending numbers of the window's examples, and a plan in
+        which they are numbered 0 to M - 1. Examples that are dropped are in the first step.
+        """
+        filled, dp = self.filled, packing.parallel.dp
+        dropped = filled.dropped if number == 0 else filled.dropped[:0]
+        pieces = np.arange(len(filled.lengths))
+        rows = Rows(pieces, filled.row_offsets).take(self.steps[number])
+        examples = np.unique(np.append(filled.example_indices[rows.order], dropped))
+        sizes, limits = measured(filled, packing, has_images=True)
+        costs = costs_to_balance(sizes, limits, filled.vision_costs, packing)
+        rows = assign_ranks(rows, costs, limits, packing, num_ranks=dp)
+        plan = part_of(filled, rows, examples)
+        before = self.lengths[examples]
+        left = np.zeros(len(examples), dtype=np.int64)
+        np.add.at(left, plan.example_indices, plan.lengths)
+        lost = before - left
+        return examples, replace(
+            plan,
+            rows_multiple_of=dp,
+            num_cut_tokens=0 if packing.overflow == "split" else int(lost[plan.cut].sum()),
+            num_dropped_tokens=int(lost[plan.dropped].sum()),
+        )
+
+
+def num_that_fit(
+    lengths: Ints, packing: PackingOptions, num_rows: int, images: ImageLoad | None = None
+) -> int:
+    """Count how many of the first examples fit in ``num_rows`` rows with 0.5% of the cells free.
+
+    At least ``num_rows`` of them do, if there are as many: best fit opens at most one row for each.
+    ``lengths`` int64 [N], of which none is split. Only sizes are counted, no piece is moved.
+    """
+    sizes, limits, kept = _sizes_of(lengths, packing, images)
+    if not len(kept):
+        return len(lengths)
+    if packing.strategy == "sequential":
+        offsets = sequential(sizes, limits).offsets
+        num_pieces = int(offsets[min(num_rows, len(offsets) - 1)])
+    else:
+        num_pieces = _num_pieces_that_fit(sizes, limits, packing, num_rows)
+    return int(kept[num_pieces]) if num_pieces < len(kept) else len(lengths)
+
+
+def num_rows_needed(lengths: Ints, packing: PackingOptions, images: ImageLoad | None = None) -> int:
+    """Count the rows that the strategy fills with these examples, none of which is split."""
+    sizes, limits, kept = _sizes_of(lengths, packing, images)
+    return _num_rows(sizes, limits, packing) if len(kept) else 0
+
+
+def plan_window(
+    lengths: Ints,
+    packing: PackingOptions,
+    images: ImageLoad | None = None,
+    *,
+    num_steps: int,
+    batch_rows: int,
+    group: int,
+) -> WindowPlan:
+    """Plan the rows of ``num_steps`` steps, ``batch_rows`` each, which hold these examples.
+
+    Rows are levelled. In descending order of cost, each ``group`` neighbours, for ranks to compute
+    at the same time, are dealt to the steps in a snake. Then the steps are taken from both ends in
+    turn, so that any run of them is close to the mean of all.
+    """
+    pieces = cut_to_fit(lengths, packing, images)
+    sizes, limits = measured(pieces, packing, has_images=images is not None)
+    rows = filled_rows(sizes, limits, packing.strategy)
+    costs = costs_to_balance(sizes, limits, pieces.vision_costs, packing)
+    num_rows = num_steps * batch_rows
+    rows = level_rows(rows, sizes, limits, costs, packing, num_rows=num_rows, num_ranks=group)
+    if packing.strategy == "sequential":
+        steps = np.arange(num_rows).reshape(num_steps, batch_rows)
+    elif packing.balance is None:  # round robin
+        steps = np.arange(num_rows).reshape(batch_rows, num_steps).T
+    else:
+        steps = _dealt(rows.totals(costs[0] + costs[1]), num_steps, group)
+    return WindowPlan(lengths, pieces.in_rows(rows), steps)
+
+
+def _dealt(costs: Ints, num_steps: int, group: int) -> Ints:
+    """Deal groups of rows that cost alike to the steps: int64 [steps, rows of a step]."""
+    groups = np.argsort(-costs, kind="stable").reshape(-1, group)
+    turns = np.arange(len(groups)).reshape(-1, num_steps)
+    turns[1::2] = turns[1::2, ::-1].copy()
+    ends_first = sorted(range(num_steps), key=lambda step: min(step, num_steps - 1 - step))
+    return groups[turns[:, ends_first]].transpose(1, 0, 2).reshape(num_steps, -1)
+
+
+def _sizes_of(
+    lengths: Ints, packing: PackingOptions, images: ImageLoad | None
+) -> tuple[Sizes, Limits, Ints]:
+    """Return the sizes of the examples that are placed, the limits, and the examples' numbers."""
+    pieces = cut_to_fit(lengths, packing, images)
+    sizes, limits = measured(pieces, packing, has_images=images is not None)
+    return sizes, limits, pieces.example_indices
+
+
+def _num_pieces_that_fit(
+    sizes: Sizes, limits: Limits, packing: PackingOptions, num_rows: int
+) -> int:
+    budgets = [(sizes[0], packing.capacity)]
+    if packing.max_patches is not None and sizes[1].any():
+        budgets.append((sizes[1], packing.max_patches))
+    ends = [np.cumsum(values) for values, _ in budgets]
+    number = len(sizes[0])
+    for end, (_, capacity) in zip(ends, budgets, strict=True):
+        most = max(capacity, num_rows * capacity * _FILLED_PER_MILLE // 1000)
+        number = min(number, int(np.searchsorted(end, most, side="right")))
+    while number > num_rows:
+        first = sizes[0][:number], sizes[1][:number]
+        surplus = _num_rows(first, limits, packing) - num_rows
+        if surplus <= 0:
+            break
+        less = max(1, surplus * packing.capacity // 8)  # an eighth of the rows that are too many
+        fewer = int(np.searchsorted(ends[0], ends[0][number - 1] - less))
+        number = max(num_rows, min(number - 1, fewer))
+    return number
+
+
+def _num_rows(sizes: Sizes, limits: Limits, packing: PackingOptions) -> int:
+    is_best_fit = packing.strategy in ("best_fit_decreasing", "balanced", None)
+    is_one_budget = not limits.patches or (
+        not limits.reserved and limits.patches >= int(sizes[1].sum())
+    )
+    if is_best_fit and is_one_budget:
+        return num_rows_best_fit(sizes[0], limits.text, limits.pieces)
+    return len(filled_rows(sizes, limits, packing.strategy).offsets) - 1
