@@ -8,297 +8,249 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from figures import (
-    MISSING,
-    Results,
-    Rows,
-    bytes_per_token,
-    cell,
-    duration,
-    ms,
-    times,
-)
+from figures import MISSING, Results, bytes_per_token, cell, duration, ms, times
 
 __all__ = ["ANSWERS"]
 
 
-def _collate(r: Results) -> Rows:
+def _collate(r: Results) -> dict[str, str]:
     packed, padded = "packed, real mix", "padded, real mix"
     others = {"packed": "packed, other collators", "padded": "padded, other collators"}
     stored, cells = (
         [bytes_per_token(r, f"{mix}, bytes", of) for mix in (padded, packed)]
         for of in ("stored", "fields")
     )
-    return [
-        [
-            "How long does packing a batch of 1,024 examples take?",
+    return {
+        "How long does packing a batch of 1,024 examples take?": (
             f"{ms(r, packed, 'collate, columns')} from columns, "
             f"{ms(r, packed, 'collate, lists')} from Python lists; with every field made that a "
-            f"step reads {ms(r, packed, 'ready, columns')} and {ms(r, packed, 'ready, lists')}",
-        ],
-        [
-            "And padding one?",
+            f"step reads {ms(r, packed, 'ready, columns')} and {ms(r, packed, 'ready, lists')}"
+        ),
+        "And padding one?": (
             f"{ms(r, padded, 'collate, columns')} and {ms(r, padded, 'collate, lists')}; with "
-            f"every field {ms(r, padded, 'ready, columns')} and {ms(r, padded, 'ready, lists')}",
-        ],
-        [
-            "How often does a DataLoader worker deliver one?",
+            f"every field {ms(r, padded, 'ready, columns')} and {ms(r, padded, 'ready, lists')}"
+        ),
+        "How often does a DataLoader worker deliver one?": (
             f"every {ms(r, packed, 'delivered, columns')} packed, every "
             f"{ms(r, padded, 'delivered, columns')} padded (plain NumPy: "
             f"{ms(r, packed, 'delivered, row by row, ndarrays')} and "
-            f"{ms(r, padded, 'delivered, row by row, ndarrays')})",
-        ],
-        [
-            "How large is a batch?",
+            f"{ms(r, padded, 'delivered, row by row, ndarrays')})"
+        ),
+        "How large is a batch?": (
             f"{stored[0]} bytes per token padded and {stored[1]} packed, until its fields are "
-            f"made; then {cells[0]} bytes per token padded, {cells[1]} packed",
-        ],
-        [
-            "Against TRL, from lists and from arrays?",
+            f"made; then {cells[0]} bytes per token padded, {cells[1]} packed"
+        ),
+        "Against TRL, from lists and from arrays?": (
             f"packed, TRL takes {times(r, others['packed'], 'TRL padding-free, lists', 'lists')} "
             f"and {times(r, others['packed'], 'TRL padding-free, ndarrays', 'ndarrays')} as long; "
             f"padded {times(r, others['padded'], 'TRL padded, lists', 'lists')} and "
-            f"{times(r, others['padded'], 'TRL padded, ndarrays', 'ndarrays')}",
-        ],
-        [
-            "Against SkyRL, from lists?",
+            f"{times(r, others['padded'], 'TRL padded, ndarrays', 'ndarrays')}"
+        ),
+        "Against SkyRL, from lists?": (
             f"packed it takes {times(r, others['packed'], 'SkyRL packed, lists', 'lists')}, "
-            f"padded {times(r, others['padded'], 'SkyRL padded, lists', 'lists')} as long",
-        ],
-        [
-            "Against NumPy code written for the purpose, from arrays?",
+            f"padded {times(r, others['padded'], 'SkyRL padded, lists', 'lists')} as long"
+        ),
+        "Against NumPy code written for the purpose, from arrays?": (
             f"packed it takes {times(r, packed, 'row by row, ndarrays', 'collate, ndarrays')}, "
             f"padded {times(r, padded, 'row by row, ndarrays', 'collate, ndarrays')} as long as "
             f"the call, {times(r, packed, 'row by row, ndarrays', 'ready, ndarrays')} and "
             f"{times(r, padded, 'row by row, ndarrays', 'ready, ndarrays')} as long as the call "
-            "with every field made",
-        ],
-    ]
+            "with every field made"
+        ),
+    }
 
 
-def _packing(r: Results) -> Rows:
+def _packing(r: Results) -> dict[str, str]:
     small, large = "1,024 lengths, real mix", "300,000 lengths, real mix"
     keys = {heading: heading.replace(",", "", 1) for heading in (small, large)}
     ours, axolotl = "pack, best fit", "axolotl first fit, groups of 100k"
-    return [
-        [
-            "How long does planning take?",
+    return {
+        "How long does planning take?": (
             f"{ms(r, keys[small], ours)} for 1,024 examples, {ms(r, keys[large], ours)} for "
             f"300,000, {duration(cell(r, 'Growth', '10,000,000', 'median'))} for 10,000,000 (one "
-            "core)",
-        ],
-        [
-            "How full are the rows?",
+            "core)"
+        ),
+        "How full are the rows?": (
             f"{cell(r, small, ours, 'filled')} with 1,024 examples, "
-            f"{cell(r, large, ours, 'filled')} with 300,000",
-        ],
-        [
-            "Against TRL's best fit?",
+            f"{cell(r, large, ours, 'filled')} with 300,000"
+        ),
+        "Against TRL's best fit?": (
             f"for 1,024 examples it takes {times(r, keys[small], 'TRL best fit', ours)} as long, "
-            f"for 300,000 {times(r, keys[large], 'TRL best fit', ours)}; as many rows",
-        ],
-        [
-            "Against axolotl's first fit (numba)?",
+            f"for 300,000 {times(r, keys[large], 'TRL best fit', ours)}; as many rows"
+        ),
+        "Against axolotl's first fit (numba)?": (
             f"for 1,024 examples it takes {times(r, keys[small], axolotl, ours)} as long, for "
             f"300,000 {times(r, keys[large], axolotl, ours)}; its rows are "
-            f"{cell(r, large, axolotl, 'filled')} full",
-        ],
-        [
-            "Against SkyRL's first fit?",
-            f"for 1,024 examples it takes {times(r, keys[small], 'SkyRL first fit', ours)} as long",
-        ],
-    ]
+            f"{cell(r, large, axolotl, 'filled')} full"
+        ),
+        "Against SkyRL's first fit?": (
+            f"for 1,024 examples it takes {times(r, keys[small], 'SkyRL first fit', ours)} as long"
+        ),
+    }
 
 
-def _rollout(r: Results) -> Rows:
+def _rollout(r: Results) -> dict[str, str]:
     mix = "real mix"
-    return [
-        [
-            "How long does collating 1,024 rollouts take?",
+    return {
+        "How long does collating 1,024 rollouts take?": (
             f"{ms(r, mix, 'collate, columns')} from columns, {ms(r, mix, 'collate, lists')} from "
             f"lists; with every field made {ms(r, mix, 'ready, columns')} and "
-            f"{ms(r, mix, 'ready, lists')}",
-        ],
-        [
-            "How often does a DataLoader worker deliver a batch?",
+            f"{ms(r, mix, 'ready, lists')}"
+        ),
+        "How often does a DataLoader worker deliver a batch?": (
             f"every {ms(r, mix, 'delivered, columns')} (plain NumPy: "
-            f"{ms(r, mix, 'delivered, row by row, ndarrays')})",
-        ],
-        [
-            "How large is a batch sent to another process?",
+            f"{ms(r, mix, 'delivered, row by row, ndarrays')})"
+        ),
+        "How large is a batch sent to another process?": (
             f"{bytes_per_token(r, f'{mix}, bytes', 'stored')} bytes per token; its dense fields "
-            f"would be {bytes_per_token(r, f'{mix}, bytes', 'fields')}",
-        ],
-        [
-            "Against SkyRL, from lists?",
-            f"it takes {times(r, 'other collators', 'SkyRL, lists', 'lists')} as long",
-        ],
-        [
-            "What do prompt and response side by side save?",
+            f"would be {bytes_per_token(r, f'{mix}, bytes', 'fields')}"
+        ),
+        "Against SkyRL, from lists?": (
+            f"it takes {times(r, 'other collators', 'SkyRL, lists', 'lists')} as long"
+        ),
+        "What do prompt and response side by side save?": (
             "with a long prompt and a long response in one batch, padding them apart takes "
-            f"{cell(r, 'Width', 'prompts and responses padded apart', 'of one block')} the memory",
-        ],
-    ]
+            f"{cell(r, 'Width', 'prompts and responses padded apart', 'of one block')} the memory"
+        ),
+    }
 
 
-def _loader(r: Results) -> Rows:
+def _loader(r: Results) -> dict[str, str]:
     def step(name: str) -> str:
         way = f"PackedCollator under {name}"
         off, on, alone = (ms(r, way, w) for w in ("prefetch off", "prefetch on", "step alone"))
         return f"{off} per step without prefetch, {on} with it; the step alone takes {alone}"
 
     busy = "PackedCollator under small ops"
-    return [
-        [
-            "How much of a step is collation, if a batch takes 20 ms?",
-            f"{step('sleep')} (it sleeps, as a process does that waits for its GPU)",
-        ],
-        ["And if the step computes on the CPU?", step("matmul")],
-        [
-            "And if the step is Python code, which holds the GIL?",
-            f"{step('small ops')}; with one worker process {ms(r, busy, '1 worker')}",
-        ],
-        [
-            "What does the loader cost per step?",
+    return {
+        "How much of a step is collation, if a batch takes 20 ms?": (
+            f"{step('sleep')} (it sleeps, as a process does that waits for its GPU)"
+        ),
+        "And if the step computes on the CPU?": step("matmul"),
+        "And if the step is Python code, which holds the GIL?": (
+            f"{step('small ops')}; with one worker process {ms(r, busy, '1 worker')}"
+        ),
+        "What does the loader cost per step?": (
             f"{ms(r, 'overhead, an empty step', 'prefetch on')} (a bare DataLoader: "
-            f"{ms(r, 'overhead, an empty step', 'DataLoader')})",
-        ],
-    ]
+            f"{ms(r, 'overhead, an empty step', 'DataLoader')})"
+        ),
+    }
 
 
-def _stream(r: Results) -> Rows:
-    return [
-        [
-            "What does packing on the fly cost, against a plan of the whole dataset?",
+def _stream(r: Results) -> dict[str, str]:
+    return {
+        "What does packing on the fly cost, against a plan of the whole dataset?": (
             f"a pass takes {times(r, 'pass', 'TokenizedDataset', 'offline')} as long over a "
             f"TokenizedDataset, {times(r, 'pass', 'datasets.Dataset', 'offline')} over a "
             "datasets.Dataset, "
-            f"{times(r, 'pass', 'datasets.IterableDataset', 'offline')} over an IterableDataset",
-        ],
-        [
-            "How much time is that per example?",
+            f"{times(r, 'pass', 'datasets.IterableDataset', 'offline')} over an IterableDataset"
+        ),
+        "How much time is that per example?": (
             f"{cell(r, 'A pass', 'TokenizedDataset', 'median')} us, against "
-            f"{cell(r, 'A pass', 'offline', 'median')} us",
-        ],
-    ]
+            f"{cell(r, 'A pass', 'offline', 'median')} us"
+        ),
+    }
 
 
-def _chat(r: Results) -> Rows:
+def _chat(r: Results) -> dict[str, str]:
     def more(data: str) -> str:
         ways = [times(r, f"{data}.jsonl, {kind}", "tokenize_chat_dataset", "apply_chat_template")
                 for kind in ("tags", "no tags")]  # fmt: skip
         return f"{ways[0]} as long with generation tags in the template, {ways[1]} without"
 
-    return [
-        [
-            "How much longer than apply_chat_template do exact masks take?",
-            f"short questions: {more('gsm8k_train_2k')}",
-        ],
-        ["In dialogues with tools?", more("chat_tools_tm4_900")],
-        ["In long documents?", more("chat_long_squality_50")],
-    ]
+    return {
+        "How much longer than apply_chat_template do exact masks take?": (
+            f"short questions: {more('gsm8k_train_2k')}"
+        ),
+        "In dialogues with tools?": more("chat_tools_tm4_900"),
+        "In long documents?": more("chat_long_squality_50"),
+    }
 
 
-def _vision(r: Results) -> Rows:
+def _vision(r: Results) -> dict[str, str]:
     images, records = "processed examples, float32", "records"
-    return [
-        [
-            "How long does a batch of 32 examples with 144 MB of pixels take?",
+    return {
+        "How long does a batch of 32 examples with 144 MB of pixels take?": (
             f"{ms(r, images, 'packed, collate')}; torch.cat of the pixels alone takes "
-            f"{ms(r, images, 'torch.cat of the pixels')}",
-        ],
-        [
-            "What does a training step gain over padding?",
+            f"{ms(r, images, 'torch.cat of the pixels')}"
+        ),
+        "What does a training step gain over padding?": (
             f"{cell(r, 'Training step', 'packed, torch_varlen', 'times padded')} the tokens per "
             "second of padding with torch_varlen, "
             f"{cell(r, 'Training step', 'packed, sdpa', 'times padded')} with sdpa (a small "
-            "Qwen3-VL on a CPU)",
-        ],
-        [
-            "Against TRL, conversations with images that the collator processes?",
+            "Qwen3-VL on a CPU)"
+        ),
+        "Against TRL, conversations with images that the collator processes?": (
             f"TRL {ms(r, records, 'TRL vision')}, ours {ms(r, records, 'padded, ready')} padded "
             f"and {ms(r, records, 'packed, ready')} packed for 32 (TRL makes no positions and "
-            "masks nothing)",
-        ],
-        [
-            "How long does a plan of 1,000,000 examples with two budgets take?",
-            ms(r, "planning, 1000000", "tokens and patches"),
-        ],
-    ]
+            "masks nothing)"
+        ),
+        "How long does a plan of 1,000,000 examples with two budgets take?": ms(
+            r, "planning, 1000000", "tokens and patches"
+        ),
+    }
 
 
-def _vision_plan(r: Results) -> Rows:
+def _vision_plan(r: Results) -> dict[str, str]:
     heading, patches = "1,024 examples, half images", "16,384"
     cells = {c: cell(r, heading, patches, c) for c in
              ("language max/mean", "vision max/mean", "by tokens alone", "fill", "ms")}  # fmt: skip
-    return [
-        [
-            "How even are 8 ranks?",
+    return {
+        "How even are 8 ranks?": (
             f"the heaviest has {cells['language max/mean']} times the mean cost of the language "
             f"model, {cells['vision max/mean']} of the vision tower; balanced by tokens alone "
-            f"{cells['by tokens alone']}",
-        ],
-        ["How full are rows in the budget that binds?", cells["fill"]],
-        ["How long does a plan of 1,024 examples take?", f"{cells['ms']} ms"],
-    ]
+            f"{cells['by tokens alone']}"
+        ),
+        "How full are rows in the budget that binds?": cells["fill"],
+        "How long does a plan of 1,024 examples take?": f"{cells['ms']} ms",
+    }
 
 
-def _elastic(r: Results) -> Rows:
+def _elastic(r: Results) -> dict[str, str]:
     step, lost = "Finding a step", r.get("most lost", {})
     most = [f"{lost[n]:.1f}%" if n in lost else MISSING for n in ("4096", "8192")]
     known, keyed = (
         [duration(cell(r, step, row, name)) for name in ("first step of an epoch", "any other")]
         for row in ("shuffle=True", "shuffle='keyed'")
     )
-    return [
-        [
-            "What do the same rows on any number of ranks cost?",
+    return {
+        "What do the same rows on any number of ranks cost?": (
             f"at most {most[0]} of their fill (examples up to half a row; up to {most[1]} where "
-            "one fills a row)",
-        ],
-        [
-            "How long does it take to find a step of the past?",
+            "one fills a row)"
+        ),
+        "How long does it take to find a step of the past?": (
             f"{known[1]}, and {known[0]} for the first of an epoch, which makes its order; "
-            f"with a keyed order {keyed[0]}",
-        ],
-        [
-            "How large is a state?",
-            f"{cell(r, step, 'shuffle=True', 'bytes')} bytes",
-        ],
-    ]
+            f"with a keyed order {keyed[0]}"
+        ),
+        "How large is a state?": f"{cell(r, step, 'shuffle=True', 'bytes')} bytes",
+    }
 
 
-def _scale(r: Results) -> Rows:
+def _scale(r: Results) -> dict[str, str]:
     step, order = "Planning a step", "An order"
     ranks = [duration(cell(r, step, number, "median")) for number in ("8", "512")]
     begin = "CPU ms to the first batch"
     firsts = [duration(cell(r, order, n, begin)) for n in ("1,000,000", "100,000,000")]
     state = cell(r, order, "100,000,000", "bytes of a state")
     memory = cell(r, "A TokenizedDataset", "1,000,000", "MB of memory")
-    return [
-        [
-            "How long does a rank plan a step of 512 ranks?",
-            f"{ranks[1]} (of 8 ranks: {ranks[0]})",
-        ],
-        [
-            "How even are 512 ranks?",
+    return {
+        "How long does a rank plan a step of 512 ranks?": f"{ranks[1]} (of 8 ranks: {ranks[0]})",
+        "How even are 512 ranks?": (
             f"the busiest has {cell(r, step, '512', 'tokens')} more tokens and "
             f"{cell(r, step, '512', 'cost')} more to compute than the mean, its rows are "
-            f"{cell(r, step, '512', 'filled')} full",
-        ],
-        [
-            "What does a large dataset cost in a process?",
-            f"1,000,000 examples in an Arrow file take {memory} MB of memory",
-        ],
-        [
-            "How long does resuming in the middle of an epoch take?",
+            f"{cell(r, step, '512', 'filled')} full"
+        ),
+        "What does a large dataset cost in a process?": (
+            f"1,000,000 examples in an Arrow file take {memory} MB of memory"
+        ),
+        "How long does resuming in the middle of an epoch take?": (
             f"{firsts[0]} to the first batch with 1,000,000 examples, {firsts[1]} with "
-            f"100,000,000; the state has {state} bytes",
-        ],
-    ]
+            f"100,000,000; the state has {state} bytes"
+        ),
+    }
 
 
-def _balance(r: Results) -> Rows:
+def _balance(r: Results) -> dict[str, str]:
     rows, few = "16 rows of 16,384 tokens per rank", "Few rows per rank"
     over_rows = "8 ranks, differencing over ranks, then over rows"
 
@@ -308,46 +260,42 @@ def _balance(r: Results) -> Rows:
         )
         return f"{tokens} more tokens, {cost} more to compute, {computed} with pads"
 
-    return [
-        ["How even are 512 ranks with 16 rows each?", f"the busiest has {over('pack')}"],
-        ["And if full rows are dealt in turn?", over("best fit, rows in turn")],
-        [
-            "And if Karmarkar-Karp gives examples to ranks?",
-            over("differencing, then best fit per rank"),
-        ],
-        [
-            "And if it makes the rows, too?",
+    return {
+        "How even are 512 ranks with 16 rows each?": f"the busiest has {over('pack')}",
+        "And if full rows are dealt in turn?": over("best fit, rows in turn"),
+        "And if Karmarkar-Karp gives examples to ranks?": over(
+            "differencing, then best fit per rank"
+        ),
+        "And if it makes the rows, too?": (
             f"on 8 ranks {cell(r, rows, over_rows, 'cost')} more to compute, but "
             f"{cell(r, rows, over_rows, 'over the limit')} of {cell(r, rows, over_rows, 'rows')} "
-            "rows are over the limit",
-        ],
-        [
-            "And with few rows per rank?",
+            "rows are over the limit"
+        ),
+        "And with few rows per rank?": (
             f"{cell(r, few, '1, real mix', 'cost')} with one row of 8,192 tokens, where the "
             f"longest example alone costs {cell(r, few, '1, real mix', 'longest example')} of the "
-            f"mean; {cell(r, few, '4, real mix', 'cost')} with four rows",
-        ],
-    ]
+            f"mean; {cell(r, few, '4, real mix', 'cost')} with four rows"
+        ),
+    }
 
 
-def _audit(r: Results) -> Rows:
+def _audit(r: Results) -> dict[str, str]:
     def speed(of: str) -> str:
         found = cell(r, "From columns", of, "million tokens/s")
         return found if found == MISSING else f"{found} million tokens per second"
 
-    return [
-        [
-            "How fast does audit read a dataset?",
+    return {
+        "How fast does audit read a dataset?": (
             f"{speed('examples with loss_mask')} of one core from columns, "
-            f"{speed('TokenizedDataset')} from an Arrow table",
-        ],
-        ["And of rollouts?", speed("rollouts with logprobs")],
-    ]
+            f"{speed('TokenizedDataset')} from an Arrow table"
+        ),
+        "And of rollouts?": speed("rollouts with logprobs"),
+    }
 
 
-def _gpu(r: Results) -> Rows:
+def _gpu(r: Results) -> dict[str, str]:
     """One row per model that was measured; a page of one machine has no others."""
-    rows = []
+    rows = {}
     for size in ("0.6B", "1.7B", "4B"):
         found = {v["variant"]: v for v in r.get(f"padding-{size}", [])}
         ours, padded = found.get("packed, torch_varlen", {}), found.get("padded, sdpa", {})
@@ -356,15 +304,15 @@ def _gpu(r: Results) -> Rows:
             if "tokens_per_second" in padded:
                 times = ours["tokens_per_second"] / padded["tokens_per_second"]
                 answer += f", {times:.2f}x as many as padded"
-            rows.append([f"How fast is a Qwen3-{size} fine-tuned on {r['device']}?", answer])
+            rows[f"How fast is a Qwen3-{size} fine-tuned on {r['device']}?"] = answer
     checks = r.get("checks", {})
     if checks:
         answer = f"{checks['passed']} checks pass, {checks['failed']} fail"
-        rows.append(["Is packed attention exact on the GPU?", answer])
+        rows["Is packed attention exact on the GPU?"] = answer
     return rows
 
 
-ANSWERS: dict[str, Callable[[Results], Rows]] = {
+ANSWERS: dict[str, Callable[[Results], dict[str, str]]] = {
     "audit": _audit,
     "balance": _balance,
     "chat": _chat,

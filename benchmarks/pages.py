@@ -39,7 +39,7 @@ def page(results: Mapping[str, Any]) -> str:
     blocks = [f"# {name}", f"`{results['command']}`"]
     kind = name.partition("-")[0]  # of a GPU the name goes on with the machine
     if kind in ANSWERS:
-        rows = ANSWERS[kind](results)
+        rows = [[*row] for row in ANSWERS[kind](results).items()]
         blocks.append(markdown_table(["question", "measured"], rows))
     if results.get("targets"):
         blocks += _targets(results["claim"], results["targets"])
@@ -70,7 +70,7 @@ def readme(text: str, all_results: Mapping[str, Mapping[str, Any]]) -> str:
         if target["verdict"] == "MISSED"
     ]
     total = sum(len(results.get("targets", [])) for results in all_results.values())
-    heading = f"**Missed: {len(missed)} of {total} targets.** All of them stand on the pages."
+    heading = f"**Missed: {len(missed)} of {total} targets.** All of them are on the pages."
     below = markdown_table(["page", "target", "measured", "wanted"], missed) if missed else ""
     blocks = [before + _BEGIN, asked, heading, below, _END + after]
     return "\n\n".join(block.strip("\n") for block in blocks) + "\n"
@@ -142,7 +142,8 @@ def _overview(all_results: Mapping[str, Results]) -> Rows:
     rows = []
     for name, begin in asked:
         kind = name.partition("-")[0]
-        found = [row for row in ANSWERS[kind](all_results[name]) if row[0].startswith(begin)]
+        answers = ANSWERS[kind](all_results[name]).items()
+        found = [row for row in answers if row[0].startswith(begin)]
         if kind != "gpu":
             (_,) = found
         rows += [[*row, f"[{name}](results/{name}.md)"] for row in found]

@@ -1,4 +1,4 @@
-"""The output folder of a run: locked, with checkpoints that a kill leaves whole, and its end."""
+"""The output folder of a run: locked, with checkpoints that a kill leaves whole."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def fail(message: str) -> NoReturn:
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """A rank that fails in here ends all ranks, with its message: else they would wait for it."""
+    """End all ranks with the message of one that fails in here; else they would wait for it."""
     message = None
     try:
         yield
@@ -37,18 +37,19 @@ def together() -> Iterator[None]:
 
 
 def claim(accelerator: Accelerator, args: argparse.Namespace) -> None:
-    """Make and lock the output folder, for all ranks, if it is fit to begin or to resume in."""
+    """Make and lock the output folder, for all ranks; refuse one of another run."""
     folder = args.output_dir
     with together():
-        if not accelerator.is_main_process:
-            return
-        lock(folder)
-        if args.resume == "always" and not checkpoints(args):
-            fail(f"--resume: no checkpoint in {folder}; was --checkpoint-every given?")
-        if checkpoints(args) and not args.resume:
-            fail(f"{folder} has checkpoints of an earlier run; --resume it, or go elsewhere")
-        if (folder / "metrics.jsonl").exists() and not checkpoints(args):
-            print(f"{folder}: the results of an earlier run are replaced")
+        if accelerator.is_main_process:
+            lock(folder)
+            if args.resume == "always" and not checkpoints(args):
+                fail(f"--resume: no checkpoint in {folder}; was --checkpoint-every given?")
+            if checkpoints(args) and not args.resume:
+                fail(f"{folder} has checkpoints of an earlier run; --resume it, or go elsewhere")
+            if (folder / "metrics.jsonl").exists() and not checkpoints(args):
+                print(f"{folder}: the results of an earlier run are replaced")
+    if not checkpoints(args):
+        args.resume = None  # of "auto"
 
 
 def lock(folder: Path) -> None:
@@ -68,28 +69,24 @@ def finish_the_step(_: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-class Termination:
-    """Notes SIGTERM, which Slurm and Kubernetes send before they kill: the step is finished."""
-
-    is_requested = False
-
-    def __enter__(self) -> Termination:
-        self.handler = signal.signal(signal.SIGTERM, self._note)
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        signal.signal(signal.SIGTERM, self.handler)
-
-    def _note(self, *_: Any) -> None:
-        self.is_requested = True
+@contextlib.contextmanager
+def noting_sigterm() -> Iterator[list[int]]:
+    """Collect SIGTERMs, which Slurm and Kubernetes send before they kill: a step is finished."""
+    received: list[int] = []
+    handler = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+    try:
+        yield received
+    finally:
+        signal.signal(signal.SIGTERM, handler)
 
 
 def checkpoints(args: argparse.Namespace) -> list[Path]:
+    """Return the folders of the checkpoints that are whole, the oldest first."""
     return sorted(path.parent for path in args.output_dir.glob("checkpoint-*/run.json"))
 
 
 def save_checkpoint(accelerator: Accelerator, loader: Any, step: int, args: Any) -> None:
-    """Write beside, then rename: a kill at any moment leaves the checkpoint before it whole."""
+    """Write to `unfinished`, then rename it: a kill leaves the checkpoint before it whole."""
     unfinished, metrics = args.output_dir / "unfinished", args.output_dir / "metrics.jsonl"
 
     def begin() -> None:
@@ -125,7 +122,7 @@ def save_checkpoint(accelerator: Accelerator, loader: Any, step: int, args: Any)
 
 
 def not_saved(error: BaseException, step: int, args: argparse.Namespace) -> str:
-    """Why a checkpoint is missing, and what there is; torch calls a full disk a RuntimeError."""
+    """Return why a checkpoint was not saved; torch calls a full disk a RuntimeError."""
     rank = args.rank
     if isinstance(error, CheckpointException):  # every rank has the errors of all
         rank, (error, _) = next(iter(error.failures.items()))
@@ -136,7 +133,7 @@ def not_saved(error: BaseException, step: int, args: argparse.Namespace) -> str:
 
 
 def wait_for_disk(*paths: Path) -> None:
-    """Files with their contents, folders with the names in them: kept if the power fails now."""
+    """Flush files, and the names in folders, so that a power failure cannot lose them."""
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)
@@ -144,7 +141,7 @@ def wait_for_disk(*paths: Path) -> None:
 
 
 def resume(accelerator: Accelerator, loader: Any, args: argparse.Namespace) -> int:
-    """Load the latest checkpoint, if it is of this very run; the number of its step."""
+    """Load the latest checkpoint, if it is of this very run; return the number of its step."""
     latest = checkpoints(args)[-1]
     state = json.loads((latest / "run.json").read_text())
     was, now = {"version": state["version"], **state["run"]}, {"version": 6, **args.run}

@@ -14,16 +14,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
-import torch
+import synthetic_chat
 import transformers
-from accelerate import Accelerator
-from accelerate.utils import gather_object
 from PIL import Image, ImageDraw
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen3_vl import processing_qwen3_vl
-
-import torch_collate_kit as kit
 
 COLOURS = {
     **{"red": (230, 40, 40), "green": (40, 200, 60), "blue": (50, 90, 250)},
@@ -76,7 +71,7 @@ Thing = tuple[str, str]  # shape and colour
 
 
 def draw(rng: np.random.Generator, things: list[Thing]) -> bytes:
-    """A PNG with these things in cells of a grid, each a little out of place."""
+    """Draw these things in cells of a grid, each a little out of place; return a PNG."""
     rows = int(rng.integers(1 + (len(things) > 2), 3))
     columns = int(rng.integers(-(-len(things) // rows), 3))
     ground = int(rng.integers(0, 50))
@@ -102,7 +97,7 @@ def some(rng: np.random.Generator, names: Iterable[str], count: int) -> list[str
 
 
 def record(pictures: list[bytes], questions: list[tuple[str, str]], skill: str) -> dict:
-    """A conversation; the pictures come before the first question."""
+    """Return a conversation; the pictures come before the first question."""
     messages = []
     for i, (question, answer) in enumerate(questions):
         parts = [{"type": "image"} for _ in pictures] if i == 0 else []
@@ -114,7 +109,7 @@ def record(pictures: list[bytes], questions: list[tuple[str, str]], skill: str) 
 
 
 def colours_and_shapes(rng: np.random.Generator, turns: int, skill: str) -> dict:
-    """One or two things, of different shapes and colours; each is asked for once at most."""
+    """Ask once about each of one or two things, of different shapes and colours."""
     count = int(rng.integers(1, 3))
     things = list(zip(some(rng, SHAPES, count), some(rng, COLOURS, count), strict=True))
     asked = []
@@ -164,16 +159,6 @@ def make_records(count: int, seed: int, turns: int) -> list[dict]:
     return [SKILLS[i % len(SKILLS)](rng, turns) for i in range(count)]
 
 
-def texts_of(record: dict) -> list[str]:
-    """What is said in a conversation; whether it is one, the tokenization says."""
-    found: list[str] = []
-    for message in record.get("messages") or []:
-        content = message.get("content")
-        parts = content if isinstance(content, list) else [{"text": content}]
-        found += [part["text"] for part in parts if isinstance(part.get("text"), str)]
-    return found
-
-
 class Qwen3VLProcessor(processing_qwen3_vl.Qwen3VLProcessor):
     """Without a video processor, which needs torchvision; saved under the name of its base."""
 
@@ -183,22 +168,10 @@ class Qwen3VLProcessor(processing_qwen3_vl.Qwen3VLProcessor):
 
 
 def make_processor(records: Iterable[dict]) -> Qwen3VLProcessor:
-    """A byte-level BPE of the texts, and Qwen's image processor for images up to 512 x 512."""
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=512,
-        special_tokens=["<|pad|>", "<|im_start|>", "<|im_end|>", *VISION_TOKENS],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    bpe.train_from_iterator((text for record in records for text in texts_of(record)), trainer)
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
-        pad_token="<|pad|>",
-        eos_token="<|im_end|>",
-        extra_special_tokens={"image_token": VISION_TOKENS[2], "video_token": VISION_TOKENS[3]},
+    """Return a tokenizer of the texts, with Qwen's image processor for up to 512 x 512 pixels."""
+    tokens = {"image_token": VISION_TOKENS[2], "video_token": VISION_TOKENS[3]}
+    tokenizer = synthetic_chat.train_tokenizer(
+        records, 512, VISION_TOKENS, chat_template=None, extra_special_tokens=tokens
     )
     images = Qwen2VLImageProcessorPil(
         patch_size=16, size={"shortest_edge": 32 * 32, "longest_edge": 512 * 512}
@@ -207,7 +180,7 @@ def make_processor(records: Iterable[dict]) -> Qwen3VLProcessor:
 
 
 def make_model(processor: Any, **options: Any) -> transformers.Qwen3VLForConditionalGeneration:
-    """A Qwen3-VL of about a million parameters; torch's random state decides its weights."""
+    """Return a Qwen3-VL of a million parameters; torch's random state decides its weights."""
     tokenizer = processor.tokenizer
     ids = dict(zip(VISION_TOKENS, tokenizer.convert_tokens_to_ids(VISION_TOKENS), strict=True))
     text = {
@@ -250,43 +223,8 @@ def make_model(processor: Any, **options: Any) -> transformers.Qwen3VLForConditi
     return transformers.Qwen3VLForConditionalGeneration._from_config(config, **options)
 
 
-@torch.no_grad()
-@torch.compiler.set_stance("force_eager")  # every length would be compiled
-def exact_match(
-    model: Any, processor: Any, records: Iterable[dict], accelerator: Accelerator
-) -> dict[str, float]:
-    """How often the generated answer to a single question is the right one, by skill."""
-    model.eval()
-    collate = kit.PaddedCollator(processor, train_all=True)
-    tasks = []
-    for record in list(records)[accelerator.process_index :: accelerator.num_processes]:
-        tokens = kit.tokenize_chat(record, processor, kit.ChatOptions(train_on="last"))
-        start, ids = tokens["loss_mask"].index(1), tokens["input_ids"]
-        answer = ids[start : start + sum(tokens["loss_mask"])]
-        unused = ("loss_mask", "num_cut_tokens", "skip_reason")
-        prompt = {k: v for k, v in tokens.items() if k not in unused}
-        tasks.append(({**prompt, "input_ids": ids[:start]}, answer, record["skill"]))
-    tasks.sort(key=lambda task: len(task[0]["input_ids"]))  # little padding
-    results = []
-    for i in range(0, len(tasks), 50):
-        prompts, answers, skills = zip(*tasks[i : i + 50], strict=True)
-        batch = collate(list(prompts)).to(model.device)
-        inputs = batch.model_inputs(labels=False)
-        del inputs["use_cache"]
-        inputs.pop("position_ids", None)  # `generate` makes them, and goes on with them
-        output = model.generate(**inputs, max_new_tokens=max(map(len, answers)), do_sample=False)
-        written = output[:, batch["input_ids"].shape[1] :].tolist()
-        for skill, answer, ids in zip(skills, answers, written, strict=True):
-            results.append((skill, ids[: len(answer)] == answer))
-    asked, right = Counter(), Counter()
-    for skill, is_right in gather_object(results):
-        asked[skill] += 1
-        right[skill] += is_right
-    return {skill: right[skill] / asked[skill] for skill in sorted(asked)}
-
-
 def majority(trained: Iterable[dict], held_out: Iterable[dict]) -> dict[str, float]:
-    """How often the most frequent first answer of each skill in training is right, by skill."""
+    """Return how often the most frequent first answer of a skill in training is right, by skill."""
 
     def answer(record: dict) -> str:  # the first question is of the record's skill
         return record["messages"][1]["content"][0]["text"]

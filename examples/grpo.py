@@ -1,6 +1,6 @@
 """Reinforcement learning (GRPO) on a game of several turns: one file, from rollouts to a model.
 
-The game (synthetic_chat.Game): ask people about a lost thing, then say where it is. Only a right
+The game (game.py): ask people about a lost thing, then say where it is. Only a right
 answer at the end is rewarded, so whom to ask must be learnt from there. A tokenizer and a small
 Qwen3 are made on the spot. The model first imitates a clumsy player, so that it can speak at all;
 what it learns then, it learns from rewards, in a minute or two on two CPU cores.
@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import gather_object, parse_flag_from_env, set_seed
 from checkpoints import fail
+from game import Game, clumsy_turn, make_game_tokenizer, make_games
 from tqdm import tqdm
 
 import torch_collate_kit as kit
@@ -73,7 +74,7 @@ def parse_arguments() -> argparse.Namespace:
     if args.learning_rate == math.inf:
         fail("--learning-rate inf: must be finite")
     if args.group_size < 2:
-        fail("--group-size 1: a trajectory alone has nothing to be compared with, take 2 or more")
+        fail("--group-size 1: a trajectory alone has nothing to be compared with, use 2 or more")
     if args.prompts % args.prompts_per_mini_batch:
         size = args.prompts_per_mini_batch
         fail(f"--prompts {args.prompts}: must be a multiple of --prompts-per-mini-batch {size}")
@@ -81,10 +82,8 @@ def parse_arguments() -> argparse.Namespace:
     return args
 
 
-def play(
-    games: list[synthetic_chat.Game], player: Player, tokenizer: Any, max_turns: int
-) -> list[dict]:
-    """A rollout example for every turn, the turns of a game one after the other.
+def play(games: list[Game], player: Player, tokenizer: Any, max_turns: int) -> list[dict]:
+    """Return a rollout example for every turn, those of a game next to each other.
 
     A conversation grows by token ids, the sampled ones and those of the reply: text that is
     tokenized again may be other tokens than the model has written.
@@ -94,12 +93,12 @@ def play(
         message, options = [{"role": "user", "content": text}], {"add_generation_prompt": True}
         return tokenizer.apply_chat_template(message, return_dict=False, **options)
 
-    line_break = tokenizer("\n")["input_ids"]  # the template has it behind the end mark
+    line_break = tokenizer("\n")["input_ids"]  # which the template adds after the end mark
     prompts = [ids_of(game.question()) for game in games]
     trajectories: list[list[dict]] = [[] for _ in games]
     live = list(range(len(games)))
     for turn in range(max_turns):
-        responses = player([prompts[i] for i in live])
+        responses = player([prompts[i] for i in live]) if live else []
         asking = []
         for i, (ids, logprobs) in zip(live, responses, strict=True):
             said = tokenizer.decode(ids[:-1]) if ids[-1] == tokenizer.eos_token_id else ""
@@ -112,8 +111,6 @@ def play(
                 prompts[i] = [*prompts[i], *ids, *line_break, *ids_of(reply)]
                 asking.append(i)
         live = asking
-        if not live:
-            break
     return [step for steps in trajectories for step in steps]
 
 
@@ -122,14 +119,14 @@ def clumsy_player(tokenizer: Any, seed: int) -> Player:
 
     def player(prompts: list[list[int]]) -> list[tuple[list[int], list[float]]]:
         texts = tokenizer.batch_decode(prompts)
-        said = [synthetic_chat.clumsy_turn(text, rng) + tokenizer.eos_token for text in texts]
+        said = [clumsy_turn(text, rng) + tokenizer.eos_token for text in texts]
         return [(ids, [0.0] * len(ids)) for ids in tokenizer(said)["input_ids"]]
 
     return player
 
 
 def model_player(model: Any, tokenizer: Any, max_new_tokens: int) -> Player:
-    """Samples at temperature 1, and keeps the log-probability of every sampled token."""
+    """Return a player that samples at temperature 1, with the log-probability of every token."""
 
     @torch.no_grad()
     def player(prompts: list[list[int]]) -> list[tuple[list[int], list[float]]]:
@@ -157,13 +154,13 @@ def model_player(model: Any, tokenizer: Any, max_new_tokens: int) -> Player:
 
 
 def warm_start(model: Any, tokenizer: Any, accelerator: Accelerator, args: Any) -> float:
-    """Supervised, on games of the clumsy player, one a row; every rank does the same."""
+    """Train on games of the clumsy player, one per row, the same on every rank."""
     hidden = not accelerator.is_main_process
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98))
     player, collate = clumsy_player(tokenizer, args.seed), kit.RolloutCollator(tokenizer)
     loss = torch.zeros(())
     for step in tqdm(range(args.warm_start_steps), "warm start", disable=hidden):
-        games = synthetic_chat.make_games(32, args.seed, 1, step)
+        games = make_games(32, args.seed, 1, step)
         turns = play(games, player, tokenizer, args.max_turns)
         batch = collate(rl.merge_steps(turns)).to(model.device)
         logits = model(**batch.model_inputs("sdpa")).logits
@@ -178,7 +175,7 @@ def warm_start(model: Any, tokenizer: Any, accelerator: Accelerator, args: Any) 
 
 
 def stage(steps: list[dict], tokenizer: Any, num_ranks: int, args: Any) -> list[list[kit.Batch]]:
-    """Mini-batches with advantages: [mini_batch][rank]. All ranks do the same, on all turns."""
+    """Return mini-batches with advantages, [mini_batch][rank]; all ranks make all of them."""
     if args.merge_steps:
         steps = rl.merge_steps(steps)
     batch = kit.RolloutCollator(tokenizer)(steps)
@@ -199,10 +196,10 @@ def stage(steps: list[dict], tokenizer: Any, num_ranks: int, args: Any) -> list[
 
 
 def response_log_probs(model: Any, batch: kit.Batch) -> torch.Tensor:
-    """Log-probabilities of the last A tokens, [rows, A], as all of the batch's response fields.
+    """Return the log-probabilities of the last A tokens, [rows, A], as in all response fields.
 
-    With those of all W tokens they would be `log_probs[:, -A-1:-1]`: the logits of a cell predict
-    the next one. Logits are large (a vocabulary a cell), so only the last A + 1 are computed.
+    From those of all tokens that is `log_probs[:, -A-1:-1]`, since logits predict the next cell.
+    A cell has as many logits as the vocabulary, so only those of the last A + 1 are computed.
     """
     width = batch.metadata["response_length"]
     logits = model(**batch.model_inputs("sdpa", labels=False), logits_to_keep=width + 1).logits
@@ -212,9 +209,9 @@ def response_log_probs(model: Any, batch: kit.Batch) -> torch.Tensor:
 
 
 def policy_loss(model: Any, batch: kit.Batch, clip: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The clipped loss of PPO, and [loss, clipped tokens, divergence, largest |ratio - 1|].
+    """Return PPO's clipped loss, and [loss, clipped tokens, divergence, largest |ratio - 1|].
 
-    A plain sum: normalize_advantages has divided by the tokens of the mini-batch over all ranks.
+    It is a plain sum: `normalize_advantages` has divided by the tokens of the mini-batch.
     """
     trained = batch["loss_mask"] != 0
     log_ratio = response_log_probs(model, batch) - batch["rollout_logprobs"]
@@ -232,7 +229,7 @@ def policy_loss(model: Any, batch: kit.Batch, clip: float) -> tuple[torch.Tensor
 def train_step(
     model: Any, batch: kit.Batch, optimizer: Any, accelerator: Accelerator, args: Any
 ) -> dict[str, float]:
-    """One optimizer step on this rank's rows of a mini-batch, a few at a time."""
+    """Take an optimizer step on this rank's rows of a mini-batch, a few at a time."""
     sums, largest = torch.zeros(3, device=accelerator.device), []
     for part in batch.split(args.rows_per_micro_batch):
         synchronize = part.metadata["is_last_part"]
@@ -254,8 +251,8 @@ def train_step(
 def sample(
     player: Player, tokenizer: Any, iteration: int, accelerator: Accelerator, args: Any
 ) -> list[dict]:
-    """Every rank plays its share of the games; the turns of all of them, on every rank."""
-    games = synthetic_chat.make_games(args.prompts, args.seed, 2, iteration)
+    """Play this rank's share of the games; return the turns of all ranks."""
+    games = make_games(args.prompts, args.seed, 2, iteration)
     own = len(games) // accelerator.num_processes
     first = accelerator.process_index * own
     repeated = [game for game in games[first : first + own] for _ in range(args.group_size)]
@@ -264,7 +261,7 @@ def sample(
 
 
 def train(model: Any, tokenizer: Any, optimizer: Any, accelerator: Accelerator, args: Any) -> dict:
-    """Play, collate, train, over and over; the summary of it."""
+    """Play, collate and train in every iteration; return a summary."""
     player = model_player(accelerator.unwrap_model(model), tokenizer, args.max_new_tokens)
     bar = tqdm(range(args.iterations), disable=not accelerator.is_main_process)
     rank, num_games = accelerator.process_index, args.prompts * args.group_size
@@ -282,14 +279,16 @@ def train(model: Any, tokenizer: Any, optimizer: Any, accelerator: Accelerator, 
         times.append(time.perf_counter())
         seconds = dict(zip(SECONDS, np.diff(times).tolist(), strict=True))
         rewards.append(sum(step["rewards"] for step in steps) / num_games)
-        record = {"iteration": iteration + 1, "mean_reward": rewards[-1]}
-        record |= {"mean_turns": len(steps) / num_games, "updates": len(updates)}
-        record |= {name: float(np.mean([u[name] for u in updates])) for name in updates[0]}
-        # until the first update the policy is the one that sampled, and all ratios are 1
-        record["max_ratio_error"] = updates[0]["max_ratio_error"]
-        record["rows"] = sum(len(part) for parts in staged for part in parts)
-        record["tokens"] = sum(parts[0].metadata["num_tokens"] for parts in staged)
-        record |= seconds
+        means = {name: float(np.mean([u[name] for u in updates])) for name in updates[0]}
+        record = {
+            **{"iteration": iteration + 1, "mean_reward": rewards[-1], "updates": len(updates)},
+            **{"mean_turns": len(steps) / num_games, **means},
+            # until the first update the policy is the one that sampled, and all ratios are 1
+            "max_ratio_error": updates[0]["max_ratio_error"],
+            "rows": sum(len(part) for parts in staged for part in parts),
+            "tokens": sum(parts[0].metadata["num_tokens"] for parts in staged),
+            **seconds,
+        }
         took.update(seconds | {"updates": len(updates)})
         bar.set_postfix_str(
             f"reward {rewards[-1]:.2f}, turns {record['mean_turns']:.1f}, "
@@ -321,14 +320,13 @@ def main() -> None:
         fail(f"--output-dir {args.output_dir}: cannot be made and written to: {error.strerror}")
     set_seed(args.seed)
     began = time.perf_counter()
-    tokenizer = synthetic_chat.make_game_tokenizer()
+    tokenizer = make_game_tokenizer()
     options = {"dtype": torch.float32, "attn_implementation": "sdpa"}
     model = synthetic_chat.make_model(tokenizer, **options).to(accelerator.device)
     loss = warm_start(model, tokenizer, accelerator, args)
     summary = {"warm_start_seconds": time.perf_counter() - began, "warm_start_loss": loss}
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=args.learning_rate, betas=(0.9, 0.98), weight_decay=0.0
-    )
+    options = {"lr": args.learning_rate, "betas": (0.9, 0.98), "weight_decay": 0.0}
+    optimizer = torch.optim.AdamW(model.parameters(), **options)
     model, optimizer = accelerator.prepare(model, optimizer)
     seed = np.random.SeedSequence((args.seed, 3, accelerator.process_index))
     torch.manual_seed(int(seed.generate_state(1)[0]))  # every rank samples on its own
@@ -338,8 +336,7 @@ def main() -> None:
         alone.save_pretrained(args.output_dir / "model")
         tokenizer.save_pretrained(args.output_dir / "model")
         (args.output_dir / "summary.json").write_text(json.dumps(summary, indent=2))
-        for name, value in summary.items():
-            print(f"{name:<24}{value:>12.4g}")
+        print(*(f"{name:<24}{value:>12.4g}" for name, value in summary.items()), sep="\n")
         print(f"model, metrics and summary are in {args.output_dir}")
     model, optimizer = accelerator.free_memory(model, optimizer)  # DDP holds the process group
     accelerator.wait_for_everyone()

@@ -74,7 +74,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def read_records(args: argparse.Namespace) -> datasets.Dataset:
-    """The records, with images as files that are not decoded."""
+    """Read the records, with images as files that are not decoded."""
     found = read_dataset(args.dataset, args.split)
     names = found.column_names
     if not {"image", "images"} & set(names):
@@ -131,7 +131,7 @@ def text_part(text: Any) -> dict:
 
 
 def from_message(found: dict) -> dict:
-    """A message with its content as parts; images are in a column, not in the part."""
+    """Return a message with its content as parts; images are in a column, not in the part."""
     other = sorted(k for k, v in found.items() if k not in ("role", "content") and v)
     content, parts = found.get("content"), []
     if isinstance(content, str):
@@ -151,7 +151,7 @@ def from_message(found: dict) -> dict:
 
 
 def check_indices(messages: list[dict]) -> None:
-    """Some datasets number the images of parts. Here a part takes the next of `images`."""
+    """Replace the numbers that some datasets give image parts: here a part is the next image."""
     parts = [part for m in messages for part in m["content"] if part["type"] == "image"]
     numbers = [part.pop("index", i) for i, part in enumerate(parts)]
     if numbers != list(range(len(parts))):
@@ -192,7 +192,7 @@ def image_file(image: Any, root: Path | None) -> dict[str, Any]:
 
 
 def prepare(record: dict, index: int, collate: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """The conversation of a record, checked, or what is wrong with it as `problem`."""
+    """Return the conversation of a record, checked, or what is wrong with it as `problem`."""
     try:
         made = conversation(record, args)
         collate.sizes([made])

@@ -1,14 +1,12 @@
 """The log of a run: a line per step, a tracker, the bar, and at the end a summary and a plot.
 
-Where the GPU is known, a line has MFU, model FLOPs utilization: the work that the model asks for
-(forward and backward, without pads, recomputation and attention between examples) over what the GPU
-could do in that time, `flops_per_step(config, lengths) / seconds / peak_flops(name)`.
+Where the GPU is known, a line has MFU, model FLOPs utilization: the FLOPs of the examples (without
+pads and recomputation) over those that the GPU could do in that time.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import math
 import time
@@ -20,7 +18,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import transformers
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import LoggerType
@@ -33,10 +30,9 @@ TRACKERS = sorted({tracker.value for tracker in LoggerType} - {"all"})
 
 
 class RunLog:
-    """What every step took, recorded by the main process; the other ranks record nothing.
+    """The records of all steps, in `metrics.jsonl`, a tracker and the bar of the main process.
 
-    Entered, it begins `metrics.jsonl` or goes on with it, starts the tracker of `--log-with` and
-    shows the bar. examples/README.md explains what `step` records.
+    examples/README.md explains what `step` records; other ranks record nothing.
     """
 
     def __init__(self, model: Any, loader: Any, accelerator: Accelerator, args: Any) -> None:
@@ -56,8 +52,12 @@ class RunLog:
                 (args.output_dir / name).unlink(missing_ok=True)
             if not args.resume:
                 (args.output_dir / "metrics.jsonl").write_text("")
-        if args.log_with:
-            self._start_tracker()
+        if args.log_with:  # TensorBoard forgets the steps after the checkpoint, which come again
+            kinds = (bool, int, float, str)
+            config = {name: of for name, of in vars(args).items() if isinstance(of, kinds)}
+            options = {"tensorboard": {"purge_step": args.first_step + 1}}
+            name = Path(argparse.ArgumentParser().prog).stem
+            self.accelerator.init_trackers(name, config, options)
         options = {"initial": args.first_step, "total": args.num_steps, "disable": not self.is_main}
         self.bar = tqdm(**options)
         self.ended = time.perf_counter()
@@ -65,14 +65,6 @@ class RunLog:
 
     def __exit__(self, *_: Any) -> None:
         self.bar.close()
-
-    def _start_tracker(self) -> None:
-        """TensorBoard then forgets the steps after the checkpoint, which are done again."""
-        kinds = (bool, int, float, str)
-        config = {name: of for name, of in vars(self.args).items() if isinstance(of, kinds)}
-        options = {"tensorboard": {"purge_step": self.args.first_step + 1}}
-        name = Path(argparse.ArgumentParser().prog).stem
-        self.accelerator.init_trackers(name, config, options)
 
     def step(
         self, step: int, parts: list[kit.Batch], loss: float, learning_rate: float, grad_norm: float
@@ -92,12 +84,21 @@ class RunLog:
         record = {"loss": loss, "learning_rate": learning_rate, "grad_norm": grad_norm, **took}
         record |= {**_rates(took), "cost_balance": _cost_balance(parts[0], self.args.num_ranks)}
         if self.peak is not None:
-            record["mfu"] = _flops(parts, self.model) / took["seconds"] / self.peak
+            lengths = torch.cat([part["sub_seq_lengths"].values for part in parts]).cpu()
+            trained = sum(int(part.row_metadata["num_trained"].values.sum()) for part in parts)
+            flops = _flops(lengths, trained, self.model)
+            record["mfu"] = flops / took["seconds"] / self.peak
         if self.accelerator.device.type == "cuda":
             record["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
         self._write({"step": step, **record})
         self.accelerator.log(record, step=step)
-        self._move_bar(loss)
+        rates = _rates(self.took)
+        self.bar.set_postfix_str(
+            f"loss {loss:.3f}, {rates['tokens_per_second']:,.0f} tokens/s, "
+            f"{rates['padding']:.0%} padding, waited {self.took['wait_seconds']:.1f} s",
+            refresh=False,
+        )
+        self.bar.update()
 
     def _write(self, record: dict[str, Any]) -> None:
         try:
@@ -109,36 +110,27 @@ class RunLog:
                 "goes on from the last checkpoint, if --checkpoint-every saved one"
             )
 
-    def _move_bar(self, loss: float) -> None:
-        rates = _rates(self.took)
-        self.bar.set_postfix_str(
-            f"loss {loss:.3f}, {rates['tokens_per_second']:,.0f} tokens/s, "
-            f"{rates['padding']:.0%} padding, waited {self.took['wait_seconds']:.1f} s",
-            refresh=False,
-        )
-        self.bar.update()
-
     def summary(self) -> dict[str, float]:
-        """Of all steps, those before a resume too; empty on the other ranks."""
+        """Return sums and means of all steps, also before a resume; empty on other ranks."""
         if not self.is_main:
             return {}
-        lines = (self.args.output_dir / "metrics.jsonl").read_text().splitlines()
-        records = [json.loads(line) for line in lines]
+        records = _read(self.args.output_dir)
         names = ("tokens", "cells", "seconds", "wait_seconds")
         sums = {name: sum(record[name] for record in records) for name in names}
         found = {"steps": len(records), "train_seconds": sums["seconds"], **sums, **_rates(sums)}
         del found["seconds"]
         found["cost_balance"] = sum(record["cost_balance"] for record in records) / len(records)
-        if known := [record for record in records if "mfu" in record]:
-            of_seconds = sum(record["mfu"] * record["seconds"] for record in known)
-            found["mfu"] = of_seconds / sum(record["seconds"] for record in known)
-        if peaks := [r["peak_memory_gib"] for r in records if "peak_memory_gib" in r]:
-            found["peak_memory_gib"] = max(peaks)
+        if "mfu" in records[-1]:
+            known = [record for record in records if "mfu" in record]
+            seconds = [record["seconds"] for record in known]
+            found["mfu"] = np.average([record["mfu"] for record in known], weights=seconds).item()
+        if "peak_memory_gib" in records[-1]:
+            found["peak_memory_gib"] = max(r.get("peak_memory_gib", 0) for r in records)
         return found
 
 
 def checked_tracker(name: str | None) -> str | None:
-    """The tracker of `--log-with`, if it is installed."""
+    """Return the tracker of `--log-with`; refuse one that is not installed."""
     if name and name not in map(str, get_available_trackers()):
         fail(f"--log-with {name}: it is not installed; pip install {name}")
     return name
@@ -174,8 +166,12 @@ def write_results(summary: Mapping[str, float], args: argparse.Namespace) -> Non
     print(f"model, metrics and summary are in {args.output_dir}")
 
 
+def _read(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
 def _rates(took: Mapping[str, float]) -> dict[str, float]:
-    """What follows from tokens, cells and seconds."""
+    """Derive speed and padding from tokens, cells and seconds."""
     efficiency = took["tokens"] / took["cells"]
     return {
         "tokens_per_second": took["tokens"] / took["seconds"],
@@ -185,7 +181,7 @@ def _rates(took: Mapping[str, float]) -> dict[str, float]:
 
 
 def _cost_balance(batch: kit.Batch, num_ranks: int) -> float:
-    """The heaviest rank over the mean. Padded, every rank has as many rows of one width."""
+    """Return the cost of the heaviest rank over the mean; 1 for padded rows, all of one width."""
     costs = np.zeros(num_ranks)
     for name in ("cost_per_rank", "vision_cost_per_rank"):
         costs += np.reshape(batch.metadata.get(name, costs), (num_ranks, -1)).sum(axis=1)
@@ -193,62 +189,47 @@ def _cost_balance(batch: kit.Batch, num_ranks: int) -> float:
 
 
 def _known_peak(model: Any, device: torch.device) -> tuple[float | None, str | None]:
-    """FLOP/s of the GPU; None where they are not known, or those of the model are not, and why."""
+    """Return the FLOP/s of the GPU; None and why if they or the model's FLOPs are not known."""
     if hasattr(model.model.config, "vision_config"):
         return None, "the FLOPs of a vision tower are not counted"
     trained = [name for name, value in model.named_parameters() if value.requires_grad]
     if len(trained) < len(list(model.parameters())) and not all("lora_" in n for n in trained):
         return None, "some weights are frozen, and not all that are trained are adapters"
-    adapters = _num_adapter_parameters(model)
     try:
-        flops_per_step(model.model.config, [1], num_adapter_parameters=adapters)
+        _flops(np.ones(1), 0, model)
     except ValueError as error:
         return None, str(error)
     name = torch.cuda.get_device_name(device)
     return peak_flops(name), None if peak_flops(name) else f"the peak of {name} is not known"
 
 
-def _num_adapter_parameters(model: Any) -> int | None:
-    """Of what is trained beside frozen weights; None where nothing is frozen."""
+def _flops(lengths: npt.ArrayLike, num_trained: int, model: Any) -> float:
+    """Return the FLOPs of examples, forward and backward; the head sees trained tokens only."""
     parameters = list(model.parameters())
     trained = [parameter.numel() for parameter in parameters if parameter.requires_grad]
-    return None if len(trained) == len(parameters) else sum(trained)
-
-
-def _flops(parts: list[kit.Batch], model: Any) -> float:
-    """Of the examples in these rows, forward and backward; the head sees trained tokens only."""
-    lengths = torch.cat([part["sub_seq_lengths"].values for part in parts]).cpu()
-    trained = sum(int(part.row_metadata["num_trained"].values.sum()) for part in parts)
-    options = {"num_head_tokens": trained if model.through_head else None}
-    options["num_adapter_parameters"] = _num_adapter_parameters(model)
+    options = {"num_head_tokens": num_trained if model.through_head else None}
+    if len(trained) < len(parameters):
+        options["num_adapter_parameters"] = sum(trained)
     return flops_per_step(model.model.config, lengths, **options)
 
 
 def _plot_loss(summary: Mapping[str, float], folder: Path) -> None:
-    """The loss of every step, thin, and its running mean; the held-out loss where it is known."""
+    """Draw the loss of every step with its running mean, and the held-out loss if it is known."""
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
 
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    records = _read(folder)
     steps, losses = ([record[name] for record in records] for name in ("step", "loss"))
     figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.add_subplot()
-    marker = "o" if len(steps) == 1 else None
-    axes.plot(steps, losses, color="#56B4E9", linewidth=0.8, marker=marker, label="every step")
-    if half := len(losses) // 40:
-        sums, middle = np.append(0, np.cumsum(losses)), np.arange(len(losses))
-        first, stop = np.maximum(middle - half, 0), np.minimum(middle + half + 1, len(losses))
-        means, label = (sums[stop] - sums[first]) / (stop - first), f"mean of {2 * half + 1} steps"
-        axes.plot(steps, means, color="#0072B2", linewidth=2, label=label)
+    axes = figure.add_subplot(xlabel="step", ylabel="loss (mean over trained tokens)")
+    axes.plot(steps, losses, ".-", linewidth=0.8, markersize=2, alpha=0.6, label="every step")
+    if (width := len(losses) // 20) > 1:
+        means = np.convolve(losses, np.ones(width) / width, "valid")
+        axes.plot(steps[width - 1 :], means, label=f"mean of the last {width} steps")
     if "held_out_loss" in summary:
         loss = summary["held_out_loss"]
         label = f"held out, after the last step: {loss:.3f}"
-        axes.axhline(loss, color="#D55E00", linewidth=1.2, linestyle="--", label=label)
-    axes.set(xlabel="step", ylabel="loss (mean over trained tokens)")
-    axes.margins(x=0.01)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.axhline(loss, color="tab:red", linestyle="--", label=label)
     axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     figure.savefig(folder / "loss.png", dpi=120)
 
@@ -279,88 +260,25 @@ def flops_per_step(
 ) -> float:
     """Return the FLOPs of the forward and backward pass over examples of these true lengths.
 
-    ``6 * matmul parameters * tokens``, and ``12 * heads * head_dim`` per layer and pair of a token
-    and one that it sees. Only `num_head_tokens` pass the head. With LoRA adapters a frozen weight
-    costs 4 per token. ValueError for layers other than attention, and adapters beside experts.
+    The cost of the layers is that of `kit.ModelCost`; attention, 6 per token squared and entry of a
+    key and a value, is known in FLOPs, and so its unit. Only `num_head_tokens` pass the head. With
+    LoRA adapters a frozen weight costs 4 per token in place of 6. ValueError for layers whose cost
+    is not known, and for adapters beside experts.
     """
-    lengths_N = np.asarray(lengths, dtype=np.float64)
-    text = config.get_text_config()
-    layers, head = flops_per_token(text)
-    num_tokens = lengths_N.sum()
+    lengths_N, text = np.asarray(lengths, dtype=np.int64), config.get_text_config()
+    num_tokens, cost = int(lengths_N.sum()), kit.ModelCost.of(text)
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    key, value = (getattr(text, name, None) or size for name in ("qk_head_dim", "v_head_dim"))
+    kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+    attending = sum(kind != "linear_attention" for kind in kinds)
+    squared = 3 * attending * text.num_attention_heads * (key + value)
+    unit = squared / (cost.language_quadratic + cost.language_windowed_quadratic)
+    layers = unit * cost.language_linear * num_tokens
+    attention = unit * float(cost.language(lengths_N).sum()) - layers
     through_head = num_tokens if num_head_tokens is None else num_head_tokens
-    linear = layers * num_tokens + head * through_head
+    linear = layers + 6 * text.hidden_size * text.vocab_size * through_head
     if num_adapter_parameters is not None:
-        if _experts(text)[0]:
-            raise ValueError(
-                "the FLOPs of adapters in a mixture of experts are not known: how many tokens pass "
-                "them depends on where they are; leave MFU out for this model"
-            )
+        if getattr(text, "num_experts_per_tok", None):
+            raise ValueError("how many tokens pass an adapter of an expert is not known")
         linear = linear * 4 / 6 + 6 * num_adapter_parameters * num_tokens
-    per_pair = 6 * text.num_attention_heads * _head_sizes(text)
-    pairs = sum(count * _seen(lengths_N, window) for window, count in _windows(text).items())
-    return float(linear + per_pair * pairs)
-
-
-def flops_per_token(config: Any) -> tuple[float, float]:
-    """Return the FLOPs of linear layers per token, forward and backward: all but the head, head."""
-    return _counted(type(config), json.dumps(config.to_dict(), sort_keys=True, default=str))
-
-
-@functools.cache
-def _counted(config_type: type, written: str) -> tuple[float, float]:
-    """Count on a model without memory: a matrix is one product per token, except embeddings.
-
-    A token passes only the experts that it is routed to.
-    """
-    config = config_type.from_dict(json.loads(written))
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    output = model.get_output_embeddings().weight
-    embeddings = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
-    looked_up = {id(weight) for module in embeddings for weight in module.parameters()}
-    experts, taken = _experts(config)
-    layers = 0.0
-    for weight in model.parameters():
-        if weight.ndim < 2 or weight is output or id(weight) in looked_up:
-            continue
-        is_of_experts = weight.ndim == 3 and weight.shape[0] == experts
-        layers += weight.numel() * (taken / experts if is_of_experts else 1)
-    return 6.0 * layers, 6.0 * output.numel()
-
-
-def _experts(config: Any) -> tuple[int, int]:
-    """Return the experts of a layer, and those that a token passes; 0 in a dense model."""
-    names = ("num_local_experts", "num_experts", "n_routed_experts")
-    number = next((n for name in names if (n := getattr(config, name, None))), 0)
-    return number, getattr(config, "num_experts_per_tok", None) or 0
-
-
-def _head_sizes(config: Any) -> int:
-    """Return the entries of a key and a value of one head: they differ in DeepSeek's models."""
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    key = getattr(config, "qk_head_dim", None) or size
-    return key + (getattr(config, "v_head_dim", None) or size)
-
-
-def _windows(config: Any) -> dict[int | None, int]:
-    """Count the layers per attention window; None: a token sees all before it."""
-    window = getattr(config, "sliding_window", None)
-    if getattr(config, "use_sliding_window", True) is False:
-        window = None
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None:
-        return {window: config.num_hidden_layers}
-    chunk = getattr(config, "attention_chunk_size", None)
-    known = {"full_attention": None, "sliding_attention": window, "chunked_attention": chunk}
-    if other := sorted(set(kinds) - set(known)):
-        raise ValueError(
-            f"the FLOPs of a {other[0]!r} layer are not known, only those of {sorted(known)}; "
-            "leave MFU out for this model"
-        )
-    return dict(Counter(known[kind] for kind in kinds))
-
-
-def _seen(lengths_N: np.ndarray, window: int | None) -> float:
-    """Count pairs of a token and one that it sees, itself included."""
-    cut = lengths_N if window is None else np.minimum(lengths_N, window)
-    return float((cut * (cut + 1) / 2 + (lengths_N - cut) * cut).sum())
+    return float(linear + attention)

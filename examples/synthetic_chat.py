@@ -1,17 +1,15 @@
 """A chat corpus whose answers can be learnt and checked, and a tokenizer and a model to learn it.
 
 Five skills, from recalling a word pair to finding one fact in a story; several turns, tool calls,
-and lengths with a long tail. Everything is a function of the seed. It is what sft.py trains on when
-it is given no model and no dataset. And a game of several turns, which grpo.py learns.
+and lengths with a long tail. Everything is a function of the seed. sft.py trains on it without
+--dataset; vlm_sft.py and grpo.py train their tokenizers and evaluate with the same functions.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -59,7 +57,7 @@ def addition(rng: np.random.Generator) -> list[dict]:
 
 
 def memory(rng: np.random.Generator) -> list[dict]:
-    """A name from the first turn, asked for in the last."""
+    """Ask in the last turn for a name from the first."""
     name, hello = rng.choice(NAMES[:FEW]), rng.choice(["My name is {}.", "I am {}.", "{} here."])
     between = opposites(rng) if rng.random() < 0.4 else []
     told = qa(hello.format(name), f"Hello {name}!")
@@ -123,31 +121,44 @@ def make_corpus(count: int, seed: int) -> list[dict]:
 
 
 def texts_of(record: dict) -> list[str]:
-    """What is said in a conversation; whether it is one, the tokenization says."""
+    """Return what a record says; whether it is a conversation, its tokenization finds out."""
     messages = record.get("messages")
     if not isinstance(messages, list):  # Alpaca form
         return [value for value in record.values() if isinstance(value, str)]
-    said = [(m.get("content"), m.get("tool_calls", "")) for m in messages if isinstance(m, dict)]
-    return [(text if isinstance(text, str) else "") + json.dumps(calls) for text, calls in said]
+    texts: list[str] = []
+    for message in (m for m in messages if isinstance(m, dict)):
+        content = message.get("content")
+        if isinstance(content, list):  # parts, as of messages with images
+            parts = [part.get("text") for part in content if isinstance(part, dict)]
+            texts += [text for text in parts if isinstance(text, str)]
+        else:
+            said = content if isinstance(content, str) else ""
+            texts.append(said + json.dumps(message.get("tool_calls", "")))
+    return texts
 
 
-def train_tokenizer(corpus: Iterable[dict]) -> transformers.PreTrainedTokenizerFast:
-    """A byte-level BPE of the corpus, digits one by one, with a ChatML template."""
+def train_tokenizer(
+    records: Iterable[dict],
+    vocab_size: int = 1024,
+    special_tokens: Iterable[str] = (),
+    chat_template: str | None = TEMPLATE,
+    **options: Any,
+) -> transformers.PreTrainedTokenizerFast:
+    """Train a byte-level BPE on what records say, digits one by one, with a ChatML template."""
     bpe = Tokenizer(models.BPE())
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     digits = pre_tokenizers.Digits(individual_digits=True)
     bpe.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=1024,
-        special_tokens=["<|pad|>", "<|im_start|>", "<|im_end|>"],
+        vocab_size=vocab_size,
+        special_tokens=["<|pad|>", "<|im_start|>", "<|im_end|>", *special_tokens],
         initial_alphabet=byte_level.alphabet(),
         show_progress=False,
     )
-    bpe.train_from_iterator((text for record in corpus for text in texts_of(record)), trainer)
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=bpe, pad_token="<|pad|>", eos_token="<|im_end|>", chat_template=TEMPLATE
-    )
+    bpe.train_from_iterator((text for record in records for text in texts_of(record)), trainer)
+    ends = {"pad_token": "<|pad|>", "eos_token": "<|im_end|>", "chat_template": chat_template}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=bpe, **ends, **options)
 
 
 def make_model(
@@ -176,33 +187,33 @@ def make_model(
 def exact_match(
     model: Any, tokenizer: Any, corpus: Iterable[dict], accelerator: Accelerator
 ) -> tuple[dict[str, float], dict[str, str]]:
-    """Ask for the last answer of every conversation.
+    """Ask for the last answer of every conversation; `tokenizer` may be a processor of images.
 
     Returns the share of exactly right answers by skill, and by skill the shortest conversation's
     last question with what the model wrote.
     """
     model.eval()
-    tasks = []
-    for record in corpus:
+    collate, tasks = kit.PaddedCollator(tokenizer, train_all=True), []
+    for record in list(corpus)[accelerator.process_index :: accelerator.num_processes]:
         tokens = kit.tokenize_chat(record, tokenizer, kit.ChatOptions(train_on="last"))
+        unused = ("loss_mask", "num_cut_tokens", "skip_reason")
+        prompt = {name: value for name, value in tokens.items() if name not in unused}
         start, ids = tokens["loss_mask"].index(1), tokens["input_ids"]
         answer = ids[start : start + sum(tokens["loss_mask"])]
         question = [m["content"] for m in record["messages"] if m["role"] == "user"][-1]
-        tasks.append((ids[:start], answer, record["skill"], question))
-    tasks.sort(key=lambda task: len(task[0]))  # prompts of one length need no pads
-    tasks = tasks[accelerator.process_index :: accelerator.num_processes]
+        tasks.append((prompt | {"input_ids": ids[:start]}, answer, record["skill"], question))
+    tasks.sort(key=lambda task: len(task[0]["input_ids"]))  # little padding
     results = []
     for i in range(0, len(tasks), 50):
         prompts, answers, skills, questions = zip(*tasks[i : i + 50], strict=True)
-        batch = kit.PaddedCollator(tokenizer)([{"input_ids": prompt} for prompt in prompts])
-        output = model.generate(
-            **{name: batch[name].to(model.device) for name in ("input_ids", "attention_mask")},
-            max_new_tokens=max(map(len, answers)),
-            do_sample=False,
-        )
+        batch = collate(list(prompts)).to(model.device)
+        inputs = batch.model_inputs(labels=False)
+        for name in ("use_cache", "position_ids"):  # `generate` makes its own
+            inputs.pop(name, None)
+        output = model.generate(**inputs, max_new_tokens=max(map(len, answers)), do_sample=False)
         written = output[:, batch["input_ids"].shape[1] :].tolist()
         for skill, question, answer, ids in zip(skills, questions, answers, written, strict=True):
-            said = tokenizer.decode(ids, skip_special_tokens=True)
+            said = getattr(tokenizer, "tokenizer", tokenizer).decode(ids, skip_special_tokens=True)
             results.append((skill, ids[: len(answer)] == answer, f"{question}  ->  {said}"))
     asked, right, shown = Counter(), Counter(), {}
     for skill, is_right, line in gather_object(results):
@@ -210,70 +221,3 @@ def exact_match(
         right[skill] += is_right
         shown.setdefault(skill, line)
     return {skill: right[skill] / asked[skill] for skill in sorted(asked)}, shown
-
-
-# --- the game of grpo.py
-
-PEOPLE, HIDING_PLACES = NAMES[:4], PLACES[:6]
-
-
-@dataclass(frozen=True)
-class Game:
-    """A game of several turns, which grpo.py learns: where is the thing?
-
-    Somebody had it and may have passed it on; the player asks people, and then says where it is.
-    An answer ends the game, so the player has to ask first, and the last reply tells whom.
-
-        Ada had the lamp.  ->  Ada?
-        Ben has it.        ->  Ben?
-        in the barn        ->  in the barn
-    """
-
-    uid: str
-    thing: str
-    people: list[str]  # each passed it on to the next; the last put it away
-    place: str
-
-    def question(self) -> str:
-        return f"{self.people[0]} had the {self.thing}."
-
-    def reply(self, said: str) -> str | None:
-        """What the player is told; None ends the game: an answer, or nonsense."""
-        if said.removesuffix("?") not in PEOPLE or not said.endswith("?"):
-            return None
-        if said[:-1] not in self.people:
-            return "not me"
-        later = self.people[self.people.index(said[:-1]) + 1 :]
-        return f"{later[0]} has it." if later else f"in the {self.place}"
-
-    def reward(self, said: str) -> float:
-        return float(said == f"in the {self.place}")
-
-
-def make_games(count: int, *seed: int) -> list[Game]:
-    """Games that are a function of the seed; half of the things were passed on."""
-    rng, games = np.random.default_rng(np.random.SeedSequence(seed)), []
-    for i in range(count):
-        people = rng.choice(PEOPLE, rng.integers(1, 3), replace=False).tolist()
-        uid = f"{'-'.join(map(str, seed))}-{i}"
-        games.append(Game(uid, str(rng.choice(THINGS)), people, str(rng.choice(HIDING_PLACES))))
-    return games
-
-
-def make_game_tokenizer() -> transformers.PreTrainedTokenizerFast:
-    """Return a tokenizer of what is said in games: nearly every word and role is a token."""
-    said = [f"{person} had it. {person} has it. not me {person}?\n" for person in PEOPLE]
-    said += [f" the {thing}. in the {place}" for thing in THINGS for place in HIDING_PLACES]
-    texts = said + ["user\nassistant\n", *PEOPLE] * len(said)
-    return train_tokenizer([{"messages": [{"content": text}]} for text in texts])
-
-
-def clumsy_turn(text: str, rng: np.random.Generator) -> str:
-    """Speaks as one should, but mostly asks just anybody, and sometimes says just anything.
-
-    A fifth of the time it guesses instead of asking.
-    """
-    told, owners = re.findall(r"in the (\w+)", text), re.findall(r"(\w+) ha[sd] ", text)
-    if told or rng.random() < 0.2:
-        return f"in the {told[0] if told and rng.random() < 0.9 else rng.choice(HIDING_PLACES)}"
-    return f"{owners[-1] if rng.random() < 0.3 else rng.choice(PEOPLE)}?"

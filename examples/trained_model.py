@@ -1,8 +1,4 @@
-"""The model of a run: loaded or made, its attention chosen and checked, its loss inside.
-
-Also what happens to its weights on several ranks: FSDP2 through Accelerate keeps weights, gradients
-and optimizer state in parts, one on each rank.
-"""
+"""The model of a run: loaded or made, its attention chosen and checked, its loss inside."""
 
 from __future__ import annotations
 
@@ -24,29 +20,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 import torch_collate_kit as kit
 
-# What differs from batch to batch in rows of one shape: how many segments there are, and how long
-# the longest is. A layer that is compiled takes any number.
+# In rows of one shape the number of segments and the longest still vary: no reason to recompile.
 VARYING = ".*cu_seq_lens_[qk].*,.*max_length_[qk].*"
 FLASH = ["flash_attention_3", "flash_attention_2"]
 NAMES = [*FLASH, "torch_varlen", "sdpa", "eager"]  # the fastest first
 
-# Attention that cannot do what a model or a batch asks for raises one of these.
+# Raised by attention that cannot do what a model or a batch asks for.
 CANNOT = (kit.IsolationError, ImportError, NotImplementedError, RuntimeError, ValueError)
-
-
-def check_arguments(args: argparse.Namespace) -> None:
-    """What cannot be; and `args.precision`, of what a step computes."""
-    if args.compile and args.no_packing:
-        fail("--compile: padded rows have another width in every batch; leave out --no-packing")
-    if args.lora and not args.model:
-        fail(f"--lora {args.lora}: adapters are of a trained model; pass --model")
-    if args.lora_alpha and not args.lora:
-        fail(f"--lora-alpha {args.lora_alpha}: there are no adapters without --lora")
-    if args.lora and importlib.util.find_spec("peft") is None:
-        fail(f'--lora {args.lora}: needs peft; pip install "torch_collate_kit[lora]"')
-    # float16 needs a loss scale, whose first steps overflow by design
-    has_bf16 = not args.cpu and torch.cuda.is_bf16_supported(including_emulation=False)
-    args.precision = "bf16" if has_bf16 else "no"
 
 
 def load_model(args: argparse.Namespace, tokenizer: Any) -> Any:
@@ -68,7 +48,7 @@ def weight_dtype(args: argparse.Namespace) -> torch.dtype:
 
 
 def prepare(model: Any, args: argparse.Namespace) -> Any:
-    """With adapters, if they are what is trained, and with gradient checkpointing."""
+    """Add adapters and gradient checkpointing, where the options ask for them."""
     if args.lora:
         from peft import LoraConfig
 
@@ -77,15 +57,10 @@ def prepare(model: Any, args: argparse.Namespace) -> Any:
         model.add_adapter(config)  # freezes all else; never on the head
         for parameter in trained_parameters(model):
             parameter.data = parameter.data.float()
-    if args.gradient_checkpointing:
-        checkpoint_activations(model)
+    if args.gradient_checkpointing:  # the name in transformers 5.23, else the one it deprecates
+        old = model.gradient_checkpointing_enable
+        getattr(model, "activation_checkpointing_enable", old)()
     return model
-
-
-def checkpoint_activations(model: Any) -> None:
-    """By the name that transformers 5.23 gives it, else by that of 5.17, which 5.23 warns of."""
-    old = model.gradient_checkpointing_enable
-    getattr(model, "activation_checkpointing_enable", old)()
 
 
 def trained_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
@@ -99,10 +74,7 @@ def make_optimizer(model: torch.nn.Module, args: argparse.Namespace) -> torch.op
 
 
 class ModelWithLoss(torch.nn.Module):
-    """What is trained: a model and its loss, with the logits of a few tokens at a time.
-
-    Its state, which checkpoints save, leaves out what is frozen: with adapters it is the adapters.
-    """
+    """A model and its loss; checkpoints save its trained weights, with LoRA the adapters alone."""
 
     def __init__(self, model: Any, attention: Attention) -> None:
         super().__init__()
@@ -110,8 +82,8 @@ class ModelWithLoss(torch.nn.Module):
         self._no_split_modules = model._no_split_modules  # FSDP2 shards these layers one by one
         named = self.named_parameters(remove_duplicate=False)
         self.frozen = tuple(name for name, value in named if not value.requires_grad)
-        self.register_state_dict_post_hook(leave_out_frozen)
-        self.register_load_state_dict_post_hook(do_not_miss_frozen)
+        self.register_state_dict_post_hook(ModelWithLoss._leave_out_frozen)
+        self.register_load_state_dict_post_hook(ModelWithLoss._do_not_miss_frozen)
 
     def forward(self, batch: kit.Batch, num_loss_tokens: int) -> torch.Tensor:
         inputs = batch.model_inputs(**self.attention._asdict(), labels=False)
@@ -125,7 +97,7 @@ class ModelWithLoss(torch.nn.Module):
 
     @torch.no_grad()
     def check_head(self, batch: kit.Batch) -> None:
-        """Some models scale the logits after the head (Granite, Cohere): take these as they are."""
+        """Give up on `through_head` for models that scale logits after it (Granite, Cohere)."""
         was_training, losses = self.training, []
         self.eval()
         for self.through_head in (False, True):
@@ -134,19 +106,17 @@ class ModelWithLoss(torch.nn.Module):
         self.through_head = len(losses) == 2 and torch.allclose(*losses, rtol=1e-2)
         self.train(was_training)
 
+    def _leave_out_frozen(self, state: dict, prefix: str, _: Any) -> None:
+        for name in self.frozen:
+            state.pop(prefix + name, None)
 
-def leave_out_frozen(model: ModelWithLoss, state: dict, prefix: str, _: Any) -> None:
-    for name in model.frozen:
-        state.pop(prefix + name, None)
-
-
-def do_not_miss_frozen(model: ModelWithLoss, keys: Any) -> None:
-    missing = [name for name in keys.missing_keys if not name.endswith(model.frozen)]
-    keys.missing_keys[:] = missing
+    def _do_not_miss_frozen(self, keys: Any) -> None:
+        missing = [name for name in keys.missing_keys if not name.endswith(self.frozen)]
+        keys.missing_keys[:] = missing
 
 
 def with_loss(model: Any, batch: kit.Batch, accelerator: Accelerator, args: Any) -> ModelWithLoss:
-    """The model to train: its attention chosen, and checked on a few examples; and its head."""
+    """Choose the attention of the model, check it and the head on `batch`, and add the loss."""
     batch = batch.to(accelerator.device)
     with accelerator.autocast():
         attention, line = choose_attention(model, batch, accelerator.device, args)
@@ -161,17 +131,13 @@ def with_loss(model: Any, batch: kit.Batch, accelerator: Accelerator, args: Any)
 
 
 def compile_layers(model: Any, backend: str = "inductor") -> None:
-    """Compile the layers of the decoder: one by one they are one graph, compiled once for all.
-
-    Outside of them a step does little. `optimize_ddp` would cut the graph where buckets of
-    gradients end; between layers it is cut already.
-    """
+    """Compile the layers of the decoder one by one: they share one graph, compiled once."""
     torch.compiler.config.dynamic_sources = VARYING
-    torch._dynamo.config.optimize_ddp = False
+    torch._dynamo.config.optimize_ddp = False  # would split graphs; layers are apart already
     parts = model.get_decoder().modules()
     layers = [part for part in parts if isinstance(part, GradientCheckpointingLayer)]
     if not layers:
-        fail(f"--compile: {type(model).__name__} has no layers that are known; leave it out")
+        fail(f"--compile: the layers of {type(model).__name__} are not known; leave it out")
     for layer in layers:
         layer.compile(backend=backend)
 
@@ -193,10 +159,10 @@ class Attention(NamedTuple):
 def choose_attention(
     model: Any, batch: kit.Batch, device: torch.device, args: argparse.Namespace
 ) -> tuple[Attention, str]:
-    """The attention that the model has from now on, and one line that says which, and why.
+    """Set the attention of the model; return it, and a line with the reasons for it.
 
-    `batch` has two examples; packed ones must not see each other. `--attention auto` tries what the
-    device may have, the fastest first.
+    `--attention auto` tries what the device may have, the fastest first. `batch` has two examples,
+    which must not see each other where they are packed.
     """
     names = [args.attention]
     if args.attention == "auto":
@@ -212,14 +178,12 @@ def choose_attention(
                 reasons.append(f"{attention} {reason}")
                 continue
             why = "; ".join(reasons) or f"the first choice on {device.type}"
-            asked = args.attention != "auto" and not reasons
-            return attention, f"attention: {attention} ({'as asked for' if asked else why})"
-    what = f"train {type(model).__name__}"
-    what += "" if args.no_packing else " on packed rows, use --no-packing"
-    cannot = "no attention can"
-    if args.attention != "auto":
-        cannot = f"--attention {args.attention} cannot"
-    raise kit.IsolationError(f"{cannot} {what}: {'; '.join(reasons)}")
+            why = "as asked for" if args.attention != "auto" and not reasons else why
+            return attention, f"attention: {attention} ({why})"
+    which = "no attention" if args.attention == "auto" else f"--attention {args.attention}"
+    how = "" if args.no_packing else " on packed rows, use --no-packing"
+    cannot = f"{which} can" if args.attention == "auto" else f"{which} cannot"
+    raise kit.IsolationError(f"{cannot} train {type(model).__name__}{how}: {'; '.join(reasons)}")
 
 
 def ways_to_use(name: str, model: Any, args: argparse.Namespace) -> list[Attention]:
@@ -232,44 +196,36 @@ def ways_to_use(name: str, model: Any, args: argparse.Namespace) -> list[Attenti
 
 
 def why_not(name: str, model: Any, device: torch.device, args: argparse.Namespace) -> str | None:
-    """Why this attention is not tried; None if it is."""
-    if name == "sdpa" and getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
-        return f"leaves out the soft-capping of {type(model).__name__}"
+    """Return why this attention is not tried: it would be wrong or slow; None if it is."""
+    config, kind = model.config.get_text_config(), type(model).__name__
+    if name == "sdpa" and getattr(config, "attn_logit_softcapping", None):
+        return f"leaves out the soft-capping of {kind}"
     if name in FLASH:
-        is_installed = {
-            "flash_attention_2": transformers.utils.is_flash_attn_2_available,
-            "flash_attention_3": transformers.utils.is_flash_attn_3_available,
-        }
         if device.type != "cuda":
             return "needs a CUDA GPU"
-        if not is_installed[name]():
+        version = name[-1]
+        if not getattr(transformers.utils, f"is_flash_attn_{version}_available")():
             return "is not installed"
         # gpt-oss and others have sinks, which most flash attention leaves out in silence
         known = getattr(model, "_compatible_flash_implementations", None) or [name]
         if not model._supports_flash_attn or name not in known:
-            return f"is not supported by {type(model).__name__}"
+            return f"is not supported by {kind}"
     elif name != "torch_varlen" or device.type != "cuda":
         return None
     elif importlib.util.find_spec("torch.nn.attention.varlen") is None:
         return f"needs a newer torch than {torch.__version__}"
-    return why_no_kernel(name, model, torch.cuda.get_device_capability(device), args)
-
-
-def why_no_kernel(
-    name: str, model: Any, capability: tuple[int, int], args: argparse.Namespace
-) -> str | None:
-    """The limits of the kernels for CUDA."""
-    config = model.config.get_text_config()
+    capability = torch.cuda.get_device_capability(device)
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if name == "flash_attention_3" and capability[0] != 9:
-        return "needs a Hopper GPU (compute capability 9), this one has {}.{}".format(*capability)
-    if capability < (8, 0):
-        return "needs a GPU of compute capability 8.0, this one has {}.{}".format(*capability)
-    if args.precision != "bf16":
-        return "needs bfloat16, and this run is in float32"
-    if size % 8 or size > 256:
-        return f"needs a head size that divides by 8 and is at most 256, this model has {size}"
-    return None
+    this = "this one has {}.{}".format(*capability)
+    needs = {
+        "a Hopper GPU (compute capability 9), " + this: name[-1] != "3" or capability[0] == 9,
+        "a GPU of compute capability 8.0, " + this: capability >= (8, 0),
+        "bfloat16, and this run is in float32": args.precision == "bf16",
+        f"a head size that divides by 8 and is at most 256, this model has {size}": (
+            size % 8 == 0 and size <= 256
+        ),
+    }
+    return next((f"needs {need}" for need, is_met in needs.items() if not is_met), None)
 
 
 def why_refused(name: str, model: Any) -> str | None:
@@ -287,21 +243,19 @@ def why_refused(name: str, model: Any) -> str | None:
 def why_it_fails(
     attention: Attention, model: Any, batch: kit.Batch, args: argparse.Namespace
 ) -> str | None:
-    """Why packed examples are not apart, in training too, or not what they are alone."""
+    """Return why packed examples are not computed as they are alone; None if they are."""
     if args.no_packing:
         return None
-    inputs: Any = batch
     try:
-        if attention.mask:
-            inputs = batch.model_inputs(**attention._asdict(), labels=False)
-        kit.check_isolation(model, inputs)
+        masked = batch.model_inputs(**attention._asdict(), labels=False) if attention.mask else None
+        kit.check_isolation(model, masked or batch)
     except CANNOT as error:
         return f"fails: {in_short(error)}"
     return None
 
 
 def in_short(error: Exception) -> str:
-    """The beginning of a message, without its reasons and ways out."""
+    """Return the beginning of a message, without its reasons and ways out."""
     return re.split(r"[:;.] ", " ".join(str(error).split()) or type(error).__name__)[0]
 
 
@@ -309,14 +263,12 @@ def in_short(error: Exception) -> str:
 
 
 def check_sharding(accelerator: Accelerator) -> None:
-    """Refuse what Accelerate would take and do otherwise, and keep sums in fp32."""
+    """Refuse settings that Accelerate would replace in silence, and keep sums in fp32."""
     if not parse_flag_from_env("ACCELERATE_USE_FSDP"):
         return
     if accelerator.distributed_type != DistributedType.FSDP:
         if accelerator.num_processes > 1:
-            fail(
-                "FSDP: Accelerate shards on GPUs only, and would use DDP here; choose that instead"
-            )
+            fail("FSDP: Accelerate shards on GPUs only, and would use DDP here; take DDP instead")
         return
     plugin = accelerator.state.fsdp_plugin
     is_sharded = plugin.state_dict_type == StateDictType.SHARDED_STATE_DICT
@@ -334,9 +286,9 @@ def check_sharding(accelerator: Accelerator) -> None:
 
 
 def whole_weights(model: Any, accelerator: Accelerator) -> dict[str, torch.Tensor] | None:
-    """The trained weights for `save_pretrained`: on the main process, from all ranks."""
+    """Gather the trained weights of all ranks, for `save_pretrained`; None if none are sharded."""
     if not accelerator.is_fsdp2:
-        return None  # the model has them
+        return None
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = get_model_state_dict(model, options=options)
     tied = model.model.all_tied_weights_keys  # a head that is the embedding is saved once
@@ -345,10 +297,7 @@ def whole_weights(model: Any, accelerator: Accelerator) -> dict[str, torch.Tenso
 
 
 def whole_model(model: Any, accelerator: Accelerator) -> Any:
-    """The model by itself, to generate with: every rank has all of it, and shares nothing more.
-
-    Ranks write answers of different lengths, so none may wait for the weights of another.
-    """
+    """Return the model to generate with, whole on every rank, so that none waits for another."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_reshard_after_forward(False, recurse=False)

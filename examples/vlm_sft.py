@@ -22,13 +22,14 @@ import checkpoints
 import datasets
 import drawn_images
 import numpy as np
-import run_log
 import sft
+import synthetic_chat
 import transformers
 from accelerate.utils import DistributedDataParallelKwargs
 from checkpoints import fail
+from options import argument_parser, parse_arguments
 from torch.utils.data import DataLoader, Dataset
-from trained_model import make_optimizer, prepare, weight_dtype, with_loss
+from trained_model import prepare, weight_dtype
 
 import torch_collate_kit as kit
 from torch_collate_kit import DataError
@@ -38,15 +39,15 @@ from torch_collate_kit import DataError
 UNUSED_ALLOWED = DistributedDataParallelKwargs(find_unused_parameters=True)
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = sft.argument_parser()
+def vision_arguments() -> argparse.Namespace:
+    parser = argument_parser()
     parser.set_defaults(output_dir=Path("outputs/vlm_sft"), num_conversations=7200)
     parser.set_defaults(batch_size=16)
     add = parser.add_argument_group("images").add_argument
     add("--image-root", type=Path, help="folder that paths of images start at and may not leave")
     add("--max-patches", type=int, help="of a row's images; none: 128, with --model no limit")
     add("--padded", dest="no_packing", action="store_true", help="as --no-packing")
-    args = sft.parse_arguments(parser, from_scratch=1.5e-3, packed_rows=1)
+    args = parse_arguments(parser, from_scratch=1.5e-3, packed_rows=1)
     if args.max_patches is None and not args.model:
         args.max_patches = 128
     if args.max_patches == 0:
@@ -66,15 +67,11 @@ def load_conversations(args: argparse.Namespace) -> tuple[datasets.Dataset, data
         train_indices, held_out_indices = np.split(np.arange(len(made)), [len(train)])
         return made.select(train_indices), made.select(held_out_indices)
     found = numbered(images_as_files(sft.read_dataset(args.dataset, args.split)))
-    num_held_out = args.num_held_out
-    if num_held_out is None:
-        num_held_out = min(350, len(found) // 20)
-    order = np.random.default_rng(np.random.SeedSequence((args.seed, 1))).permutation(len(found))
-    return found.select(order[num_held_out:]), found.select(order[:num_held_out])
+    return sft.hold_out(found, args)
 
 
 def images_as_files(found: datasets.Dataset) -> datasets.Dataset:
-    """The dataset with the files of the columns `image` and `images`, not decoded."""
+    """Return the dataset with its images as files, not decoded."""
     for name in {"image", "images"} & set(found.column_names):
         files, feature = datasets.Image(decode=False), found.features[name]
         if isinstance(feature, datasets.Image):
@@ -85,7 +82,7 @@ def images_as_files(found: datasets.Dataset) -> datasets.Dataset:
 
 
 def numbered(records: datasets.Dataset) -> datasets.Dataset:
-    """With the number of each record, so that errors can name it after a selection."""
+    """Add the number of each record, so that errors can name it after a selection."""
     return records.add_column("record_number", np.arange(len(records)))
 
 
@@ -108,7 +105,7 @@ def load_processor(args: argparse.Namespace, conversations: datasets.Dataset) ->
 
 
 def load_model(args: argparse.Namespace, processor: Any) -> Any:
-    """The vision tower sees whole images; the attention of packed rows is chosen later."""
+    """Load or make the model; the attention of its text is chosen later."""
     options: dict[str, Any] = {"dtype": weight_dtype(args)}
     options["attn_implementation"] = {"vision_config": "sdpa"}
     if args.model:
@@ -142,7 +139,7 @@ def make_collator(processor: Any, model: Any, args: argparse.Namespace) -> Any:
 
 
 def measure(record: dict, collate: Any) -> dict[str, Any]:
-    """The sizes of a record, as columns of a dataset; its images are not decoded.
+    """Return the sizes of a record, as columns of a dataset; its images are not decoded.
 
     Not `kit.DataError`: datasets would hash the whole package to name its cache.
     """
@@ -178,7 +175,7 @@ class Conversations(Dataset):
         return len(self.records)
 
     def __getitems__(self, wanted: Any) -> Any:
-        """The records at these indices, or at those of a rank's part of a plan, with the plan."""
+        """Return the records at these indices, or at those of a rank's part of a plan."""
         if isinstance(wanted, list):
             return self.records.select(wanted).to_list()
         return wanted.with_examples(self.records.select(wanted.indices).to_list())
@@ -187,7 +184,7 @@ class Conversations(Dataset):
 def make_loader(
     examples: Conversations, collate: Any, accelerator: Any, args: Any, shuffle: bool
 ) -> kit.PrefetchLoader:
-    """As in sft.py, with the patches of the images as the second budget of a row."""
+    """Load as in sft.py, with the patches of the images as the second budget of a row."""
     options = {"batch_size": args.batch_size, "shuffle": shuffle, "seed": args.seed}
     if args.no_packing:  # every rank collates the whole batch
         sampler: Any = kit.PrefetchingSampler(examples, **options)
@@ -216,8 +213,8 @@ def two_examples(model: Any, examples: Conversations, processor: Any, args: Any)
 def evaluate(
     model: Any, processor: Any, conversations: Any, held_out: Any, accelerator: Any
 ) -> dict[str, float]:
-    """Generated answers about drawn pictures, and what the most frequent answers would reach."""
-    rates = drawn_images.exact_match(model, processor, held_out, accelerator)
+    """Rate generated answers about drawn pictures, next to the most frequent answers."""
+    rates, _ = synthetic_chat.exact_match(model, processor, held_out, accelerator)
     guessed = drawn_images.majority(conversations, held_out)
     results: dict[str, float] = {}
     for name, by_skill in {"exact match": rates, "most frequent": guessed}.items():
@@ -245,15 +242,9 @@ def run(args: argparse.Namespace, accelerator: Any) -> None:
     if len(examples) < 2:
         fail("too few to train on; hold out fewer (--num-held-out), or raise --max-tokens")
     loader = make_loader(examples, collate, accelerator, args, shuffle=True)
-    args.num_steps = min(args.epochs * len(loader), args.max_steps or args.epochs * len(loader))
-    args.run |= {"ranks:": str(args.num_ranks), "tokens in the data:": str(examples.lengths.sum())}
-    two = two_examples(model, examples, processor, args)
-    model = with_loss(model, two, accelerator, args)
-    model, optimizer = accelerator.prepare(model, make_optimizer(model, args))
-    args.first_step = checkpoints.resume(accelerator, loader, args) if args.resume else 0
-    if run_log.is_finished(args):
-        accelerator.print(f"{args.output_dir}: this run is already finished")
-        return
+    args.run |= {"ranks:": str(args.num_ranks)}
+    two, num_tokens = two_examples(model, examples, processor, args), examples.lengths.sum()
+    model, optimizer = sft.prepare(model, two, num_tokens, loader, accelerator, args)
     summary = sft.train(model, loader, optimizer, accelerator, args)
     if summary is None:
         return
@@ -269,7 +260,7 @@ def run(args: argparse.Namespace, accelerator: Any) -> None:
 
 
 def main() -> None:
-    args = parse_arguments()
+    args = vision_arguments()
     accelerator = sft.start(args, UNUSED_ALLOWED)
     run(args, accelerator)
     sft.leave(accelerator)

@@ -77,14 +77,14 @@ def assert_one_buffer(batch: Batch) -> None:
 
 def assert_same_batch(batch: Batch, other: Batch) -> None:
     assert list(batch) == list(other)
-    assert batch.metadata.keys() == other.metadata.keys()
-    assert batch.row_metadata.keys() == other.row_metadata.keys()
-    for name in batch:
-        assert same_value(batch[name], other[name]), name
-    for key in batch.metadata:
-        assert same_value(batch.metadata[key], other.metadata[key]), key
-    for key in batch.row_metadata:
-        assert same_value(batch.row_metadata[key], other.row_metadata[key]), key
+    for mine, theirs in zip(
+        (batch, batch.metadata, batch.row_metadata),
+        (other, other.metadata, other.row_metadata),
+        strict=True,
+    ):
+        assert mine.keys() == theirs.keys()
+        for key in mine:
+            assert same_value(mine[key], theirs[key]), key
 
 
 def assert_round_trips(batch: Batch, cut: int) -> None:

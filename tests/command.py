@@ -1,4 +1,4 @@
-"""`python -m torch_collate_kit ...` in this process."""
+"""`python -m torch_collate_kit ...` in this process, and the tokenizer of its examples."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import runpy
 import sys
 
 import pytest
+
+from torch_collate_kit.__main__ import parser
+from torch_collate_kit.chat.preview import byte_tokenizer
+
+__all__ = ["byte_tokenizer", "parser", "run_command"]
 
 
 def run_command(*arguments: object) -> int:

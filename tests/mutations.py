@@ -52,7 +52,7 @@ FAULTS = [
     Fault("reading/columns.py", "np.concatenate(rows, dtype=dtype)", "np.concatenate(rows)", "collators"),
     # batch
     Fault("batch/placement.py", "first += self.segments[\"lengths\"].values - counted", "first += 0", "test_batch_explain.py test_batch_drawing.py"),
-    Fault("batch/dense.py", 'starts = starts + self.per_segment("lengths") - number', "starts = starts", "collators"),
+    Fault("batch/dense.py", 'starts = starts + self.per_segment["lengths"] - number', "starts = starts", "collators"),
     Fault("batch/placement.py", "aligned = -(-lengths // align) * align", "aligned = lengths // align * align", "collators"),
     Fault("batch/row_changes.py", 'untrained = {"loss_weights": 0, "labels": IGNORE_INDEX}', 'untrained = {"labels": IGNORE_INDEX}', "test_added_rows.py test_batch_changes.py"),
     Fault("batch/row_changes.py", 'if name in ("responses", "routed")', 'if name in ("responses",)', "test_added_rows.py test_batch_changes.py"),
@@ -73,7 +73,7 @@ FAULTS = [
     Fault("attention/kernels.py", "(-1 if window is None else window - 1, 0)", "(-1 if window is None else window, 0)", "test_attention.py test_attention_refusals.py"),
     Fault("attention/varlen.py", "    if module.training:\n", "    if False:\n", "test_attention.py test_attention_refusals.py"),
     Fault("attention/kernels.py", "if missing:\n        raise ValueError(\n            f\"cu_seq_lens_q lacks", "if False:\n        raise ValueError(\n            f\"cu_seq_lens_q lacks", "test_attention.py test_attention_refusals.py"),
-    Fault("attention/packed_inputs.py", "torch.diff(of_text, dim=1, prepend=of_text[:, :1]) != 1", "of_text == 0", "test_isolation.py test_isolation_models.py test_packed_inputs.py"),
+    Fault("attention/packed_inputs.py", "torch.diff(of_text, dim=1, prepend=of_text[:, :1]) != 1", "of_text == 0", "test_isolation.py test_isolation_models.py"),
     # rl
     Fault("rl/groups.py", "    if last is None:\n        return ends\n", "    if last is None:\n        return ends | True\n", "rl"),
     Fault("rl/advantages.py", "error + gamma * lam * next_advantage", "error + gamma * next_advantage", "rl"),
@@ -83,7 +83,7 @@ FAULTS = [
     Fault("rl/normalization.py", "if z_score:", "if z_score and a:", "rl"),
     Fault("rl/normalization.py", "num_units = len(tokens) if count_masked", "num_units = len(counts) if count_masked", "rl"),
     Fault("rl/micro_batches.py", "low = middle + 1", "low = middle + 2", "rl"),
-    Fault("rl/micro_batches.py", "max(_fewest(widths, max_tokens) for widths in of_ranks)", "min(_fewest(widths, max_tokens) for widths in of_ranks)", "rl"),
+    Fault("rl/micro_batches.py", "max(len(_sizes(-np.sort(-widths), max_tokens))", "min(len(_sizes(-np.sort(-widths), max_tokens))", "rl"),
     Fault("rl/merging.py", "np.array_equal(prompt[: len(tokens)], tokens)", "np.array_equal(prompt[: len(tokens)], tokens[: len(prompt)])", "rl"),
     Fault("rl/merging.py", "np.array_equal(then[: len(first)], first)", "len(then) >= len(first)", "rl"),
     Fault("rl/staging.py", "mini.row_metadata[\"row_indices\"][stop - start :] = -1", "mini.row_metadata[\"row_indices\"][stop - start :] = start", "rl"),
@@ -107,7 +107,7 @@ FAULTS = [
     Fault("loading/streaming/states.py", "return copy.deepcopy(state)", "return state", "loading/streaming"),
     Fault("loading/streaming/windows.py", "self._num_broken -= num_packed\n", "self._num_broken -= 0\n", "loading/streaming"),
     Fault("loading/prefetch/async_collator.py", "if slot.step != step:", "if slot.step > step:", "loading/prefetch"),
-    Fault("loading/prefetch/read_ahead.py", "named = copy.copy(batch)", "named = batch", "loading/prefetch"),
+    Fault("loading/prefetch/reader.py", "named = copy.copy(batch)", "named = batch", "loading/prefetch"),
     # collators
     Fault("collators/packed.py", "width = self.packing.capacity if self.fixed_width", "width = self.packing.max_tokens if self.fixed_width", "collators"),
     Fault("collators/packed.py", "if len(too_long) and self.packing.overflow != \"drop\":", "if len(too_long) and False:", "collators"),

@@ -16,10 +16,14 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from tests.strategies import PackedOptions, packed_options
+from tests.building import packed_collator
+from tests.strategies import PackedOptions, batches, packed_options, padded_options
+from torch_collate_kit.batch import Batch
+from torch_collate_kit.collators import PaddedCollator, RolloutCollator
+from torch_collate_kit.packing import ParallelLayout
 from torch_collate_kit.ragged import Ragged
 
-__all__ = ["DrawnRollouts", "packed_rollout_options", "rollout_options", "rollouts"]
+__all__ = ["DrawnRollouts", "draw_batch", "packed_rollout_options", "rollout_options", "rollouts"]
 
 _ROUNDED = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 _NUMBERS = (0.0, 1.0, -1.0, 0.5, 0.1, -1 / 3, 1e-6, 100.0, 3.0)
@@ -329,3 +333,17 @@ def _ragged(draw: st.DrawFn, rows: list[Any]) -> Ragged:
     values = torch.from_numpy(flat) if draw(st.booleans()) else flat
     column = Ragged.from_lengths(values, [len(array) for array in arrays])
     return column[1:-1] if sliced else column
+
+
+def draw_batch(data: st.DataObject, *kinds: str) -> Batch:
+    """A batch of one of the kinds "padded", "packed", "rollouts" and "packed rollouts"."""
+    kind = data.draw(st.sampled_from(kinds))
+    drawn: Any = data.draw(rollouts(images=False) if "rollouts" in kind else batches())
+    if kind == "padded":
+        return PaddedCollator(0, **data.draw(padded_options(drawn.lengths)))(drawn.given)
+    if kind == "rollouts":
+        return RolloutCollator(0, **data.draw(rollout_options(drawn.lengths)))(drawn.given)
+    strategy = packed_options if kind == "packed" else packed_rollout_options
+    options = data.draw(strategy(drawn.lengths))
+    parallel = ParallelLayout(**options.layout)
+    return packed_collator(0, parallel=parallel, **options.collator)(drawn.given)

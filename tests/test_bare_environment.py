@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from torch_collate_kit._checks import needed_package
+from torch_collate_kit import packing_report
 
 ROOT = Path(__file__).parents[1]
 
@@ -26,7 +26,8 @@ def test_all_but_what_names_its_package_works_with_torch_and_numpy_alone():
 
 
 def test_a_package_that_is_installed_and_broken_is_not_called_absent(tmp_path, monkeypatch):
-    (tmp_path / "half_a_package.py").write_text("import no_such_package")
+    (tmp_path / "pandas.py").write_text("import no_such_package")
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "pandas", raising=False)
     with pytest.raises(ModuleNotFoundError, match=r"^No module named 'no_such_package'$"):
-        needed_package("half_a_package", "this test")
+        packing_report([3], show=False).to_frame()

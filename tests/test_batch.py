@@ -50,15 +50,6 @@ def test_the_arguments_are_not_kept_as_containers() -> None:
 # --- rows ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "index", [slice(None), slice(2), slice(-1, None), slice(0, 4, 2), slice(2, 1), slice(9, 12)]
-)
-def test_a_slice_is_the_selection_of_its_rows(index: slice) -> None:
-    rows = list(range(4))[index]
-    assert contents(loose()[index]) == contents(loose().select(rows))
-    assert len(loose()[index]) == len(rows)
-
-
 def test_slices_and_chunks_copy_nothing_that_is_stored(collated: Batch) -> None:
     collated = pickle.loads(pickle.dumps(collated))  # in one buffer
     assert len(storages_of(collated)) == 1
@@ -67,14 +58,6 @@ def test_slices_and_chunks_copy_nothing_that_is_stored(collated: Batch) -> None:
     loose_batch = loose()
     loose_batch[1:2]["ids"][:] = 9
     assert loose_batch["ids"].tolist()[1] == [9, 9]
-
-
-def test_chunks_are_the_rows_in_order(collated: Batch) -> None:
-    chunks = collated.chunk(len(collated))
-    assert [len(chunk) for chunk in chunks] == [1] * len(collated)
-    rebuilt = Batch.cat(chunks)
-    assert contents(rebuilt) == contents(collated)
-    assert contents(collated.chunk(1)[0]) == contents(collated)
 
 
 @pytest.mark.parametrize("indices", [[2, 0, 2], np.array([2, 0, 2]), torch.tensor([2, 0, 2])])

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils.data import DataLoader
 
 from tests.batch_samples import contents, examples, loose, storages_of, tensors_of
 from torch_collate_kit.batch import Batch
@@ -185,18 +184,6 @@ def test_copies(collated: Batch) -> None:
     deep.row_metadata["example_indices"].values[:] = 0
     assert contents(collated) == before
     assert contents(copy.deepcopy(collated[1:])) == contents(collated[1:])
-
-
-@pytest.mark.parametrize("kind", [PackedCollator(0, max_tokens=8), PaddedCollator(0)])
-def test_a_dataloader_worker_sends_one_storage(kind: Any) -> None:
-    loader = DataLoader(examples() * 2, batch_size=5, collate_fn=kind, num_workers=1)
-    batches = list(loader)
-    assert len(batches) == 2
-    for batch in batches:
-        assert isinstance(batch, Batch)
-        assert len(storages_of(batch)) == 1
-        assert batch.column("input_ids").is_shared()
-        assert contents(batch) == contents(kind(examples()))
 
 
 def test_accelerate_moves_it_as_a_batch(packed: Batch) -> None:

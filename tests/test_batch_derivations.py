@@ -123,6 +123,35 @@ def test_a_field_that_was_made_is_recorded_with_what_it_is_made_of(
     assert {id(tensor) for tensor in moved._shared.values()} <= recorded
 
 
+class Held:
+    """A batch with a ``.to()`` of its own, whose tensors nobody else sees."""
+
+    def to(self, device: object, *, non_blocking: bool = False) -> Held:
+        return self
+
+
+class Recording(Held):
+    def record_stream(self, stream: object) -> None:
+        pass
+
+
+def test_an_object_whose_memory_might_be_given_to_the_next_batch_is_refused(
+    stream: FakeStream,
+) -> None:
+    for held in (Held(), {"x": [torch.ones(2), (Held(),)]}):
+        with pytest.raises(TypeError) as caught:
+            copies().send(held)
+        assert str(caught.value) == (
+            "the batch holds a Held, which has .to() but is no tensor, mapping, list or tuple: "
+            "which memory its copy on the CUDA device takes cannot be seen; collate into one of "
+            "these, or give Held a record_stream(stream) that calls it on each of its tensors"
+        )
+    seen = {"x": Recording(), "n": 3, "s": "a", "none": None, "t": torch.ones(1)}
+    copy_ = copies()
+    copy_.receive(copy_.send([seen]))
+    assert len(stream.recorded) == 1
+
+
 @pytest.mark.parametrize(
     ("collate", "data", "num_workers"),
     [

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from html.parser import HTMLParser
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -13,12 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.batch_samples import KINDS, loose, masked_examples
-from tests.building import packed_collator
-from tests.rollout_strategies import packed_rollout_options, rollout_options, rollouts
-from tests.strategies import FUZZ, batches, packed_options, padded_options
+from tests.rollout_strategies import draw_batch
+from tests.strategies import FUZZ
 from tests.vision import test_dummy_images as dummies
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.collators import PackedCollator, PaddedCollator, RolloutCollator
+from torch_collate_kit.collators import PackedCollator, PaddedCollator
 from torch_collate_kit.packing import ParallelLayout
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.rl import stage_mini_batches
@@ -192,55 +191,19 @@ def test_any_fields_have_a_repr(name: str) -> None:
     assert repr(Batch(packed, row_metadata={"max_segment_length": [2, 2, 2]}))
 
 
-class Tags(HTMLParser):
-    """Counts tags, and the widths of bars."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.names: set[str] = set()
-        self.widths: list[float] = []
-
-    def handle_starttag(self, tag: str, attrs: Any) -> None:
-        self.open.append(tag)
-        self.names.add(tag)
-        style = dict(attrs).get("style", "")
-        self.widths += [float(width) for width in re.findall(r"^width:([\d.e-]+)%;", style)]
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
 def check_html(batch: Batch) -> None:
-    tags = Tags()
-    tags.feed(batch._repr_html_())
-    assert not tags.open
-    assert tags.names <= {"div", "b", "code", "span", "details", "summary"}
-    num_rows = min(8, len(batch)) if tags.widths else 0
-    legend = len([width for width in tags.widths if width == 100])
-    assert sum(tags.widths) - 100 * legend <= 100.1 * num_rows
+    tags = [*ElementTree.fromstring(batch._repr_html_()).iter()]  # which are closed in order
+    assert {tag.tag for tag in tags} <= {"div", "b", "code", "span", "details", "summary"}
+    found = (re.match(r"width:([\d.e-]+)%;", tag.get("style", "")) for tag in tags)
+    widths = [float(width[1]) for width in found if width]
+    num_rows = min(8, len(batch)) if widths else 0
+    assert sum(width for width in widths if width != 100) <= 100.1 * num_rows
 
 
 @FUZZ
 @given(st.data())
 def test_every_batch_has_a_repr(data: st.DataObject) -> None:
-    kind = data.draw(st.sampled_from(("padded", "packed", "rollouts", "packed rollouts")))
-    if "rollouts" in kind:
-        drawn: Any = data.draw(rollouts(images=False))
-        if kind == "rollouts":
-            batch = RolloutCollator(0, **data.draw(rollout_options(drawn.lengths)))(drawn.given)
-        else:
-            options = data.draw(packed_rollout_options(drawn.lengths))
-            parallel = ParallelLayout(**options.layout)
-            batch = packed_collator(0, parallel=parallel, **options.collator)(drawn.given)
-    else:
-        drawn = data.draw(batches())
-        if kind == "padded":
-            batch = PaddedCollator(0, **data.draw(padded_options(drawn.lengths)))(drawn.given)
-        else:
-            options = data.draw(packed_options(drawn.lengths))
-            parallel = ParallelLayout(**options.layout)
-            batch = packed_collator(0, parallel=parallel, **options.collator)(drawn.given)
+    batch = draw_batch(data, "padded", "packed", "rollouts", "packed rollouts")
     batch = batch.pad_rows(multiple_of=data.draw(st.integers(1, 3)))
     batch = batch[data.draw(st.integers(0, len(batch) - 1)) :][:8]
     assert batch._made == {}

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.batch_samples import KINDS, loose, masked_examples
-from tests.building import packed_collator
-from tests.strategies import FUZZ, batches, packed_options
+from tests.command import byte_tokenizer
+from tests.rollout_strategies import draw_batch
+from tests.strategies import FUZZ
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.chat.preview import byte_tokenizer
 from torch_collate_kit.collators import PackedCollator, PaddedCollator
 from torch_collate_kit.packing import ParallelLayout
 
@@ -194,10 +194,7 @@ def test_it_says_what_the_fields_say(kind: str) -> None:
 @FUZZ
 @given(st.data())
 def test_any_packed_batch_can_be_explained(data: st.DataObject) -> None:
-    drawn = data.draw(batches())
-    options = data.draw(packed_options(drawn.lengths))
-    parallel = ParallelLayout(**options.layout)
-    batch = packed_collator(0, parallel=parallel, **options.collator)(drawn.given)
+    batch = draw_batch(data, "packed")
     row = data.draw(st.integers(0, len(batch) - 1))
     check_against_the_fields(batch, row)
     explanation = batch.explain(row, max_tokens=data.draw(st.integers(1, 9)))

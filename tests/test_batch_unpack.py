@@ -12,13 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.batch_samples import KINDS, loose, masked_examples
-from tests.building import packed_collator
-from tests.rollout_strategies import packed_rollout_options, rollouts
-from tests.strategies import FUZZ, batches, packed_options, padded_options
+from tests.rollout_strategies import draw_batch
+from tests.strategies import FUZZ
 from torch_collate_kit import unpack
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.collators import PackedCollator, PaddedCollator
-from torch_collate_kit.packing import ParallelLayout
+from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.rl import stage_mini_batches
 
 
@@ -78,18 +76,7 @@ def test_gradients_flow_and_nothing_is_shared() -> None:
 @FUZZ
 @given(st.data())
 def test_any_batch(data: st.DataObject) -> None:
-    kind = data.draw(st.sampled_from(("padded", "packed", "packed", "packed rollouts")))
-    if kind == "packed rollouts":
-        drawn: Any = data.draw(rollouts(images=False))
-        options = data.draw(packed_rollout_options(drawn.lengths))
-    else:
-        drawn = data.draw(batches())
-        options = data.draw(packed_options(drawn.lengths)) if kind == "packed" else None
-    if options is None:
-        batch = PaddedCollator(0, **data.draw(padded_options(drawn.lengths)))(drawn.given)
-    else:
-        parallel = ParallelLayout(**options.layout)
-        batch = packed_collator(0, parallel=parallel, **options.collator)(drawn.given)
+    batch = draw_batch(data, "padded", "packed", "packed", "packed rollouts")
     batch = batch.pad_rows(multiple_of=data.draw(st.integers(1, 3)))
     batch = batch.select(data.draw(st.permutations(range(len(batch)))))
     values = batch["input_ids"][:, data.draw(st.integers(0, 1)) :]

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.command import byte_tokenizer
 from tests.test_command_line import CHATS, Run, chat, folder, run
-from torch_collate_kit.chat.preview import byte_tokenizer
 
 __all__ = ["folder", "run"]  # fixtures
 

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from torch_collate_kit.__main__ import main
-from torch_collate_kit.chat.preview import byte_tokenizer
+from tests.command import byte_tokenizer, run_command
 from torch_collate_kit.reporting import packing_report
 
 TEMPLATE = (
@@ -56,10 +55,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
     def called(*arguments: str) -> tuple[int, str, str]:
-        try:
-            code = main([str(argument) for argument in arguments])
-        except SystemExit as error:
-            code = int(error.code or 0)
+        code = int(run_command(*arguments) or 0)
         captured = capsys.readouterr()
         return code, captured.out, captured.err
 
@@ -97,13 +93,6 @@ def test_an_audit_says_by_its_exit_code_whether_there_are_findings(run: Run) -> 
     code, out, _ = run("audit", "chats.jsonl", "--tokenizer", "tokenizer", "--max-tokens", "12")
     assert code == 1
     assert "warning: prompt_longer_than_row" in out
-    code, out, _ = run(
-        "audit", "chats.jsonl", "--tokenizer", "tokenizer", "--max-tokens", "12", "--json"
-    )
-    assert code == 1
-    report = json.loads(out)
-    assert report["ok"] is False
-    assert [finding["name"] for finding in report["findings"]] == ["prompt_longer_than_row"]
     code, out, _ = run("audit", "tokens.jsonl", "--json")
     assert code == 0
     assert json.loads(out)["num_tokens"] == 6

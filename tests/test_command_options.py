@@ -12,6 +12,7 @@ import datasets
 import pytest
 from PIL import Image
 
+from tests.command import byte_tokenizer, parser
 from tests.test_command_line import TEMPLATE, TOKENS, Run, chat, folder, run
 from tests.vision.families import FAMILIES
 from torch_collate_kit import (
@@ -20,8 +21,6 @@ from torch_collate_kit import (
     TokenizedDataset,
     tokenize_chat_dataset,
 )
-from torch_collate_kit.__main__ import parser
-from torch_collate_kit.chat.preview import byte_tokenizer
 from torch_collate_kit.loading import read_records
 from torch_collate_kit.vision import load_processor
 

@@ -279,6 +279,38 @@ def test_unreadable_segments_are_refused(change, message):
         check_isolation(Toy(), toy_inputs([3, 3]) | change)
 
 
+@pytest.mark.parametrize(
+    ("positions", "lengths"),
+    [
+        ([0, 1, 2, 0, 1], [3, 2]),
+        ([5, 6, 7, 0, 1], [3, 2]),  # the row starts in the middle of a document
+        ([0, 1, 5, 6], [2, 2]),  # a jump forward is a start as well
+        ([2, 1, 0], [1, 1, 1]),
+        ([3, 3], [1, 1]),
+    ],
+)
+def test_a_segment_starts_where_a_position_does_not_follow(positions, lengths):
+    ids = torch.arange(len(positions))[None]
+    model = Toy().eval()
+    check_isolation(model, {"input_ids": ids, "position_ids": torch.tensor([positions])})
+    alone = [seen[0].tolist() for seen in model.seen[-len(lengths) :]]
+    assert alone == [segment.tolist() for segment in ids[0].split(lengths)]
+    starts = [i for i, position in enumerate(positions) if i == 0 or position == 0]
+    if len(starts) > 1:  # of time, height and width of images, which are all 0 at a first token
+        three = torch.tensor([positions] * 3)[:, None]
+        check_isolation(model, {"input_ids": ids, "position_ids": three})
+        assert [seen[0, 0].item() for seen in model.seen[-len(starts) :]] == starts
+
+
+def test_cells_without_a_token_are_in_no_segment():
+    ids = torch.arange(6).view(2, 3)
+    mask, positions = torch.tensor([[0, 1, 1], [1, 1, 0]]), torch.tensor([[0, 0, 1], [0, 1, 0]])
+    model = Toy().eval()
+    inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": mask}
+    check_isolation(model, inputs)
+    assert [seen.tolist() for seen in model.seen[-2:]] == [[[1, 2]], [[3, 4]]]
+
+
 def test_other_outputs_are_refused():
     with pytest.raises(TypeError, match=r"BaseModelOutputWithPast without logits.*head"):
         check_isolation(tiny_model("llama").model, packed_inputs(*ONE_ROW))

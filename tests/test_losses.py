@@ -131,24 +131,7 @@ def test_labels_by_hand(labels: list[int], num_loss_tokens: int, expected: float
     assert one_row == loss
 
 
-def test_weights_by_hand() -> None:
-    example = {"input_ids": [2, 0, 2], "loss_mask": [9, 2, 0.5]}
-    for normalize in (True, False):
-        batch = PaddedCollator(0, normalize_loss=normalize)([example])
-        loss = token_loss(HAND_LOGITS, batch, num_loss_tokens=2)
-        assert loss.item() == pytest.approx((2 * LOG_2 + 0.5 * LOG_4) / 2)
-
-
 # --- a loop over tokens --------------------------------------------------------------------------
-
-
-def test_added_rows_change_nothing(layout: Callable[[bool], Collate]) -> None:
-    model = Model()
-    batch = layout(True)(EXAMPLES)
-    more = batch.pad_rows(multiple_of=16)
-    assert len(more) == 16
-    loss = token_loss(model(batch), batch, num_loss_tokens=5)
-    torch.testing.assert_close(token_loss(model(more), more, num_loss_tokens=5), loss)
 
 
 examples_strategy = st.lists(
@@ -280,25 +263,7 @@ def test_labels_that_differ_from_the_ids_are_what_is_scored() -> None:
     assert outputs.nll[0].tolist() == pytest.approx(expected, rel=1e-6)
 
 
-def test_rows_that_are_there_twice_have_no_order() -> None:
-    model = Model()
-    batch = PackedCollator(0, max_tokens=9)(EXAMPLES)
-    for twice in (Batch.cat([batch, batch], {"num_loss_tokens": 2}), batch.select([0, 0])):
-        with pytest.raises(ValueError, match="twice"):
-            token_loss(model(twice), twice, num_loss_tokens=1, return_per_token_outputs=True)
-
-
 # --- errors --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("missing", ["example_indices", "example_starts", "num_actions"])
-def test_a_batch_without_the_metadata_of_a_collator_does_not_say_either(missing: str) -> None:
-    batch = PackedCollator(0, max_tokens=9)(EXAMPLES)
-    logits = Model()(batch)
-    del batch.row_metadata[missing]
-    token_loss(logits, batch, num_loss_tokens=1)
-    with pytest.raises(ValueError, match=r"where examples lie; pass the Batch that the collator"):
-        token_loss(logits, batch, num_loss_tokens=1, return_per_token_outputs=True)
 
 
 LABELS = torch.tensor([[-100, 1]])

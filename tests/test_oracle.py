@@ -5,10 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-import torch
 
 from tests.batch_checks import assert_equals_oracle
 from tests.oracle import packed_batch, padded_batch
@@ -16,12 +13,6 @@ from torch_collate_kit import PackedCollator, PaddedCollator, pack
 
 P = 0
 _ = -100
-
-
-def check(batch: dict[str, Any], field_name: str, expected: list[list[float]]) -> None:
-    dtype = torch.float32 if field_name == "loss_mask" else torch.int64
-    assert batch[field_name].dtype == dtype
-    assert batch[field_name].tolist() == expected
 
 
 PAIR = [

@@ -16,7 +16,6 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from tests.test_typing import checked
 from torch_collate_kit import __version__
 
 ROOT = Path(__file__).parents[1]
@@ -29,14 +28,6 @@ FILES = (
     *("setup.cfg", "pyproject.toml", "constraints.txt", "Makefile", "MANIFEST.in"),
     *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE"),
 )  # fmt: skip
-
-
-SHOWN = """
-from torch_collate_kit import PackedCollator
-batch = PackedCollator(0, max_tokens=8)([{"input_ids": [5, 6, 7]}])
-reveal_type(batch)
-reveal_type(batch.metadata["num_tokens"])
-"""
 
 
 def run(*command: str | Path, **options: Path) -> str:
@@ -141,18 +132,3 @@ def test_an_installed_wheel_collates(site_packages: Path, tmp_path: Path) -> Non
     printed = run(sys.executable, "-P", "-c", code, cwd=tmp_path)
     where = site_packages / "torch_collate_kit" / "__init__.py"
     assert printed.split(maxsplit=2) == [str(where), __version__, "[[5, 6, 7]]\n"]
-
-
-def test_an_installed_package_has_types(
-    site_packages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """py.typed is honoured; without it mypy would take every name of ours for Any."""
-    for name in ("MYPYPATH", "PYTHONPATH"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.chdir(tmp_path)  # from which mypy does not see this tree
-    python = str(site_packages.parents[2] / "bin" / "python")
-    found = checked(tmp_path, {"user.py": SHOWN}, "--python-executable", python)
-    assert [line.split(": ", 1)[1] for line in found] == [
-        'note: Revealed type is "torch_collate_kit.batch.batch.Batch"',
-        'note: Revealed type is "Any"',
-    ]

@@ -23,10 +23,12 @@ __all__ = ["main", "parser"]
 
 _CLOSED_PIPE, _INTERRUPTED = 141, 130  # what a shell says of a process that such a signal ended
 _MOST = 600  # letters of an error
-_ERRORS_ONLY = {"TRANSFORMERS_VERBOSITY": "error", "DATASETS_VERBOSITY": "critical"}
+_SETTINGS = {
+    "TRANSFORMERS_VERBOSITY": "error",
+    "DATASETS_VERBOSITY": "critical",
+    "HF_UPDATE_DOWNLOAD_COUNTS": "0",  # else datasets sends a request per file it reads
+}
 _NO_BARS = {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-_NO_COUNTS = {"HF_UPDATE_DOWNLOAD_COUNTS": "0"}  # else datasets sends a request per file it reads
-_SETTINGS = (*_ERRORS_ONLY, *_NO_BARS, *_NO_COUNTS)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -74,13 +76,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Progress bars only on a terminal, and no chatter of the libraries underneath."""
-    before = {name: os.environ.get(name) for name in _SETTINGS}
-    shown = {} if sys.stderr.isatty() else _NO_BARS
-    os.environ.update(
-        {**_ERRORS_ONLY, **_NO_COUNTS, **shown}
-    )  # read when these libraries are imported
+    settings = _SETTINGS | ({} if sys.stderr.isatty() else _NO_BARS)
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)  # read when these libraries are imported
     datasets: Any = sys.modules.get("datasets")  # imported before, by a program
-    had_bars = bool(datasets and shown and not datasets.are_progress_bars_disabled())
+    hides_bars = datasets and not sys.stderr.isatty()
+    had_bars = bool(hides_bars and not datasets.are_progress_bars_disabled())
     if had_bars:
         datasets.disable_progress_bars()
     handler = logging.StreamHandler()  # on stderr

@@ -6,7 +6,7 @@ import importlib
 import operator
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -48,14 +48,7 @@ def checked_choice(name: str, value: Any, choices: tuple[str | None, ...]) -> No
 
 
 def checked_lengths(lengths: npt.ArrayLike) -> npt.NDArray[np.int64]:
-    """Return ``lengths`` as int64 [N], all positive: a view if they are int64, else a copy.
-
-    Raises:
-        TypeError: the lengths are not integers.
-        ValueError: they are not one-dimensional.
-        DataError: a length is zero or negative (the message names the example), or int64 does not
-            hold it, or the sum of all.
-    """
+    """Return ``lengths`` as int64 [N], all positive: a view if they are int64, else a copy."""
     hint = "pass one int per example, such as [len(ids) for ids in input_ids]"
     if isinstance(lengths, MaskedArray):
         raise TypeError("lengths is a masked array, whose mask would be lost; pass .compressed()")
@@ -71,22 +64,16 @@ def checked_lengths(lengths: npt.ArrayLike) -> npt.NDArray[np.int64]:
         raise ValueError(f"lengths must be 1-D, got shape {array.shape}; {hint}")
     if array.size == 0:
         return np.zeros(0, dtype=np.int64)
-    if array.dtype.kind not in "iu":
+    most = np.iinfo(np.int64).max
+    if array.dtype.kind not in "iu" or (longest := int(array.max())) > most:
         _raise_not_integers(array, hint)
-    worst = int(array.argmin())
-    if array[worst] < 1:
-        first = int(np.flatnonzero(array < 1)[0])
+    if array.min() < 1:
+        first = int(np.argmax(array < 1))
         raise DataError(
             f"example {first} has length {int(array[first])}, but a length must be at least 1; "
             "remove empty examples before packing"
         )
-    longest, most = int(array.argmax()), np.iinfo(np.int64).max
-    if int(array[longest]) > most:
-        raise DataError(
-            f"example {longest} has length {int(array[longest])}, more than int64 can hold; "
-            "check how the lengths were computed"
-        )
-    if int(array[longest]) * len(array) > most and (total := sum(array.tolist())) > most:
+    if longest * len(array) > most and (total := sum(array.tolist())) > most:
         raise DataError(
             f"all lengths together are {total}, more than int64 can hold; check how the lengths "
             "were computed"
@@ -111,27 +98,24 @@ def _check_no_examples(lengths: Any) -> None:
         )
 
 
-def _raise_not_integers(array: npt.NDArray[Any], hint: str) -> None:
-    """Raise TypeError for the first element that is not an integer, else for one over int64."""
+def _raise_not_integers(array: npt.NDArray[Any], hint: str) -> NoReturn:
+    """Raise TypeError for the first element that is no integer, DataError for one over int64."""
     for i, n in enumerate(array.tolist()):
         if isinstance(n, bool) or not isinstance(n, int):
             raise TypeError(
                 f"lengths must be integers, got dtype {array.dtype}: lengths[{i}] is {n!r:.60}; "
                 f"{hint}"
             )
+    longest = max(array.tolist())
     raise DataError(
-        f"a length is more than int64 can hold (largest {max(array.tolist())}); "
+        f"example {array.tolist().index(longest)} has length {longest}, more than int64 can hold; "
         "check how the lengths were computed"
     )
 
 
 @lru_cache(maxsize=4096)
 def respelt(key: str, names: tuple[str, ...]) -> str | None:
-    """Return the one of ``names`` that ``key`` is but for case, "_", a plural, or one slip.
-
-    >>> respelt("contents", ("role", "content")), respelt("tool_call_id", ("tool_calls",))
-    ('content', None)
-    """
+    """Return the one of ``names`` that ``key`` is but for case, "_", a plural, or one slip."""
     return next((name for name in names if _is_one_slip(bare_key(key), bare_key(name))), None)
 
 
@@ -150,17 +134,7 @@ def _is_one_slip(a: str, b: str) -> bool:
 
 
 def needed_package(name: str, purpose: str, *, install: str | None = None) -> Any:
-    """Import and return the module ``name``, which only ``purpose`` needs.
-
-    ``install`` is what pip installs, by default the package.
-
-    Raises:
-        ImportError: the package is not installed; the message has the pip command.
-
-    >>> needed_package("no_such_package.part", "the example")
-    Traceback (most recent call last):
-    ImportError: the example needs the package no_such_package: pip install no_such_package
-    """
+    """Import a module that only ``purpose`` needs; the ImportError has the pip command."""
     package = name.partition(".")[0]
     try:
         return importlib.import_module(name)
@@ -169,3 +143,9 @@ def needed_package(name: str, purpose: str, *, install: str | None = None) -> An
             raise
         message = f"{purpose} needs the package {package}: pip install {install or package}"
         raise ImportError(message, name=package) from error
+
+
+def type_name(value: object) -> str:
+    """Return the name of a value's type with its article: "a list", "an int"."""
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"

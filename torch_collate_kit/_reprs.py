@@ -11,11 +11,7 @@ __all__ = ["KindAndSize", "call_repr", "changed_settings", "dataclass_repr", "pl
 
 
 def call_repr(owner: Any, *positional: str, **settings: Any) -> str:
-    """Return ``Name(positional, setting=value)``.
-
-    >>> call_repr([], "8", seed=3)
-    'list(8, seed=3)'
-    """
+    """Return ``Name(positional, setting=value)``."""
     named = (f"{name}={value!r}" for name, value in settings.items())
     return f"{type(owner).__name__}({', '.join([*positional, *named])})"
 
@@ -42,11 +38,7 @@ def dataclass_repr(owner: Any) -> str:
 
 
 class KindAndSize:
-    """A value whose repr is its kind and size, since its contents would fill pages.
-
-    >>> KindAndSize([1, 2]), KindAndSize(iter("ab")), KindAndSize(max)
-    (<list of 2>, <str_ascii_iterator>, <max>)
-    """
+    """A value whose repr is its kind and size, since its contents would fill pages."""
 
     def __init__(self, value: Any) -> None:
         self._value = value
@@ -62,11 +54,7 @@ class KindAndSize:
 
 
 def plural(number: int, noun: str) -> str:
-    """Return a number and the noun, in the plural but for 1.
-
-    >>> plural(1, "row"), plural(2000, "row")
-    ('1 row', '2,000 rows')
-    """
+    """Return a number and the noun, in the plural but for 1."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 

@@ -16,11 +16,7 @@ _SHORT_SPAN = 100  # entries on average; below it an index gather is the faster 
 
 
 def row_indices(indices: Sequence[int] | np.ndarray | Tensor) -> np.ndarray:
-    """Return row numbers as int64; refuse booleans and floats, which would become integers.
-
-    Raises:
-        TypeError: anything but integers.
-    """
+    """Return row numbers as int64; refuse booleans and floats, which would become integers."""
     picked = np.asarray(indices)
     if picked.size and picked.dtype.kind not in "iu":
         raise TypeError(
@@ -86,9 +82,8 @@ class Ragged:
             raise TypeError("values are a masked array, whose mask would be lost; pass .filled(0)")
         if isinstance(values, Tensor) and (values.layout is not torch.strided or values.is_nested):
             raise TypeError(
-                f"values must be dense and flat, got a tensor of layout {values.layout}"
-                f"{', nested' if values.is_nested else ''}; pass .to_dense(), or .values() of a "
-                "jagged tensor"
+                f"values must be dense and flat, got a tensor of layout {values.layout}; pass "
+                ".to_dense(), or .values() of a jagged tensor"
             )
         given = np.asarray(offsets)
         if given.ndim != 1 or len(given) == 0 or given.dtype.kind not in "iu":
@@ -110,18 +105,17 @@ class Ragged:
     @classmethod
     def from_rows(cls, rows: Iterable[Any], dtype: Any = None) -> Ragged:
         """Copy rows, lists, ndarrays or CPU tensors, into one flat NumPy array."""
-        rows = list(rows)
+        arrays = []
         for i, row in enumerate(rows):
             if isinstance(row, MaskedArray):
                 raise TypeError(
                     f"row {i} is a masked array, whose mask would be lost; pass .compressed()"
                 )
-        arrays = [np.asarray(row, dtype=dtype) for row in rows]
-        offsets = np.zeros(len(arrays) + 1, dtype=np.int64)
-        np.cumsum([len(array) for array in arrays], out=offsets[1:])
+            arrays.append(np.asarray(row, dtype=dtype))
         filled = [array for array in arrays if len(array)]
         empty = np.empty(0, dtype=np.int64 if dtype is None else dtype)
-        return cls(np.concatenate(filled) if filled else empty, offsets)
+        values = np.concatenate(filled) if filled else empty
+        return cls.from_lengths(values, [len(array) for array in arrays])
 
     @classmethod
     def from_lengths(

@@ -52,47 +52,39 @@ def batch_digest(batch: Any) -> str:
 
 def _parts(value: Any) -> Iterator[Any]:
     """Yield the bytes of a value: its kind, then its contents."""
+    kind, inside = type(value).__name__, value
     if isinstance(value, torch.Tensor):
         yield f"tensor {value.dtype} {list(value.shape)}".encode()
         cells = value.detach().cpu().contiguous().reshape(-1)
         yield cells.view(torch.uint8).numpy().tobytes() if len(cells) else b""
-    elif isinstance(value, (np.ndarray, np.generic)):
+        return
+    if isinstance(value, (np.ndarray, np.generic)):
         if value.dtype.hasobject:
             raise TypeError(f"batch_digest of an array of {value.dtype}: its bytes are addresses")
         yield f"array {value.dtype.str} {list(value.shape)}".encode()
         yield value.tobytes()
-    elif isinstance(value, Ragged):
-        yield b"ragged"
-        yield from _parts(value.lengths)
-        yield from _parts(value.values)
+        return
+    if value is None or isinstance(value, (bool, int, float, str, bytes, range)):
+        yield f"{kind} {value!r}".encode()
+        return
+    if isinstance(value, Ragged):
+        inside = [value.lengths, value.values]
     elif isinstance(value, Batch):
-        yield f"batch {len(value)}".encode()
-        yield from _parts(value.stored().contents())
-        yield from _parts(value.row_metadata)
-        yield from _parts(value.metadata)
+        inside = [len(value), value.stored().contents(), value.row_metadata, value.metadata]
     elif isinstance(value, Mapping):
-        yield f"mapping {len(value)}".encode()
-        for key in sorted(value, key=repr):
-            yield repr(key).encode()
-            yield from _parts(value[key])
-    elif isinstance(value, RankPlan):
-        yield from _parts({k: of for k, of in vars(value).items() if k != "rows"})
-    elif isinstance(value, (list, tuple)):
-        yield f"{type(value).__name__} {len(value)}".encode()
-        for item in value:
-            yield from _parts(item)
+        kind, inside = "mapping", [[key, value[key]] for key in sorted(value, key=repr)]
+    elif isinstance(value, RankPlan):  # whose rows follow from the rest
+        inside = [{name: of for name, of in vars(value).items() if name != "rows"}]
     elif dataclasses.is_dataclass(value):
-        yield type(value).__name__.encode()
-        for field in dataclasses.fields(value):
-            yield field.name.encode()
-            yield from _parts(getattr(value, field.name))
-    elif value is None or isinstance(value, (bool, int, float, str, bytes, range)):
-        yield f"{type(value).__name__} {value!r}".encode()
-    else:
+        inside = [[field.name, getattr(value, field.name)] for field in dataclasses.fields(value)]
+    elif not isinstance(value, (list, tuple)):
         raise TypeError(
-            f"batch_digest of a {type(value).__name__}; it knows Batch, Ragged, tensors, arrays, "
-            "numbers, strings, None, and mappings, lists, tuples and dataclasses of these"
+            f"batch_digest of a {kind}; it knows Batch, Ragged, tensors, arrays, numbers, "
+            "strings, None, and mappings, lists, tuples and dataclasses of these"
         )
+    yield f"{kind} {len(inside)}".encode()
+    for item in inside:
+        yield from _parts(item)
 
 
 def assert_exact_resume(
@@ -141,55 +133,49 @@ def assert_exact_resume(
     >>> len(assert_exact_resume(make, num_steps=7, dp_sizes=[4, 2, 3]))
     7
     """
-    stops = range(num_steps) if stops is None else stops
-    run = partial(_run, num_steps=num_steps, max_state_bytes=max_state_bytes)
-    if dp_sizes is not None:
-        digest = partial(_digest_of_step, same_rows=same_rows)
+    digest = partial(_digest_of_step, same_rows=same_rows) if dp_sizes else _digest_of_batch
 
-        def run_ranks(dp_size: int, done: int = 0, state: str | None = None) -> _Found:
-            return run([make(dp_rank, dp_size) for dp_rank in range(dp_size)], digest, done, state)
+    def run(
+        dp_size: int | None, done: int = 0, state: str | None = None, *, saves: bool = True
+    ) -> _Found:
+        ranks = [make()] if dp_size is None else [make(rank, dp_size) for rank in range(dp_size)]
+        return _run(ranks, digest, done, state, num_steps, max_state_bytes if saves else None)
 
-        return _compare_ranks(run_ranks, list(dp_sizes), num_steps, stops)
-    expected, _ = run([make()], _digest_of_batch, saves=False)
-    found, states = run([make()], _digest_of_batch)
+    sizes: Sequence[int | None] = dp_sizes or [None]
+    first, *others = sizes
+    expected, _ = run(first, saves=False)
+    found, states = run(first)
     _compare(found, expected, "the run that saves at every step")
-    for stop in stops:
-        found, _ = run([make()], _digest_of_batch, stop, states[stop], saves=False)
-        _compare(found, expected[stop:], f"resumed after {stop} of {num_steps} batches", stop)
-    return [digest for digest, _ in expected]
-
-
-def _compare_ranks(
-    run: Callable[..., _Found], dp_sizes: list[int], num_steps: int, stops: Iterable[int]
-) -> list[str]:
-    first, *others = dp_sizes
-    expected, states = run(first)
-    for stop in stops:
-        for dp_size in others:
-            back = stop + (num_steps - stop) // 2
-            found, later = run(dp_size, stop, states[stop])
-            name = f"resumed after {stop} of {num_steps} steps, {first} -> {dp_size} ranks"
+    for stop in range(num_steps) if stops is None else stops:
+        name = f"resumed after {stop} of {num_steps} batches"
+        if dp_sizes is None:
+            found, _ = run(None, stop, states[stop], saves=False)
             _compare(found, expected[stop:], name, stop)
+        for dp_size in others:
+            changed = f"{name}, {first} -> {dp_size} ranks"
+            found, later = run(dp_size, stop, states[stop])
+            _compare(found, expected[stop:], changed, stop)
+            back = stop + (num_steps - stop) // 2
             found, _ = run(first, back, later[back - stop])
-            _compare(found, expected[back:], f"{name} -> {first} after {back}", back)
+            _compare(found, expected[back:], f"{changed} -> {first} after {back}", back)
     return [digest for digest, _ in expected]
 
 
 def _run(
     ranks: list[Any],
     digest: Callable[[list[Any]], str],
-    done: int = 0,
-    state: str | None = None,
-    *,
+    done: int,
+    state: str | None,
     num_steps: int,
-    max_state_bytes: int,
-    saves: bool = True,
+    max_state_bytes: int | None,
 ) -> _Found:
-    """Return the steps after ``done``, and with ``saves`` the states around them."""
+    """Return the steps after ``done``, and the states around them, unless without a limit."""
     found: list[tuple[str, bool]] = []
     states: list[str] = []
 
     def save(from_ranks: Iterable[dict[str, Any]]) -> None:
+        if max_state_bytes is None:
+            return
         after = done + len(found)
         texts = [_as_json(one, after=after, max_bytes=max_state_bytes) for one in from_ranks]
         assert len(set(texts)) == 1, (
@@ -203,15 +189,13 @@ def _run(
             stack.callback(getattr(rank, "close", lambda: None))
             if state is not None:
                 rank.load_state_dict(json.loads(state))
-        if saves:
-            save(rank.state_dict() for rank in ranks)
+        save(rank.state_dict() for rank in ranks)
         num_empty = 0
         while done + len(found) < num_steps and num_empty < 2:
             before, after = len(found), [_state_after(rank) for rank in ranks]
             for parts in _in_step([iter(rank) for rank in ranks]):
                 found.append((digest(parts), len(found) == before))
-                if saves:
-                    save(state_after(len(found) - before) for state_after in after)
+                save(state_after(len(found) - before) for state_after in after)
                 if done + len(found) == num_steps:
                     break
             num_empty = num_empty + 1 if len(found) == before else 0

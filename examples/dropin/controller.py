@@ -31,7 +31,7 @@ LAYOUT = kit.ParallelLayout(dp=2, tp=2, cp=2)
 
 
 def cells_of(cu_seq_lens: torch.Tensor, cp_rank: int) -> torch.Tensor:
-    """The cells of a context-parallel rank: slices `rank` and `2 * cp - 1 - rank` of each segment.
+    """Return the cells of a context-parallel rank: slices `r` and `2 * cp - 1 - r` of each segment.
 
     Causal attention costs more at the end of a segment, so a rank gets an early and a late slice.
     """
@@ -57,7 +57,7 @@ def row_loss(model: Any, row: kit.Batch) -> torch.Tensor:
 
 
 def worker(rank: int, shards: Any, results: Any, meeting_point: str) -> None:
-    """A data-parallel rank: trains the rows it is sent until it is sent None."""
+    """Train the rows that are sent to this data-parallel rank, until None is sent."""
     options = {"rank": rank, "world_size": LAYOUT.dp}
     dist.init_process_group("gloo", init_method=f"file://{meeting_point}", **options)
     model = tiny.make_model()

@@ -69,7 +69,7 @@ class PackedTraining(lightning.LightningModule):
 
 
 def train(folder: str, resume_from: Path | None = None) -> tuple[PackedTraining, Path]:
-    """The trained module, and where its checkpoints are: the folder of rank 0."""
+    """Return the trained module, and the folder of its checkpoints on rank 0."""
     training = PackedTraining()
     checkpoints = ModelCheckpoint(folder, "{step}", every_n_train_steps=SAVE_AFTER, save_top_k=-1)
     trainer = lightning.Trainer(

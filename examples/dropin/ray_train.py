@@ -42,7 +42,7 @@ def make_loader(rank: int) -> kit.PrefetchLoader:
 
 
 def train(config: dict[str, Any]) -> tuple[list[float], list[list[int]]]:
-    """What every worker runs; what rank 0 returns is the result's return_value."""
+    """Run a worker; the return value of rank 0 is the result's return_value."""
     model = ray.train.torch.prepare_model(tiny.make_model())
     optimizer = tiny.make_optimizer(model)
     losses, numbers = [], []

@@ -40,7 +40,7 @@ torch.set_num_threads(1)  # the model is too small for more, and the ranks share
 
 
 def make_chats(count: int = NUM_STEPS * BATCH_SIZE, *, seed: int = 0) -> list[dict[str, Any]]:
-    """A question of letters, and the same letters backwards as the answer; most are short."""
+    """Return a question of letters, and the letters backwards as the answer; most are short."""
     rng = np.random.default_rng(seed)
     chats = []
     for number in range(count):
@@ -66,7 +66,7 @@ def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
 
 
 def make_examples(count: int = NUM_STEPS * BATCH_SIZE, *, seed: int = 0) -> list[dict[str, Any]]:
-    """The chats as token ids, 6 to 52 each, and labels that train the answers alone.
+    """Return the chats as token ids, 6 to 52 each, and labels that train the answers alone.
 
     By transformers, not by the kit, which is what the reference compares.
     """
@@ -85,7 +85,7 @@ def make_examples(count: int = NUM_STEPS * BATCH_SIZE, *, seed: int = 0) -> list
 
 
 def make_model(attention: str = "torch_varlen") -> transformers.Qwen3ForCausalLM:
-    """The same weights in every process and for every kind of attention; float32."""
+    """Return a model with the same float32 weights in every process and for every attention."""
     kit.register_torch_varlen()
     config = transformers.Qwen3Config(
         vocab_size=len(VOCABULARY),
@@ -123,7 +123,7 @@ def num_targets(examples: list[dict[str, Any]]) -> int:
 
 
 def reference_losses(steps: list[list[dict[str, Any]]]) -> list[float]:
-    """The loss of each step, from the examples of each step."""
+    """Return the loss of each step, from the examples of each step."""
     model = make_model("eager")
     optimizer = make_optimizer(model)
     losses = []

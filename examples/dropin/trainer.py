@@ -37,7 +37,7 @@ collate = kit.PackedCollator(
 
 
 def token_losses(logits: torch.Tensor, labels: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """What is kept of the logits: the loss of every token but the first, [rows, width - 1]."""
+    """Reduce logits to the loss of every token but the first, [rows, width - 1]."""
     targets = labels[0][:, 1:]
     return F.cross_entropy(
         logits[:, :-1].transpose(1, 2), targets, ignore_index=-100, reduction="none"

@@ -11,6 +11,7 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 from torch_collate_kit.chat import ChatOptions, tokenize_chat
 from torch_collate_kit.errors import DataError
 
+RENDER = "transformers.utils.chat_template_utils.render_jinja_template"
 TAG, END = "{% generation %}", "{% endgeneration %}"
 TAGS = """{{- bos_token -}}
 {%- if tools -%}{{- '<|im_start|>tools\n' + (tools | tojson) + '<|im_end|>\n' -}}{%- endif -%}

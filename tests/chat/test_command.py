@@ -10,7 +10,6 @@ import pytest
 from tests.chat.chats import CHATML, THINKS
 from tests.chat.families import templates
 from torch_collate_kit.__main__ import main
-from torch_collate_kit.chat.preview import verdict_table
 
 
 def test_marked_tokens_and_verdicts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -35,7 +34,8 @@ def test_a_mode_that_trains_no_call_says_so(tmp_path: Path, capsys: Any) -> None
     assert main(["template", str(path)]) == 0
     printed = capsys.readouterr().out
     assert "tool call: accepted with train_on='last', which trains no call\n" in printed
-    assert "| last, no call |" in verdict_table([str(path)])
+    assert main(["template", "--all", str(tmp_path)]) == 0
+    assert "| last, no call |" in capsys.readouterr().out
 
 
 def test_a_long_system_text_is_cut_in_the_middle(tmp_path: Path, capsys: Any) -> None:
@@ -84,10 +84,11 @@ def test_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert caught.value.code == 2
 
 
-@pytest.mark.parametrize("name", ["gptoss", "llama3_1", "qwen3", "deepseekv3"])
-def test_the_table_of_the_page(name: str, tmp_path: Path) -> None:
-    file = tmp_path / f"{name}.jinja"
-    file.write_text(templates()[name], encoding="utf-8")
-    table = verdict_table([str(file)])
+def test_the_table_of_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("gptoss", "llama3_1", "qwen3", "deepseekv3"):
+        (tmp_path / f"{name}.jinja").write_text(templates()[name], encoding="utf-8")
+    assert main(["template", "--all", str(tmp_path)]) == 0
+    table = capsys.readouterr().out.splitlines()
     page = Path(__file__).parents[2] / "docs" / "chat.md"
-    assert set(table.splitlines()) <= set(page.read_text(encoding="utf-8").splitlines())
+    assert len(table) == 6
+    assert set(table) <= set(page.read_text(encoding="utf-8").splitlines())

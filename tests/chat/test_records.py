@@ -27,7 +27,6 @@ from tests.chat.chats import (
     trained_text,
     with_call,
 )
-from tests.chat.conversations import CONVERSATIONS
 from torch_collate_kit.chat import tokenize_chat_dataset
 from torch_collate_kit.errors import DataError
 
@@ -55,7 +54,7 @@ SHARED = [
     {"from": "function_call", "value": json.dumps(FUNCTION)},
     {"from": "observation", "value": "42"},
 ]
-GPT = {"from": "gpt", "value": "yo"}
+GPT, ASKS = {"from": "gpt", "value": "yo"}, {"role": "user"}
 OTHERS = {"prompt": "a", "completion": "b", "instruction": "x", "output": "y"}
 ABSENT = {"role": "user", "content": "hi", "contents": None, "tool_call": None}
 UNTRAINED = {**YO, "weight": 0}
@@ -64,6 +63,7 @@ SAME: list[tuple[Record, list[Record]]] = [
     ({"conversations": [*SHARED, {**GPT, "weight": 1}]}, [*CALLED, YO]),
     ({"conversations": [*SHARED, {**GPT, "weight": 0}]}, CALLED[:3]),
     ({"conversations": [*CALLED, YO]}, [*CALLED, YO]),
+    ({"conversations": [{**GPT, "from": "user"}, {**GPT, "from": "assistant"}]}, [YO | ASKS, YO]),
     ({"messages": [USER, YO], **OTHERS}, [USER, YO]),
     ({"conversations": [USER, YO], **OTHERS}, [USER, YO]),
     ({**OTHERS, "prompt": [USER], "completion": [YO]}, [USER, YO]),
@@ -88,17 +88,6 @@ def test_the_same_as_messages(tokenizer: Any, record: Record, messages: list[Rec
     for train_on in ("all", "each"):
         expected = tokenize({"messages": messages}, tokenizer, train_on=train_on)
         assert tokenize(record, tokenizer, train_on=train_on) == expected
-
-
-@pytest.mark.parametrize("mode", ["all", "last", "each"])
-@pytest.mark.parametrize("roles", [("human", "gpt"), ("user", "assistant")])
-def test_share_gpt(mode: Any, roles: tuple[str, str], tokenizer: Any) -> None:
-    names = dict(zip(("user", "assistant"), roles, strict=True)) | {"system": "system"}
-    for name in ("one turn", "system, three turns", "consecutive answers", "emoji"):
-        record = CONVERSATIONS[name]
-        turns = [{"from": names[m["role"]], "value": m["content"]} for m in record["messages"]]
-        expected = tokenize(record, tokenizer, train_on=mode)
-        assert tokenize({"conversations": turns}, tokenizer, train_on=mode) == expected
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,12 @@ from unittest.mock import patch
 
 import pytest
 from datasets import Dataset
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from tests.chat.chats import (
     CALLS,
     CHATML,
+    RENDER,
     SAID,
     THINKS,
     TWO,
@@ -24,7 +26,6 @@ from tests.chat.chats import (
     tokenize,
 )
 from torch_collate_kit import tokenize_chat_dataset
-from torch_collate_kit.chat.template import ChatTemplate
 from torch_collate_kit.errors import DataError
 
 LOGS = "{{ 'log' if messages | selectattr('role', 'equalto', 'tool') | list }}" + CHATML
@@ -112,8 +113,7 @@ def test_a_refusal_costs_no_more_than_the_record() -> None:
     for turns in (10, 40):
         for thoughts in (["hm"] * turns, [None] * (turns - 3) + ["hm", "hm", None]):
             tokenizer = byte_tokenizer(THINKS)
-            render = ChatTemplate.render
-            with patch.object(ChatTemplate, "render", autospec=True, side_effect=render) as spy:
+            with patch(RENDER, side_effect=render_jinja_template) as spy:
                 message = r"drops its reasoning_content; try train_on='each' \(an"
                 refused(thinking(*thoughts), tokenizer, message)
             renderings.append(spy.call_count)

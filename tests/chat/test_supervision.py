@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 from datasets import Dataset
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from tests.chat.chats import (
     CALL,
@@ -18,6 +19,7 @@ from tests.chat.chats import (
     END,
     HEAD,
     NO_TAGS,
+    RENDER,
     SAID,
     TAG,
     TAGS,
@@ -37,7 +39,6 @@ from tests.chat.chats import (
     with_call,
 )
 from torch_collate_kit import tokenize_chat_dataset
-from torch_collate_kit.chat.template import ChatTemplate
 
 TEXT = "{{ m.content }}"
 ARGUMENTS = "{{ c.function.arguments }}"
@@ -130,6 +131,32 @@ def test_refused_in_every_mode(train_on: str) -> None:
 def test_tags_around_some_turns_alone() -> None:
     refused(TWO, LAST_ONLY, r"messages\[1\]: the \{% generation %\} tags .* leave out a part")
     assert len(tokenize(TWO, LAST_ONLY, train_on="each")) == 2
+
+
+FIRST_LINE = f"{TAG}{{{{ m.content.split('\n')[0] }}}}{END}"
+OTHER_LINES = "{% for line in m.content.split('\n')[1:] %}{{ '\n' + line }}{% endfor %}"
+
+
+@pytest.mark.parametrize("train_on", ["all", "each"])
+@pytest.mark.parametrize("answers", [["a\nb"], ["a\nb", "c"], ["c", "a\nb"]])
+def test_tags_around_half_of_a_turn(answers: list[str], train_on: str) -> None:
+    """Also where the template writes that turn alone: it is neither skipped nor lost."""
+    template = writes(for_assistant(FIRST_LINE + OTHER_LINES, TEXT))
+    record = chat(*(turn for text in answers for turn in ("user: hi", f"assistant: {text}")))
+    place = 2 * answers.index("a\nb") + 1
+    refused(record, template, rf"messages\[{place}\]: .* leave out a part", train_on=train_on)
+
+
+@pytest.mark.parametrize("names", ["xy", "yx"])
+def test_tags_around_some_turns_in_every_context(names: str) -> None:
+    template = writes(f"{{% if 'y' == m.name %}}{TAG}{TEXT}{END}{{% else %}}{TEXT}{{% endif %}}")
+    messages = [message for name in names for message in (USER, {**YO, "name": name})]
+    record = {"messages": messages}
+    for train_on in ("all", "each"):
+        place = 2 * names.index("x") + 1
+        refused(record, template, rf"messages\[{place}\]: .* leave out", train_on=train_on)
+    only = tokenize({"messages": [USER, {**YO, "name": "x"}]}, template, train_on="each")
+    assert [example["skip_reason"] for example in only] == ["no_trained_tokens"]
 
 
 def test_context_that_is_dropped() -> None:
@@ -315,8 +342,7 @@ def test_renderings_do_not_grow_with_the_turns() -> None:
     """One rendering per record once the template and the shape of the record are known."""
     tokenizer, counts = byte_tokenizer(CHATML), []
     for turns in (4, 4, 40):
-        render = ChatTemplate._render
-        with patch.object(ChatTemplate, "_render", autospec=True, side_effect=render) as spy:
+        with patch(RENDER, side_effect=render_jinja_template) as spy:
             tokenize({"messages": [USER, YO] * turns}, tokenizer)
         counts.append(spy.call_count)
     assert counts[1:] == [1, 2]

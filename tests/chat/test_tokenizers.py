@@ -14,10 +14,6 @@ from transformers import AddedToken, ByT5Tokenizer, PreTrainedTokenizerFast
 
 from tests.chat.chats import MARKS, tokenize, trained_ids, trained_text
 from tests.chat.conversations import CONVERSATIONS
-from torch_collate_kit.chat import ChatOptions
-from torch_collate_kit.chat.examples import TextExample
-from torch_collate_kit.chat.options import ChatSetup
-from torch_collate_kit.chat.tokenize import _encode, _tokenized
 
 END = "<|im_end|>"
 PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -165,17 +161,15 @@ def test_the_same_characters_are_trained(kind: str, template: str) -> None:
 
 @given(
     st.text(st.sampled_from("\n lion3\u65e5\U0001f981\u0301"), min_size=1, max_size=60),
-    st.lists(st.integers(0, 60), max_size=6),
+    st.integers(0, 60),
 )
 @pytest.mark.parametrize("kind", FAST)
-def test_any_spans_of_any_text(kind: str, text: str, cuts: list[int]) -> None:
-    """Against the list of all offsets, for spans that are in order and do not meet."""
-    edges = sorted({min(cut, len(text)) for cut in cuts})
-    spans = list(zip(edges[::2], edges[1::2], strict=False))
-    setup = ChatSetup(tokenizer_of(kind), ChatOptions())
-    [tokens] = _encode(setup.tokenizer, [text])
-    ids, mask = expected(setup.tokenizer, text, spans)
-    result = _tokenized(TextExample(text, spans), tokens, setup)
+def test_any_place_of_any_text(kind: str, text: str, cut: int) -> None:
+    """Against the list of all offsets: a completion begins at any character."""
+    start = cut % len(text)
+    record = {"prompt": text[:start], "completion": text[start:]}
+    ids, mask = expected(tokenizer_of(kind), text, [(start, len(text))])
+    result = tokenize(record, tokenizer_of(kind), allow_empty=True)
     if any(mask[1:]):
         assert (result["input_ids"], result["loss_mask"]) == (ids, mask)
     else:

@@ -25,8 +25,6 @@ from tests.chat_images.truth import (
 )
 from tests.vision.families import FAMILIES
 from tests.vision.images import draw
-from torch_collate_kit.vision.expansion import image_processing
-from torch_collate_kit.vision.images import image_files
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -111,17 +109,3 @@ def test_each_with_a_template_that_rewrites_turns_gives_each_example_its_images(
     assert (both == found[1]["pixel_values"]).all()
     kept = [trained_text(example, family.processor().tokenizer) for example in found]
     assert kept == ["A cat.<|im_end|>", "A dog.<|im_end|>"]
-
-
-def test_places_before_and_after_expansion() -> None:
-    """Every character that is no placeholder is found again, and so are the edges of images."""
-    processing = image_processing(FAMILIES["idefics3"].processor(), image_files(), True)
-    rng = np.random.default_rng(0)
-    sources = [("it", draw(rng, 30, 30)), ("it", draw(rng, 90, 60))]
-    words = "ab<image><image>cd"
-    found = processing.expand(words, sources)
-    for place in (0, 1, 16, 17):
-        assert found.text[found.moved(place)] == words[place]
-    assert [found.moved(place) for place in (2, 9)] == [start for start, _ in found.spans]
-    assert found.moved(16) == found.spans[1][1]
-    assert found.moved(len(words)) == len(found.text)

@@ -19,7 +19,6 @@ from tests.chat_images.truth import chat, question
 from tests.vision.families import FAMILIES
 from tests.vision.images import draw
 from torch_collate_kit import ChatOptions, DataError, tokenize_chat
-from torch_collate_kit.vision.images import image_files
 
 FAMILY = FAMILIES["qwen3_vl"]
 RNG = np.random.default_rng(0)
@@ -158,15 +157,15 @@ def test_cut_off_files_are_never_half_an_image(kind: str, tmp_path: Path) -> Non
     """At every twentieth of its bytes; the same image when only what follows the pixels is lost."""
     picture = draw(RNG, 64, 96)
     data = encoded(picture, kind)
-    whole = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+    whole = tokenize(Image.open(io.BytesIO(data)).convert("RGB"))["pixel_values"]
     refused = 0
     for cut in [*range(0, len(data), max(1, len(data) // 20)), len(data) - 1, len(data) - 2]:
         try:
-            found = image_files().load(data[:cut], "it")
+            found = tokenize(data[:cut])
         except DataError:
             refused += 1
         else:
-            assert (np.asarray(found.convert("RGB")) == whole).all()
+            assert (found["pixel_values"] == whole).all()
     assert refused >= 19
     half = tmp_path / "half"
     half.write_bytes(data[: len(data) // 2])
@@ -183,9 +182,9 @@ def test_damaged_files(tmp_path: Path) -> None:
         for _ in range(60):
             damaged = data.copy()
             damaged[rng.integers(0, len(data), 8)] = rng.integers(0, 256, 8)
-            for read in (image_files().load, image_files().size):
+            for pixels in (True, False):
                 try:
-                    read(damaged.tobytes(), "it")
+                    tokenize(damaged.tobytes(), pixels=pixels)
                 except DataError:
                     refused += 1
     assert refused > 100
@@ -233,9 +232,9 @@ def test_decompression_bombs_are_errors(side: int, action: Any) -> None:
 
 def test_no_limit_where_pil_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)
-    assert image_files().size(png_header(20_000, 20_000), "it") == (20_000, 20_000)
+    assert tokenize(png_header(20_000, 20_000), pixels=False)["input_ids"]
     with pytest.raises(DataError, match="more than max_pixels=1000"):
-        image_files(max_pixels=1000).size(png_header(20_000, 20_000), "it")
+        tokenize(png_header(20_000, 20_000), pixels=False, max_pixels=1000)
 
 
 def test_drawings_and_animations() -> None:
@@ -245,14 +244,14 @@ def test_drawings_and_animations() -> None:
     data = encoded(first, "GIF", save_all=True, append_images=rest)
     assert refusal(data) == "`images`[0] has 3 frames; give the frames that are meant as images"
     mpo = encoded(first, "MPO", save_all=True, append_images=rest)
-    found = image_files().load(mpo, "it")  # what cameras write: a photo, and its preview
-    assert (np.asarray(found) == np.asarray(Image.open(io.BytesIO(mpo)))).all()
+    photo = Image.open(io.BytesIO(mpo))  # what cameras write: a photo, and its preview
+    assert (tokenize(mpo)["pixel_values"] == tokenize(photo.convert("RGB"))["pixel_values"]).all()
 
 
 def test_without_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(ImportError, match="an image needs the package PIL: pip install pillow"):
-        image_files().load(b"", "it")
+        tokenize(b"")
 
 
 def test_files_are_closed(tmp_path: Path) -> None:

@@ -19,8 +19,7 @@ import pytest
 from torch_collate_kit import Batch
 from torch_collate_kit.collators import PackedCollator, PaddedCollator, RolloutCollator
 from torch_collate_kit.loading import TokenizedDataset
-from torch_collate_kit.packing import PackingPlan, pack
-from torch_collate_kit.packing.rank_plan import PlannedExamples
+from torch_collate_kit.packing import PackingPlan, RankPlan, pack
 from torch_collate_kit.ragged import Ragged
 
 
@@ -74,7 +73,7 @@ def collate_planned(columns: dict[str, Ragged]) -> Batch:
     lengths = columns["input_ids"].lengths
     if len(lengths) not in PLANS:
         PLANS[len(lengths)] = pack(lengths, 512)
-    return PackedCollator(0, max_tokens=512)(PlannedExamples(PLANS[len(lengths)], columns))
+    return PackedCollator(0, max_tokens=512)(RankPlan(PLANS[len(lengths)]).with_examples(columns))
 
 
 COLLATORS: dict[str, tuple[Callable[[], Any], Callable[[int], Any]]] = {

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from torch.utils.data import DataLoader
 
-from torch_collate_kit.batch import Batch
+from tests.batch_checks import assert_same_batch
 from torch_collate_kit.collators import PackedCollator, PaddedCollator
 from torch_collate_kit.packing import ParallelLayout
 
@@ -15,17 +14,6 @@ COLLATORS = {
     "padded": PaddedCollator(0),
     "packed": PackedCollator(0, max_tokens=16, parallel=ParallelLayout(dp=2, tp=2)),
 }
-
-
-def assert_same(batch: Batch, expected: Batch) -> None:
-    assert list(batch) == list(expected)
-    for name, field in expected.items():
-        if isinstance(field, torch.Tensor):
-            assert torch.equal(batch[name], field)
-            assert batch[name].dtype == field.dtype
-        else:
-            assert batch[name] == field
-    assert batch.metadata == expected.metadata
 
 
 @pytest.mark.parametrize("name", COLLATORS)
@@ -46,7 +34,7 @@ def test_workers_give_the_batches_of_the_main_process(name, workers):
         batches = list(loader)
         assert len(batches) == len(expected) == 4
         for batch, wanted in zip(batches, expected, strict=True):
-            assert_same(batch, wanted)
+            assert_same_batch(batch, wanted)
 
 
 def test_model_inputs_give_the_plain_dict_that_trainer_wants():

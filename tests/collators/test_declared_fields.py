@@ -102,42 +102,28 @@ def contained(rows: list[dict[str, Any]], specs: dict[str, Any], kind: str) -> A
 
 
 def expected(batch: Batch, rows: list[dict[str, Any]], name: str, spec: Any) -> Any:
-    """The dense field, cell by cell."""
-    num_rows, width = batch["input_ids"].shape
-    num_columns = batch.metadata["response_length"]
-    ragged: list[list[Any]] = []
-    cells = [
-        [spec.pad] * width if not isinstance(spec, PerExample) else [] for _ in range(num_rows)
-    ]
-    meta = batch.row_metadata
-    for r in range(num_rows):
-        lengths = batch["sub_seq_lengths"][r].tolist()
-        ragged.append([])
+    """The dense field, cell by cell; a list of rows of one entry per example."""
+    meta, width = batch.row_metadata, batch["input_ids"].shape[1]
+    found = []
+    for r, lengths in enumerate(batch["sub_seq_lengths"].tolist()):
+        cells = [] if isinstance(spec, PerExample) else [spec.pad] * width
         for k, length in enumerate(lengths):
-            example = rows[meta["example_indices"][r].tolist()[k]]
-            start = meta["example_starts"][r].tolist()[k]
-            is_packed = "cu_seq_lens" in batch
-            first = batch["cu_seq_lens"][r].tolist()[k] if is_packed else width - length
+            example = rows[meta["example_indices"][r][k]]
             if isinstance(spec, PerExample):
-                ragged[r].append(example[name])
-            elif isinstance(spec, PerToken):
-                for t in range(length):
-                    cells[r][first + t] = example[name][start + t]
-            else:
-                count = meta["num_actions"][r].tolist()[k]
-                response = len(example[name])
-                tokens = len(example.get("input_ids", ())) or (
-                    len(example["prompt_ids"]) + len(example["response_ids"])
-                )
-                for t in range(length - count, length):
-                    entry = start + t - (tokens - response)
-                    cells[r][first + t] = example[name][entry]
+                cells.append(example[name])
+                continue
+            first = batch["cu_seq_lens"][r][k] if "cu_seq_lens" in batch else width - length
+            ids = example.get("input_ids") or example["prompt_ids"] + example["response_ids"]
+            before = len(ids) - len(example[name]) - meta["example_starts"][r][k]
+            count = length if isinstance(spec, PerToken) else meta["num_actions"][r][k]
+            for t in range(length - count, length):
+                cells[first + t] = example[name][t - before]
+        found.append(cells)
     if isinstance(spec, PerExample):
-        return [torch.tensor(row, dtype=spec.dtype) for row in ragged]
-    if isinstance(spec, PerResponseToken):
-        cells = [row[width - num_columns :] for row in cells]
-        width = num_columns
-    return torch.tensor(cells, dtype=spec.dtype).reshape(num_rows, width)
+        return [torch.tensor(row, dtype=spec.dtype) for row in found]
+    num_columns = width if isinstance(spec, PerToken) else batch.metadata["response_length"]
+    cells_of = torch.tensor(found, dtype=spec.dtype).reshape(len(batch), width)
+    return cells_of[:, width - num_columns :]
 
 
 def assert_declared(batch: Batch, rows: list[dict[str, Any]], specs: dict[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from typing import Any
 
 import numpy as np
@@ -34,19 +33,6 @@ def rollout(prompt: int, response: int, **more: Any) -> dict[str, Any]:
 
 def routes(tokens: int, layers: int = 2, top_k: int = 2) -> list[Any]:
     return np.arange(tokens * layers * top_k).reshape(tokens, layers, top_k).tolist()
-
-
-def image(patches: int, first: float = 0.0) -> dict[str, Any]:
-    pixels = first + np.arange(2.0 * patches).reshape(patches, 2)
-    return {"pixel_values": pixels.tolist(), "image_grid_thw": [[1, 1, patches]]}
-
-
-NO_IMAGE = {"pixel_values": None, "image_grid_thw": None}
-RICH = [
-    rollout(2, 3, rollout_expert_indices=routes(5), uid="a", is_last_step=True, **image(2)),
-    rollout(4, 2, rollout_expert_indices=routes(3), uid="a", is_last_step=False, **NO_IMAGE),
-    rollout(1, 1, rollout_expert_indices=routes(1), uid="b", is_last_step=True, **image(3, 50.0)),
-]
 
 
 def collated(examples: list[dict[str, Any]], **options: Any) -> Batch:
@@ -192,24 +178,6 @@ def test_an_sft_example_may_have_a_prompt_beside_its_ids() -> None:
     assert "rewards" not in batch
     both = PackedCollator(0, max_tokens=4)([{**rollout(1, 2), "input_ids": [1, 2, 3]}])
     assert "rewards" in both
-
-
-def test_a_slice_with_images_moves_with_its_own_images() -> None:
-    batch = collated(RICH)
-    assert batch["pixel_values"].lengths.tolist() == [2, 0, 3]
-    tail = batch[1:]
-    moved = pickle.loads(pickle.dumps(tail))
-    assert_same_batch(moved, tail)
-    assert moved["pixel_values"].values.shape == (3, 2)
-    assert moved["image_grid_thw"].tolist() == [[], [[1, 1, 3]]]
-    assert_same_batch(tail.to("cpu"), tail)
-    assert tail.to("meta")["pixel_values"].values.shape == (3, 2)
-    chosen = batch.select([2, 0])
-    assert chosen["pixel_values"][0].tolist() == RICH[2]["pixel_values"]
-    assert (
-        chosen["rollout_expert_indices"][1].tolist() == batch["rollout_expert_indices"][0].tolist()
-    )
-    assert batch.pad_rows(multiple_of=2)["pixel_values"].lengths.tolist() == [2, 0, 3, 2]
 
 
 @pytest.mark.parametrize("overflow", ["raise", "truncate", "split"])

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -75,6 +76,15 @@ def launch(arguments: str, folder: Path, *launcher: str, script: str = "sft") ->
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return read_results(folder)
+
+
+def wait_for_steps(folder: Path, number: int, process: Any = None) -> None:
+    """Wait until a run in another process has written so many steps."""
+    metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 600
+    while not metrics.exists() or metrics.read_text().count("\n") < number:
+        assert process is None or process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline, f"no step {number} in {folder}"
+        time.sleep(0.005)
 
 
 def weights(folder: Path) -> torch.Tensor:

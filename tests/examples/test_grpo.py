@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import game
 import grpo
 import numpy as np
 import pytest
@@ -21,16 +23,7 @@ TINY = (
 )
 
 
-def make_small_model(tokenizer: Any, **options: Any) -> transformers.Qwen3ForCausalLM:
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 32}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True}
-    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    options |= {"vocab_size": len(tokenizer), "initializer_range": 0.06}
-    return transformers.Qwen3ForCausalLM(
-        transformers.Qwen3Config(**sizes, **heads, **ends, **options)
-    )
-
-
+make_small_model = functools.partial(synthetic_chat.make_model, hidden_size=64)
 warm_start, warm_weights = grpo.warm_start, {}
 
 
@@ -61,7 +54,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, Path]:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    return synthetic_chat.make_game_tokenizer()
+    return game.make_game_tokenizer()
 
 
 def test_it_plays_trains_and_saves(played: tuple[Results, Path]) -> None:
@@ -88,8 +81,8 @@ def test_the_seed_decides_everything(played: tuple[Results, Path], tmp_path: Pat
     again = play(TINY, tmp_path, warm_start)
     assert again.steps == played[0].steps
     assert again.summary["warm_start_loss"] > 0
-    assert synthetic_chat.make_games(8, 0) == synthetic_chat.make_games(8, 0)
-    assert synthetic_chat.make_games(8, 0) != synthetic_chat.make_games(8, 1)
+    assert game.make_games(8, 0) == game.make_games(8, 0)
+    assert game.make_games(8, 0) != game.make_games(8, 1)
 
 
 @pytest.mark.parametrize("option", ["--merge-steps", "--rows-per-micro-batch 1000"])
@@ -141,8 +134,8 @@ def scripted(tokenizer: Any, turns: list[list[str]]) -> grpo.Player:
 
 
 def test_turns_are_examples_in_order(tokenizer: Any) -> None:
-    passed_on = synthetic_chat.Game("a", "lamp", ["Ada", "Ben"], "barn")
-    kept = synthetic_chat.Game("b", "hat", ["Dan"], "cave")
+    passed_on = game.Game("a", "lamp", ["Ada", "Ben"], "barn")
+    kept = game.Game("b", "hat", ["Dan"], "cave")
     turns = [
         ["Ada?", "Ben?", "in the cave", "in the cave-"],
         ["Ben?", "Dan?"],
@@ -165,14 +158,14 @@ def test_turns_are_examples_in_order(tokenizer: Any) -> None:
 
 @pytest.mark.parametrize("said", ["", "Ada", "Zoe?", "in the hat", "in the barn.", "Ada?Ada?"])
 def test_nonsense_ends_the_game(said: str) -> None:
-    game = synthetic_chat.Game("a", "lamp", ["Ada", "Ben"], "barn")
-    assert game.reply(said) is None
-    assert game.reward(said) == 0
+    one = game.Game("a", "lamp", ["Ada", "Ben"], "barn")
+    assert one.reply(said) is None
+    assert one.reward(said) == 0
 
 
 @pytest.fixture(scope="module")
 def steps(tokenizer: Any) -> list[dict]:
-    games = [game for game in synthetic_chat.make_games(6, 7) for _ in range(4)]
+    games = [one for one in game.make_games(6, 7) for _ in range(4)]
     played = grpo.play(games, grpo.clumsy_player(tokenizer, 0), tokenizer, 3)
     rng = np.random.default_rng(0)
     return [s | {"logprobs": -6 + rng.random(len(s["logprobs"]))} for s in played]
@@ -228,10 +221,8 @@ def test_settings_that_cannot_be(
     assert refusal(TINY, tmp_path, grpo) == message
 
 
-@pytest.mark.parametrize("name", ["file", "file/below"])
-def test_an_output_folder_that_cannot_be_made(tmp_path: Path, name: str, monkeypatch: Any) -> None:
+def test_an_output_folder_that_cannot_be_made(tmp_path: Path, monkeypatch: Any) -> None:
     """Said before anything is trained."""
     (tmp_path / "file").write_text("not a folder")
     monkeypatch.setattr(grpo, "warm_start", None)
-    message = refusal(TINY, tmp_path / name, grpo)
-    assert message.startswith(f"--output-dir {tmp_path / name}: cannot be made")
+    assert ": cannot be made" in refusal(TINY, tmp_path / "file" / "below", grpo)

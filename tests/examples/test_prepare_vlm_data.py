@@ -80,19 +80,24 @@ def test_questions_and_answers(folder: Path, capsys: pytest.CaptureFixture[str])
     assert "columns that were not taken over: id\n" in capsys.readouterr().out
 
 
-def test_llava_conversations(folder: Path) -> None:
-    [found] = prepare(folder, [LLAVA])
-    asked = [IMAGE, text("\nand "), IMAGE, text("\nWhich is red?")]
-    assert found["messages"] == turns(asked, [text("The first.")])
-    assert found["images"] == [path_of(folder, "a.png"), path_of(folder, "b.png")]
+NUMBERED = [{"type": "image", "index": 0}, {"type": "image", "index": 1}, text("Same?")]
+ASKED = [IMAGE, text("\nand "), IMAGE, text("\nWhich is red?")]
+FORMS = {  # the record, its messages, its images
+    "llava": (LLAVA, turns(ASKED, [text("The first.")]), ["a.png", "b.png"]),
+    "numbered": (
+        {"images": ["b.png", "a.png"], "messages": turns(NUMBERED, [text("No.")])},
+        turns([IMAGE, IMAGE, text("Same?")], [text("No.")]),
+        ["b.png", "a.png"],
+    ),
+}
 
 
-def test_messages_with_numbered_images(folder: Path) -> None:
-    parts = [{"type": "image", "index": 0}, {"type": "image", "index": 1}, text("Same?")]
-    record = {"images": ["b.png", "a.png"], "messages": turns(parts, [text("No.")])}
+@pytest.mark.parametrize("form", FORMS)
+def test_conversations(folder: Path, form: str) -> None:
+    record, messages, images = FORMS[form]
     [found] = prepare(folder, [record])
-    assert found["messages"] == turns([IMAGE, IMAGE, text("Same?")], [text("No.")])
-    assert found["images"] == [path_of(folder, "b.png"), path_of(folder, "a.png")]
+    assert found["messages"] == messages
+    assert found["images"] == [path_of(folder, name) for name in images]
 
 
 def test_files_inside_the_dataset(folder: Path) -> None:
@@ -135,11 +140,6 @@ def test_bad_records(folder: Path, record: dict[str, Any], message: str) -> None
     assert not (folder / "out").exists()
 
 
-def test_bad_records_are_left_out(folder: Path) -> None:
-    [found] = prepare(folder, [{**QA, "image": "c.png"}, QA], "--skip-bad")
-    assert found["images"] == [path_of(folder, "a.png")]
-
-
 @pytest.mark.parametrize(
     ("record", "options", "message"),
     [
@@ -173,7 +173,7 @@ def test_a_truncated_image_is_found_when_it_is_decoded(folder: Path) -> None:
     records = [{**QA, "image": "cut.jpg"}]
     with pytest.raises(kit.DataError, match=r"^record 0: .*is damaged or cut off"):
         prepare(folder, records, "--check-pixels")
-    assert len(prepare(folder, records)) == 1
+    assert len(prepare(folder, [*records, {**QA, "image": "c.png"}], "--skip-bad")) == 1
 
 
 def test_a_bad_record_ends_without_a_traceback(folder: Path, monkeypatch: Any) -> None:

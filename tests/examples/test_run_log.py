@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -26,85 +26,53 @@ def records_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def summary_of(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "summary.json").read_text())
-
-
-# --- a step, by hand -----------------------------------------------------------------------------
-
-# n tokens cost n * (10 + n): rank 0 has 4 and 1 of them, 56 + 11, rank 1 has 3 and 2, 39 + 24
-PACKING: dict[str, Any] = {
-    "max_tokens": 8,
-    "parallel": kit.ParallelLayout(dp=2),
-    "cost": kit.ModelCost(10, 1),
-}
-EXAMPLES_OF_A_STEP = [{"input_ids": [n] * n} for n in (3, 1, 4, 2)]
-
-
 def packed() -> kit.Batch:
-    return kit.PackedCollator(0, packing=kit.PackingOptions(**PACKING))(EXAMPLES_OF_A_STEP)
+    """Rows of 4 + 1 and of 3 + 2 tokens; n tokens cost n * (10 + n): 67 on rank 0, 63 on rank 1."""
+    layout, cost = kit.ParallelLayout(dp=2), kit.ModelCost(10, 1)
+    packing = kit.PackingOptions(max_tokens=8, parallel=layout, cost=cost)
+    collate = kit.PackedCollator(0, packing=packing)
+    return collate([{"input_ids": [n] * n} for n in (3, 1, 4, 2)])
 
 
-class Loader:
-    wait_seconds = 0.0
+def logging(device: str = "cpu") -> Namespace:
+    """What a log needs of an Accelerator; `logged` keeps what is logged."""
+    logged: dict[int, dict[str, float]] = {}
+    options = {"is_main_process": True, "print": print, "device": torch.device(device)}
+    return Namespace(
+        **options, logged=logged, log=lambda values, step: logged.update({step: values})
+    )
 
 
-class Logging:
-    """What a log needs of an Accelerator; it keeps what is logged."""
-
-    device = torch.device("cpu")
-
-    def __init__(self, *, is_main: bool = True) -> None:
-        self.is_main_process, self.logged = is_main, {}
-
-    def log(self, values: dict[str, float], step: int) -> None:
-        self.logged[step] = values
-
-    def print(self, line: str) -> None:
-        print(line)
+def model_of(config: Any = None) -> torch.nn.Linear:
+    """What a log needs of a ModelWithLoss."""
+    model = torch.nn.Linear(1, 1)
+    model.through_head, model.model = True, Namespace(config=config or Namespace())
+    return model
 
 
-class Clock:
-    """time.perf_counter() of these moments."""
-
-    def __init__(self, *moments: float) -> None:
-        self.moments = iter(moments)
-
-    def perf_counter(self) -> float:
-        return next(self.moments)
-
-
-def arguments_of(folder: Path, **changes: Any) -> argparse.Namespace:
+def log_of(folder: Path, accelerator: Any, model: Any = None, **changes: Any) -> RunLog:
     options = {"first_step": 0, "num_steps": 2, "num_ranks": 2, "log_with": None, "resume": None}
-    return argparse.Namespace(output_dir=folder, **{**options, **changes})
+    args = Namespace(output_dir=folder, **{**options, **changes})
+    return RunLog(model or model_of(), Namespace(wait_seconds=0.0), accelerator, args)
 
 
-def two_steps(folder: Path, accelerator: Any, batch: kit.Batch, model: Any = None) -> RunLog:
+def two_steps(
+    folder: Path, accelerator: Any, monkeypatch: pytest.MonkeyPatch, model: Any = None
+) -> RunLog:
     """One of 2 seconds, half of them spent waiting, and one of 4 with two micro-batches."""
-    loader = Loader()
-    log = RunLog(model or Model(), loader, accelerator, arguments_of(folder))
-    with log:
-        loader.wait_seconds = 1.0
+    clock = iter([100.0, 102.0, 106.0])
+    monkeypatch.setattr(run_log, "time", Namespace(perf_counter=lambda: next(clock)))
+    batch = packed()
+    with log_of(folder, accelerator, model) as log:
+        log.loader.wait_seconds = 1.0
         log.step(1, [batch[:1]], 3.0, 0.1, 0.5)
         log.step(2, [batch[:1], batch[1:]], 2.0, 0.2, 0.25)
     return log
 
 
-class Model(torch.nn.Linear):
-    """What ModelWithLoss has."""
-
-    def __init__(self, **config: Any) -> None:
-        super().__init__(1, 1)
-        self.through_head = True
-        self.model = argparse.Namespace(config=argparse.Namespace(**config))
-
-
 def test_a_step_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """10 tokens of two ranks; 5 cells on each, and in the second step 10."""
-    monkeypatch.setattr(run_log, "time", Clock(100.0, 102.0, 106.0))
-    batch = packed()
-    assert batch["sub_seq_lengths"].tolist() == [[4, 1], [3, 2]]
-    log = two_steps(tmp_path, accelerator := Logging(), batch)
+    log = two_steps(tmp_path, accelerator := logging(), monkeypatch)
     rows = [  # in the order of NAMES
         (1, 3.0, 0.1, 0.5, 10, 10, 2.0, 1.0, 5.0, 1.0, 0.0, pytest.approx(67 / 65)),
         (2, 2.0, 0.2, 0.25, 10, 20, 4.0, 0.0, 2.5, 0.5, 0.5, pytest.approx(67 / 65)),
@@ -112,23 +80,9 @@ def test_a_step_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     expected = [dict(zip(NAMES, row, strict=True)) for row in rows]
     assert records_of(tmp_path) == expected
     assert accelerator.logged == {step.pop("step"): step for step in expected}
-    assert log.summary() == {
-        "steps": 2,
-        "train_seconds": 6.0,
-        "tokens": 20,
-        "cells": 30,
-        "wait_seconds": 1.0,
-        "tokens_per_second": pytest.approx(20 / 6),
-        "packing_efficiency": pytest.approx(2 / 3),
-        "padding": pytest.approx(1 / 3),
-        "cost_balance": pytest.approx(67 / 65),
-    }
-
-
-def test_the_other_ranks_record_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    log = two_steps(tmp_path, accelerator := Logging(is_main=False), packed())
-    assert (list(tmp_path.iterdir()), accelerator.logged, log.summary()) == ([], {}, {})
-    assert capsys.readouterr() == ("", "")
+    sums = {"steps": 2, "train_seconds": 6.0, "tokens": 20, "cells": 30, "wait_seconds": 1.0}
+    rates = {"tokens_per_second": 20 / 6, "packing_efficiency": 2 / 3, "padding": 1 / 3}
+    assert log.summary() == pytest.approx({**sums, **rates, "cost_balance": 67 / 65})
 
 
 PEAK = 989.4e12  # of an H100
@@ -136,18 +90,10 @@ SIZES: dict[str, Any] = {"vocab_size": 10, "hidden_size": 8, "intermediate_size"
 SIZES |= {"num_hidden_layers": 1, "num_attention_heads": 2}
 
 
-def on_a_gpu(monkeypatch: pytest.MonkeyPatch, name: str = "NVIDIA H100 80GB HBM3") -> Logging:
-    accelerator = Logging()
-    accelerator.device = torch.device("cuda")
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch, name: str = "NVIDIA H100 80GB HBM3") -> Namespace:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 2**29)
-    return accelerator
-
-
-def a_language_model() -> Model:
-    model = Model()
-    model.model.config = transformers.LlamaConfig(**SIZES)
-    return model
+    return logging("cuda")
 
 
 @pytest.mark.parametrize("kind", ["whole", "all logits", "adapters"])
@@ -156,27 +102,26 @@ def test_mfu_and_memory_of_a_known_gpu(
 ) -> None:
     """Of the rows of this process: 4 and 1 tokens, of which 3 are trained and pass the head.
 
-    Per token 6 * (4 * 8 * 8 + 3 * 8 * 16) = 3840 FLOPs, at the head 6 * 8 * 10, and 12 * 8 for each
-    of 10 + 1 pairs. A frozen weight costs 4 per token, an adapter 6: here it has 3 parameters.
+    Per token 6 * (4 * 8 * 8 + 3 * 8 * 16) = 3840 FLOPs, at the head 6 * 8 * 10, and attention
+    6 * 8 * (4 * 4 + 1 * 1). Per token a frozen weight costs 4, one of 3 adapter parameters 6.
     """
-    accelerator, model = on_a_gpu(monkeypatch), a_language_model()
-    monkeypatch.setattr(run_log, "time", Clock(0.0, 2.0, 6.0))
+    accelerator, model = on_a_gpu(monkeypatch), model_of(transformers.LlamaConfig(**SIZES))
     if kind == "adapters":
         for parameter in model.parameters():
             parameter.requires_grad = False
         model.lora_A = torch.nn.Parameter(torch.ones(3))
     model.through_head = kind != "all logits"
-    log = two_steps(tmp_path, accelerator, packed(), model)
+    log = two_steps(tmp_path, accelerator, monkeypatch, model)
     first = {
-        "whole": 5 * 3840 + 3 * 480 + 96 * 11,
-        "all logits": 5 * (3840 + 480) + 96 * 11,
-        "adapters": (5 * 3840 + 3 * 480) * 4 / 6 + 6 * 3 * 5 + 96 * 11,
+        "whole": 5 * 3840 + 3 * 480 + 48 * 17,
+        "all logits": 5 * (3840 + 480) + 48 * 17,
+        "adapters": (5 * 3840 + 3 * 480) * 4 / 6 + 6 * 3 * 5 + 48 * 17,
     }
     records = records_of(tmp_path)
     assert records[0]["mfu"] * PEAK == pytest.approx(first[kind] / 2)
     assert list(records[0]) == [*NAMES, "mfu", "peak_memory_gib"]
     if kind == "whole":
-        more = 10 * 3840 + 6 * 480 + 96 * (11 + 6 + 3)
+        more = 10 * 3840 + 6 * 480 + 48 * (17 + 9 + 4)
         assert records[1]["mfu"] * PEAK == pytest.approx(more / 4)
         assert log.summary()["mfu"] * PEAK == pytest.approx((first[kind] + more) / 6)
         assert log.summary()["peak_memory_gib"] == 1.5
@@ -194,17 +139,14 @@ def test_mfu_is_left_out_where_it_is_not_known(
     unknown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     accelerator = on_a_gpu(monkeypatch, "Tesla T4" if unknown == "gpu" else "NVIDIA H100 PCIe")
-    model = a_language_model()
+    model = model_of(transformers.LlamaConfig(**SIZES))
     model.bias.requires_grad = unknown != "frozen"
     if unknown == "images":
         model.model.config.vision_config = {}
-    log = two_steps(tmp_path, accelerator, packed(), model)
+    log = two_steps(tmp_path, accelerator, monkeypatch, model)
     assert list(records_of(tmp_path)[0]) == [*NAMES, "peak_memory_gib"]
     assert "mfu" not in log.summary()
     assert f"mfu is not recorded: {WHY_NO_MFU[unknown]}" in capsys.readouterr().out
-
-
-# --- what is said and drawn ----------------------------------------------------------------------
 
 
 def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +154,7 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "open", full)
-    log = RunLog(Model(), Loader(), Logging(), arguments_of(tmp_path, resume="always"))
+    log = log_of(tmp_path, logging(), resume="always")
     message = (
         r"metrics.jsonl could not be written at step 1: \[Errno 28\] No space left on device; "
         "--resume goes on from the last checkpoint, if --checkpoint-every saved one$"
@@ -221,22 +163,17 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         log.step(1, [packed()], 3.0, 0.1, 0.5)
 
 
-def write_losses(folder: Path, losses: Any) -> None:
-    lines = [json.dumps({"step": i + 1, "loss": loss}) for i, loss in enumerate(losses)]
-    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-
-
 def test_without_matplotlib_one_line_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    write_losses(tmp_path, [2.0, 1.0])
-    write_results({"tokens": 12_345, "padding": 0.25}, arguments_of(tmp_path))
+    write_results({"tokens": 12_345, "padding": 0.25}, Namespace(output_dir=tmp_path))
     assert capsys.readouterr().out.splitlines() == [
         "no plot of the loss, loss.png: matplotlib is not installed",
         "tokens                        12,345",
         "padding                         0.25",
         f"model, metrics and summary are in {tmp_path}",
     ]
-    assert summary_of(tmp_path) == {"tokens": 12_345, "padding": 0.25}
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "summary.json"]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary == {"tokens": 12_345, "padding": 0.25}
+    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]

@@ -1,4 +1,4 @@
-"""torch.compile in examples/sft.py: nothing is compiled twice, and the losses are the same.
+"""--compile of the examples: nothing is compiled twice, and the losses are the same.
 
 The backend is "aot_eager": graphs of the forward and the backward pass, which torch runs as they
 are. What is compiled again does not depend on the backend.
@@ -6,136 +6,62 @@ are. What is compiled again does not depend on the backend.
 
 from __future__ import annotations
 
-import copy
-from argparse import Namespace
-from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from types import ModuleType
 
-import numpy as np
 import pytest
 import sft
 import torch
 import trained_model
-from datasets import Dataset
+import vlm_sft
 from torch._dynamo.exc import RecompileError
 from torch._dynamo.utils import counters
-from trained_model import Attention, ModelWithLoss, compile_layers
 
-import torch_collate_kit as kit
-from tests.tiny_models import VOCAB, tiny_model
+from tests.examples.runs import TINY, Results, run
 
-ARGS = Namespace(
-    rows_multiple_of=None,
-    batch_size=8,
-    seed=0,
-    no_packing=False,
-    max_tokens=256,
-    compile=True,
-    rows_per_micro_batch=2,
-    num_ranks=1,
-    rank=0,
-    num_workers=0,
-    prefetch=False,
-)
+IMAGES = "--num-conversations 48 --num-held-out 8 --batch-size 8 --max-tokens 256 --max-patches 48 "
+IMAGES += "--max-steps 4 --cpu --threads 1"
+TEXTS = f"{TINY} --max-steps 6 --batch-size 20 --rows-per-micro-batch 2"
 
 
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    """Nothing is compiled yet, and what a test configures is forgotten."""
+def compiled_run(arguments: str, folder: Path, script: ModuleType, num_graphs: int) -> Results:
+    """Run with compiled layers; what is compiled more often raises, or is counted."""
     torch._dynamo.reset()
     counters.clear()
     before = torch._dynamo.config.optimize_ddp
     with (
+        pytest.MonkeyPatch.context() as patch,
         torch.compiler.config.patch(dynamic_sources=""),
-        torch._dynamo.config.patch(optimize_ddp=before),
+        torch._dynamo.config.patch(optimize_ddp=before, error_on_recompile=num_graphs == 1),
     ):
-        yield
-    torch._dynamo.reset()
-
-
-def micro_batches(examples: kit.TokenizedDataset, count: int) -> list[kit.Batch]:
-    """As sft.py makes them, of the first epochs."""
-    accelerator: Any = Namespace(device=torch.device("cpu"))
-    found: list[kit.Batch] = []
-    collate = sft.make_collator(0, tiny_model("qwen3"), ARGS)
-    with sft.make_loader(examples, collate, accelerator, ARGS, shuffle=True) as loader:
-        while len(found) < count:
-            for batch in loader:
-                found += sft.micro_batches(batch, ARGS)
-    return found[:count]
-
-
-def seeded_mix(count: int) -> kit.TokenizedDataset:
-    """Short and long conversations, of one to a hundred and more in a row."""
-    rng = np.random.default_rng(0)
-    lengths = rng.lognormal(4, 1, count).astype(int).clip(3, ARGS.max_tokens)
-    rows = [rng.integers(3, VOCAB, length).tolist() for length in lengths]
-    mask = [[0, *rng.integers(0, 2, len(row) - 2).tolist(), 1] for row in rows]
-    return kit.TokenizedDataset(Dataset.from_dict({"input_ids": rows, "loss_mask": mask}))
-
-
-def losses_and_gradients(
-    model: ModelWithLoss, batches: list[kit.Batch]
-) -> tuple[list[float], torch.Tensor]:
-    """The loss of every batch, and the sum of all gradients."""
-    losses = []
-    for batch in batches:
-        loss = model(batch, 100)
-        loss.backward()
-        losses.append(loss.item())
-    return losses, torch.cat([p.grad.flatten() for p in trained_model.trained_parameters(model)])
-
-
-def assert_compiled_once_and_equal(
-    model: Any, batches: list[kit.Batch], attention: str = "torch_varlen", num_graphs: int = 1
-) -> None:
-    """In the first batch and never again, where it would raise."""
-    plain = ModelWithLoss(model.train(), Attention(attention))
-    compiled = copy.deepcopy(plain)
-    compile_layers(compiled.model, backend="aot_eager")
-    losses_and_gradients(compiled, batches[:1])
-    assert counters["stats"]["unique_graphs"] == num_graphs
-    compiled.zero_grad()
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        found, gradients = losses_and_gradients(compiled, batches)
+        patch.setattr(trained_model.compile_layers, "__defaults__", ("aot_eager",))
+        found = run(f"{arguments} --compile", folder, script)
     assert counters["stats"]["unique_graphs"] == num_graphs
     assert sum(counters["graph_break"].values()) == 0, counters["graph_break"]
-    expected, expected_gradients = losses_and_gradients(plain, batches)
-    assert found == pytest.approx(expected, rel=1e-5)
-    torch.testing.assert_close(gradients, expected_gradients, rtol=1e-3, atol=1e-4)
+    torch._dynamo.reset()
+    return found
 
 
-def assert_of_one_shape(batches: list[kit.Batch]) -> None:
-    """And of no other: how many segments they have differs, and how long the longest is."""
-    assert {batch["input_ids"].shape for batch in batches} == {(2, ARGS.max_tokens)}
-    added = [batch["sub_seq_lengths"][-1].numel() == 0 for batch in batches]
-    assert 0 < sum(added) < len(added)  # a last row that fills up, and has nothing to train
-    inputs = [batch.model_inputs() for batch in batches]
-    assert len({len(i["cu_seq_lens_q"]) for i in inputs}) >= 5
-    assert len({i["max_length_q"] for i in inputs}) >= 5
+@pytest.mark.parametrize("kind", ["texts", "images", "adapters"])
+def test_layers_are_compiled_once(kind: str, base: Path, tmp_path: Path) -> None:
+    """Whatever segments and images a row has: rows are of one shape, and the last are filled up."""
+    arguments, script = (IMAGES, vlm_sft) if kind == "images" else (TEXTS, sft)
+    if kind == "adapters":  # the first layer is a graph of its own: its input needs no gradient
+        pytest.importorskip("peft")
+        arguments += f" --model {base / 'model'} --lora 2 --rows-per-micro-batch 2"
+    plain = run(arguments, tmp_path / "plain", script)
+    num_graphs = 2 if kind == "adapters" else 1
+    found = compiled_run(arguments, tmp_path / "compiled", script, num_graphs)
+    assert found.losses == pytest.approx(plain.losses, rel=1e-5)
+    assert found.grad_norms == pytest.approx(plain.grad_norms, rel=1e-3)
+    assert found.summary["held_out_loss"] == pytest.approx(plain.summary["held_out_loss"], rel=1e-4)
+    assert {step["cells"] % 256 for step in found.steps} == {0}
+    assert found.summary["cells"] > plain.summary["cells"]
 
 
-@pytest.mark.parametrize(("kind", "attention"), [("qwen3", "torch_varlen"), ("llama", "sdpa")])
-def test_a_seeded_mix_compiles_once(kind: str, attention: str) -> None:
-    batches = micro_batches(seeded_mix(200), 30)
-    assert_of_one_shape(batches)
-    assert_compiled_once_and_equal(tiny_model(kind, attention), batches, attention)
-
-
-def test_with_adapters() -> None:
-    """The first layer is a graph of its own: what it is given needs no gradient."""
-    pytest.importorskip("peft")
-    args = Namespace(lora=4, lora_alpha=None, gradient_checkpointing=False)
-    model = trained_model.prepare(tiny_model("qwen3"), args)
-    assert_compiled_once_and_equal(model, micro_batches(seeded_mix(80), 6), num_graphs=2)
-
-
-def test_sliding_and_full_layers_are_two_graphs() -> None:
-    batches = micro_batches(seeded_mix(80), 4)
-    assert_compiled_once_and_equal(tiny_model("gemma3"), batches, num_graphs=2)
-
-
-def test_without_varying_lengths_it_is_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_varying_lengths_they_are_compiled_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(trained_model, "VARYING", "")
     with pytest.raises(RecompileError, match=r"cu_seq_lens_q|max_length_q"):
-        assert_compiled_once_and_equal(tiny_model("qwen3"), micro_batches(seeded_mix(80), 6))
+        compiled_run(f"{TEXTS} --num-held-out 0", tmp_path, sft, 1)

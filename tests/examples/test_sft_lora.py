@@ -1,98 +1,19 @@
-"""Adapters in examples/sft.py: trained alone, saved alone, and exact in all that packing does."""
+"""Adapters in examples/sft.py: trained alone, saved alone, and resumed exactly."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from argparse import Namespace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import trained_model
 import transformers
 from safetensors.torch import load_file
-from trained_model import Attention, ModelWithLoss, make_optimizer, prepare, trained_parameters
 
-import torch_collate_kit as kit
 from tests.examples.runs import run
-from tests.tiny_models import tiny_model
 
 pytest.importorskip("peft")
-
-ARGS = Namespace(lora=4, lora_alpha=None, gradient_checkpointing=False, precision="no")
-EXAMPLES = [
-    {"input_ids": list(range(3, 3 + n)), "loss_mask": [0, 1] * (n // 2)} for n in (6, 4, 12)
-]
-COLLATE = kit.PackedCollator(0, max_tokens=64)
-VARLEN = Attention("torch_varlen")
-
-
-def adapted(kind: str = "qwen3", **changes: Any) -> Any:
-    """A tiny model with adapters that do something: at first their second half is zeros."""
-    args = Namespace(**{**vars(ARGS), **changes})
-    model = prepare(tiny_model(kind).to(trained_model.weight_dtype(args)), args).train()
-    generator = torch.Generator().manual_seed(1)
-    for parameter in trained_parameters(model):
-        torch.nn.init.normal_(parameter, std=0.3, generator=generator)
-    return model
-
-
-def gradients(trained: ModelWithLoss, *batches: kit.Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum of losses, and its gradients, as one vector."""
-    trained.zero_grad()
-    loss = sum(trained(batch, 11) for batch in batches)
-    loss.backward()
-    return loss.detach(), torch.cat([p.grad.flatten() for p in trained_parameters(trained)])
-
-
-@pytest.mark.parametrize("kind", ["qwen3", "opt"])
-def test_adapters_are_all_that_is_trained(kind: str) -> None:
-    model = adapted(kind)
-    names = [name for name, value in model.named_parameters() if value.requires_grad]
-    assert names
-    assert all(".lora_A." in name or ".lora_B." in name for name in names)
-    assert type(model.get_output_embeddings()) is torch.nn.Linear
-    linear = [m for m in tiny_model(kind).base_model.modules() if type(m) is torch.nn.Linear]
-    assert len(names) == 2 * len(linear)
-    args = Namespace(learning_rate=0.1, weight_decay=0.0)
-    scales = [m.scaling["default"] for m in model.modules() if hasattr(m, "lora_A")]
-    assert set(scales) == {2.0}  # alpha is twice the rank
-    [group] = make_optimizer(ModelWithLoss(model, VARLEN), args).param_groups
-    assert [id(value) for value in group["params"]] == [id(v) for v in trained_parameters(model)]
-    assert group["fused"]
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_packed_examples_are_trained_as_alone(checkpointing: bool) -> None:
-    """Through the head: its logits never exist as a whole."""
-    trained = ModelWithLoss(adapted(gradient_checkpointing=checkpointing), VARLEN)
-    kit.check_isolation(trained.model, COLLATE(EXAMPLES))
-    trained.check_head(COLLATE(EXAMPLES))
-    assert trained.through_head
-    packed = gradients(trained, COLLATE(EXAMPLES))
-    alone = gradients(trained, *[COLLATE([example]) for example in EXAMPLES])
-    assert packed[1].abs().max() > 0
-    torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-5)
-    trained.through_head = False
-    torch.testing.assert_close(gradients(trained, COLLATE(EXAMPLES)), alone, rtol=1e-4, atol=1e-5)
-
-
-def test_frozen_weights_in_bfloat16() -> None:
-    """As on a GPU: half the memory, adapters in float32, and the loss of bfloat16 products."""
-    exact, _ = gradients(ModelWithLoss(adapted(), VARLEN), COLLATE(EXAMPLES))
-    model = adapted(precision="bf16")
-    dtypes = {value.requires_grad: value.dtype for value in model.parameters()}
-    assert dtypes == {False: torch.bfloat16, True: torch.float32}
-    with torch.autocast("cpu", torch.bfloat16):
-        loss, found = gradients(ModelWithLoss(model, VARLEN), COLLATE(EXAMPLES))
-    assert found.dtype == torch.float32
-    assert 0 < abs(loss - exact) < 0.05 * exact
-
-
-# --- runs of sft.py
-
 TINY = "--num-conversations 60 --num-held-out 10 --batch-size 6 --max-tokens 256 --cpu --threads 1"
 
 

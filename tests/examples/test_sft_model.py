@@ -7,8 +7,8 @@ import sys
 from argparse import Namespace
 from typing import Any
 
+import options
 import pytest
-import sft
 import torch
 import trained_model
 import transformers
@@ -111,90 +111,44 @@ def test_padded_rows_have_the_attention_of_transformers() -> None:
     assert "sdpa leaves out the soft-capping" in line
 
 
-# --- attention on CUDA, as it would be chosen: what is installed, the GPU and the check are made up
+# --- attention on CUDA: what is installed and the GPU are made up
 
 HOPPER, AMPERE, TURING = (9, 0), (8, 6), (7, 5)
 BF16 = with_changes(AUTO, precision="bf16")
-NONE_INSTALLED = "flash_attention_3 is not installed; flash_attention_2 is not installed"
+WHY_NOT: list[tuple[str, dict[str, Any], str | None]] = [
+    ("flash_attention_3", {}, None),
+    ("flash_attention_3", {"gpu": AMPERE}, "a Hopper GPU (compute capability 9), this one has 8.6"),
+    ("flash_attention_2", {"gpu": AMPERE}, None),
+    ("torch_varlen", {"gpu": TURING}, "a GPU of compute capability 8.0, this one has 7.5"),
+    ("torch_varlen", {"args": AUTO}, "bfloat16, and this run is in float32"),
+    (
+        "torch_varlen",
+        {"head_dim": 12},
+        "a head size that divides by 8 and is at most 256, this model has 12",
+    ),
+    ("sdpa", {"gpu": TURING, "args": AUTO, "head_dim": 12}, None),
+]
 
 
-def chosen_on_cuda(
-    patch: pytest.MonkeyPatch,
-    *,
-    installed: tuple[int, ...] = (),
-    gpu: tuple[int, int] = HOPPER,
-    args: Namespace = BF16,
-    failing: tuple[str, ...] = (),
-    kind: str = "qwen3",
-    **changes: Any,
-) -> str:
-    """The line, of which the attention must be what is set last."""
-    tried: list[Attention] = []
-
-    def fails(attention: Attention, *_: Any) -> str | None:
-        tried.append(attention)
-        return "fails: examples leak" if str(attention) in failing else None
-
-    for version in (2, 3):
-        name = f"is_flash_attn_{version}_available"
-        patch.setattr(transformers.utils, name, lambda v=version: v in installed)
-    patch.setattr(torch.cuda, "get_device_capability", lambda _: gpu)
-    patch.setattr(trained_model, "why_refused", lambda *_: None)
-    patch.setattr(trained_model, "why_it_fails", fails)
-    attention, line = choose_attention(tiny_model(kind, **changes), TWO, CUDA, args)
-    assert attention == tried[-1]
-    assert line.count("\n") == 0
-    return line.removeprefix("attention: ")
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({"installed": (2, 3)}, "flash_attention_3 (the first choice on cuda)"),
-        ({}, f"torch_varlen ({NONE_INSTALLED})"),
-        (
-            {"installed": (2, 3), "gpu": AMPERE},
-            "flash_attention_2 (flash_attention_3 needs a Hopper GPU (compute capability 9), this "
-            "one has 8.6)",
-        ),
-        (
-            {"gpu": TURING, "args": AUTO},
-            f"sdpa ({NONE_INSTALLED}; torch_varlen needs a GPU of compute capability 8.0, this one "
-            "has 7.5)",
-        ),
-        (
-            {"args": AUTO},
-            f"sdpa ({NONE_INSTALLED}; torch_varlen needs bfloat16, and this run is in float32)",
-        ),
-        (
-            {"head_dim": 12},
-            f"sdpa ({NONE_INSTALLED}; torch_varlen needs a head size that divides by 8 and is at "
-            "most 256, this model has 12)",
-        ),
-        (
-            {"failing": ("torch_varlen", "sdpa")},
-            f"sdpa with a block mask ({NONE_INSTALLED}; torch_varlen fails: examples leak; sdpa "
-            "fails: examples leak)",
-        ),
-        ({"args": with_changes(BF16, attention="sdpa")}, "sdpa (as asked for)"),
-        ({"args": with_changes(BF16, no_packing=True)}, "sdpa (the first choice on cuda)"),
-    ],
-)
-def test_attention_on_cuda(
-    options: dict[str, Any], expected: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("name", "options", "expected"), WHY_NOT)
+def test_what_an_attention_needs_on_cuda(
+    name: str, options: dict[str, Any], expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert chosen_on_cuda(monkeypatch, **options) == expected
-
-
-def test_what_a_model_has_no_flash_attention_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sinks: transformers names the kernels that have them, and the usual packages are none."""
-    line = chosen_on_cuda(monkeypatch, kind="gpt_oss", installed=(2, 3), failing=("torch_varlen",))
-    reason = "is not supported by GptOssForCausalLM"
-    flash = f"flash_attention_3 {reason}; flash_attention_2 {reason}"
-    assert line == f"sdpa ({flash}; torch_varlen fails: examples leak)"  # sdpa: as made up here
-    monkeypatch.setattr(transformers.Qwen3ForCausalLM, "_supports_flash_attn", False)
-    line = chosen_on_cuda(monkeypatch, installed=(2, 3))
-    assert line == f"torch_varlen ({flash})".replace("GptOss", "Qwen3")
+    options = dict(options)
+    gpu, args = options.pop("gpu", HOPPER), options.pop("args", BF16)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: gpu)
+    for version in (2, 3):
+        installed = f"is_flash_attn_{version}_available"
+        monkeypatch.setattr(transformers.utils, installed, lambda: True)
+    found = trained_model.why_not(name, tiny_model("qwen3", **options), CUDA, args)
+    assert found == (expected and f"needs {expected}")
+    if name in trained_model.FLASH:
+        # sinks: transformers names the kernels that have them, and the usual packages are none
+        found = trained_model.why_not(name, tiny_model("gpt_oss"), CUDA, args)
+        assert found == "is not supported by GptOssForCausalLM"
+        monkeypatch.setattr(transformers.utils, f"is_flash_attn_{name[-1]}_available", lambda: 0)
+        found = trained_model.why_not(name, tiny_model("qwen3"), CUDA, args)
+        assert found == "is not installed"
 
 
 # --- settings
@@ -204,7 +158,7 @@ def arguments(patch: pytest.MonkeyPatch, given: str = "", *, gpu: bool = False) 
     patch.setattr(sys, "argv", ["sft.py", *given.split()])
     patch.setattr(torch.cuda, "is_available", lambda: gpu)
     patch.delenv("ACCELERATE_USE_CPU", raising=False)
-    return sft.parse_arguments(sft.argument_parser(), from_scratch=3e-3)
+    return options.parse_arguments(options.argument_parser(), from_scratch=3e-3)
 
 
 @pytest.mark.parametrize("gpu", [False, True])

@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ import transformers
 from safetensors.torch import load_file
 
 from tests.examples.rank_server import RankServer, said
-from tests.examples.runs import Results, read_results, scalars_of, weights
+from tests.examples.runs import Results, read_results, scalars_of, wait_for_steps, weights
 
 TINY = "--num-held-out 0 --max-tokens 512 --cpu --threads 1 --batch-size 5 --learning-rate 2e-3"
 SHORT = f"{TINY} --num-conversations 25 --epochs 2 --checkpoint-every 2"  # 10 steps
@@ -56,13 +55,9 @@ def chats(data_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A smaller one than sft.py makes, in a folder."""
     tokenizer = synthetic_chat.train_tokenizer(synthetic_chat.make_corpus(50, seed=0))
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
-    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     torch.manual_seed(0)
-    config = transformers.Qwen3Config(vocab_size=len(tokenizer), **sizes, **heads, **ends)
     folder = tmp_path_factory.mktemp("model")
-    transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
+    synthetic_chat.make_model(tokenizer, hidden_size=64).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -83,14 +78,6 @@ def finish(server: RankServer, arguments: str, folder: Path, ranks: int, **optio
     codes = server.run(arguments, folder, ranks, **options)
     assert codes == [0] * ranks, "\n".join(said(folder, rank) for rank in range(ranks))
     return read_results(folder)
-
-
-def wait_for_steps(folder: Path, number: int) -> None:
-    deadline = time.monotonic() + 600
-    metrics = folder / "metrics.jsonl"
-    while not metrics.exists() or len(metrics.read_text().splitlines()) < number:
-        assert time.monotonic() < deadline, said(folder, 0)
-        time.sleep(0.005)
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +136,7 @@ def test_sigterm_to_one_rank_stops_all(server: RankServer, model: Path, tmp_path
     os.kill(pids[1], signal.SIGTERM)
     assert server.wait() == [0, 0], said(out, 0)
     num_steps = len(read_results(out).steps)
-    assert f"told to stop: step {num_steps} is saved" in said(out, 0)
+    assert f"stopped by SIGTERM: step {num_steps} is saved" in said(out, 0)
     assert (out / f"checkpoint-{num_steps:08d}").exists()
 
 

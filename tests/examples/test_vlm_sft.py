@@ -11,17 +11,14 @@ from typing import Any
 
 import drawn_images
 import pytest
-import torch
-import trained_model
 import transformers
 import vlm_sft
 from datasets import Dataset
 from PIL import Image
-from torch._dynamo.utils import counters
 
 import torch_collate_kit as kit
 from tests.examples import runs
-from tests.examples.runs import TWO_RANKS, Results, launch, read_results
+from tests.examples.runs import TWO_RANKS, launch, read_results
 from tests.examples.test_run_log import NAMES
 
 TINY = (
@@ -31,12 +28,8 @@ TINY = (
 BASE = f"{TINY} --max-steps 4 --checkpoint-every 2"
 
 
-def run(arguments: str, folder: Path) -> Results:
-    return runs.run(arguments, folder, vlm_sft)
-
-
-def refusal(arguments: str, folder: Path) -> str:
-    return runs.refusal(arguments, folder, vlm_sft)
+run = functools.partial(runs.run, script=vlm_sft)
+refusal = functools.partial(runs.refusal, script=vlm_sft)
 
 
 @pytest.fixture(scope="module")
@@ -75,27 +68,6 @@ def test_resume_is_exact(base: Path, tmp_path: Path) -> None:
     assert weights[0] == weights[1]
     message = refusal(f"{BASE} --resume --max-patches 49", again)
     assert message.endswith("had --max-patches 48")
-
-
-def test_the_layers_of_the_text_model_are_compiled_once(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever images a row has, or none; the backend needs no C++ compiler."""
-    compile_layers = functools.partial(trained_model.compile_layers, backend="aot_eager")
-    monkeypatch.setattr(trained_model, "compile_layers", compile_layers)
-    torch._dynamo.reset()
-    counters.clear()
-    before = torch._dynamo.config.optimize_ddp
-    with (
-        torch.compiler.config.patch(dynamic_sources=""),
-        torch._dynamo.config.patch(optimize_ddp=before, error_on_recompile=True),
-    ):
-        compiled = run(f"{TINY} --max-steps 4 --compile", tmp_path)
-    assert counters["stats"]["unique_graphs"] == 1
-    assert sum(counters["graph_break"].values()) == 0, counters["graph_break"]
-    torch._dynamo.reset()
-    assert {s["cells"] % 256 for s in compiled.steps} == {0}  # of one width
-    assert compiled.losses == pytest.approx(read_results(base).losses, rel=1e-5)
 
 
 @pytest.mark.release
@@ -186,17 +158,6 @@ def test_text_models_and_fsdp_are_refused(tmp_path: Path, monkeypatch: Any) -> N
     monkeypatch.setattr(vlm_sft.sft.Accelerator, "is_fsdp2", True)
     message = refusal(f"{TINY} --max-steps 1", tmp_path / "out")
     assert "FSDP: the weights that some rank does not use cannot" in message
-
-
-def test_drawn_records_follow_from_the_seed() -> None:
-    records = drawn_images.make_records(160, seed=3, turns=2)
-    assert records == drawn_images.make_records(160, seed=3, turns=2)
-    assert records != drawn_images.make_records(160, seed=4, turns=2)
-    assert {record["skill"] for record in records} == {s.__name__ for s in drawn_images.SKILLS}
-    pictures = [image["bytes"] for record in records for image in record["images"]]
-    assert len({*pictures}) > 0.9 * len(pictures)
-    assert {len(record["images"]) for record in records} == {0, 1, 2}
-    assert len({Image.open(io.BytesIO(picture)).size for picture in pictures}) == 4
 
 
 def test_the_most_frequent_answer_is_that_of_training() -> None:

@@ -12,12 +12,13 @@ import torch
 
 pytest.importorskip("datasets")
 import sft
+import trained_model
 from run_log import peak_flops
 
 
 def run(folder: Path, patch: pytest.MonkeyPatch, *options: str) -> tuple[list[float], set[Any]]:
     """The losses, and the types of (the weights, the products in training steps, their device)."""
-    load_model, seen = sft.load_model, set()
+    load_model, seen = trained_model.load_model, set()
 
     def watch(layer: Any, inputs: Any, output: torch.Tensor) -> None:
         if torch.is_grad_enabled():  # a training step, no check or evaluation
@@ -32,7 +33,7 @@ def run(folder: Path, patch: pytest.MonkeyPatch, *options: str) -> tuple[list[fl
 
     arguments = ["--max-steps", "20", "--num-conversations", "700", "--output-dir", str(folder)]
     with patch.context() as patched:
-        patched.setattr(sft, "load_model", load_and_watch)
+        patched.setattr(trained_model, "load_model", load_and_watch)
         patched.setattr(sys, "argv", ["sft.py", *arguments, "--num-held-out", "70", *options])
         sft.main()
     lines = (folder / "metrics.jsonl").read_text().splitlines()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +13,6 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from torch_collate_kit.packing import ModelCost
-from torch_collate_kit.packing.model_flops import LanguageFlops, language_flops
 
 transformers = pytest.importorskip("transformers")
 
@@ -77,6 +78,13 @@ def model_of(name: str) -> Any:
     return getattr(transformers, f"{prefix}Model")(config).eval()
 
 
+def cost_of_flops(linear: int, quadratic: int, windowed: int, window: int) -> ModelCost:
+    """In the unit in which the smaller coefficient of attention is 16."""
+    unit = Fraction(16, min(n for n in (quadratic, windowed) if n))
+    numbers = [round(n * unit) for n in (linear, quadratic, windowed)]
+    return ModelCost(*numbers[:2], 0, 0, numbers[2], window)
+
+
 def flops_of_layers(model: Any, num_tokens: int) -> int:
     """Of the matrix products in the decoder layers, for one sequence."""
     ids = torch.arange(num_tokens)[None] % 60 + 3
@@ -101,29 +109,29 @@ def pairs_per_layer(model: Any, num_tokens: int) -> list[int]:
 @pytest.mark.parametrize("name", MODELS)
 def test_matrix_products_are_those_of_a_run(name: str) -> None:
     model = model_of(name)
-    found = language_flops(model.config)
+    found = ModelCost.of(model.config)
     short, long = (flops_of_layers(model, n) for n in (6, 12))
     # linear * n + square * n^2, as eager attention multiplies all pairs; half of them are causal
     square = (long - 2 * short) // (12 * 12 - 2 * 6 * 6)
     linear = (short - 36 * square) // 6
     gate = 2 * 32 * 1 if "shared_expert_intermediate_size" in MODELS[name][1] else 0
     assert 12 * linear + 144 * square == long
-    assert (found.linear, 2 * (found.quadratic + found.windowed)) == (linear - gate, square)
+    windowed = square // 2 * MODELS[name][2] // 3
+    window = 5 if windowed else 0
+    assert found == cost_of_flops(linear - gate, square // 2 - windowed, windowed, window)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_attended_pairs_are_those_of_a_run(name: str) -> None:
     model = model_of(name)
-    found, num_windowed = language_flops(model.config), MODELS[name][2]
-    width = (found.quadratic + found.windowed) // 3  # of one layer
-    assert (found.windowed, found.window) == (num_windowed * width, 5 if num_windowed else 0)
-    cost = ModelCost(0, found.quadratic, 0, 0, found.windowed, found.window)
+    cost = replace(ModelCost.of(model.config), language_linear=0)
+    all_layers = cost.language_quadratic + cost.language_windowed_quadratic
     for n in (1, 4, 5, 6, 17):
         pairs = pairs_per_layer(model, n)
         # Twice the pairs are n^2 + n without a window; the cost leaves out the n, or the window.
         least = [min(n, 5) if p < n * (n + 1) // 2 else n for p in pairs]
         attended = sum(2 * p - m for p, m in zip(pairs, least, strict=True))
-        assert cost.language(np.array([n])).tolist() == [width * attended], n
+        assert 3 * cost.language(np.array([n])) == all_layers * attended, n
 
 
 def test_recurrent_layers_have_no_quadratic_part() -> None:
@@ -142,7 +150,7 @@ def test_recurrent_layers_have_no_quadratic_part() -> None:
     state = 3 * 3 * 4 * 6 * 10  # three layers decay, correct and read the state of four heads
     one_layer = 2 * 4 * 8
     assert config.layer_types == ["linear_attention"] * 3 + ["full_attention"]
-    assert language_flops(config) == LanguageFlops(2 * (passed + state), one_layer, 0, 0)
+    assert ModelCost.of(config) == cost_of_flops(2 * (passed + state), one_layer, 0, 0)
 
 
 def test_chunks_count_as_windows() -> None:
@@ -159,13 +167,24 @@ def test_chunks_count_as_windows() -> None:
         if weight.ndim > 1:
             passed += weight.numel() // 4 if ".experts." in name else weight.numel()
     assert config.layer_types == ["chunked_attention"] * 3 + ["full_attention"]
-    assert language_flops(config) == LanguageFlops(2 * passed, 64, 3 * 64, 16)
+    assert ModelCost.of(config) == cost_of_flops(2 * passed, 64, 3 * 64, 16)
 
 
 def test_without_layer_types_a_window_is_of_all_layers() -> None:
     sizes = {**SIZES, "head_dim": 8, "sliding_window": 5}
-    assert language_flops(SimpleNamespace(**sizes))[1:] == (0, 3 * 64, 5)
-    assert language_flops(SimpleNamespace(**sizes, use_sliding_window=False))[1:] == (3 * 64, 0, 0)
+    found = ModelCost.of(SimpleNamespace(**sizes))
+    unused = ModelCost.of(SimpleNamespace(**sizes, use_sliding_window=False))
+    assert (found.language_quadratic, found.language_windowed_quadratic) == (0, 16)
+    assert (found.language_window, unused.language_window) == (5, 0)
+    assert unused.language_quadratic == 16
+
+
+def test_an_mlp_without_a_gate_has_two_matrices() -> None:
+    gated = ModelCost.of(SimpleNamespace(**SIZES)).language_linear
+    plain = ModelCost.of(SimpleNamespace(**SIZES, hidden_act="relu2")).language_linear
+    assert gated - plain == 2 * 3 * 32 * 48 * 16 // (3 * 64)
+    with_plan = {"hidden_act": "gelu", "base_model_tp_plan": {"layers.*.mlp.gate_proj": "colwise"}}
+    assert ModelCost.of(SimpleNamespace(**SIZES, **with_plan)).language_linear == gated
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"max_tokens": True}, TypeError, "max_tokens must be an int, got True of type bool"),
     ({"max_sequences_per_row": 0}, ValueError, "max_sequences_per_row must be at least 1, got 0"),
     ({"rows_multiple_of": 0}, ValueError, "rows_multiple_of must be at least 1, got 0; None"),
-    ({"rows_multiple_of": 3}, ValueError, "rows_multiple_of must be a multiple or a divisor of dp=2, "),
+    ({"rows_multiple_of": 3}, ValueError, "rows_multiple_of must be a multiple or a divisor of dp"),
     ({"max_patches": 0}, ValueError, "max_patches must be at least 1, got 0; None means no limit"),
     ({"parallel": 2}, TypeError, "parallel must be a ParallelLayout, got 2; ParallelLayout(dp=2)"),
     ({"cost": 3}, TypeError, "cost must be a ModelCost, got 3; ModelCost.of(model.config)"),

@@ -139,7 +139,7 @@ WRONG_LENGTHS: list[tuple[Any, type[Exception], str]] = [
     (np.array([True]), TypeError, "lengths must be integers, got dtype bool: lengths[0] is True;"),
     (np.array([1, 2**63], dtype=np.uint64), DataError, "example 1 has length 922337203685477"),
     ([2**62, 2**62], DataError, "all lengths together are 9223372036854775808, more than int64"),
-    ([1, 2**70], DataError, "a length is more than int64 can hold (largest 11805916207174113"),
+    ([1, 2**70], DataError, "example 1 has length 1180591620717411303424, more than int64 can h"),
 ]
 
 

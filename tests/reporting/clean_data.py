@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import datasets
-import numpy as np
-
 from tests.vision.processors import tiny_tokenizer
-from torch_collate_kit import TokenizedDataset
-from torch_collate_kit.ragged import Ragged
 
-__all__ = ["CHATML", "Clean", "as_form", "chat_tokenizer", "with_target"]
+__all__ = ["CHATML", "Clean", "chat_tokenizer", "with_target"]
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
@@ -125,21 +120,3 @@ def with_target(example: Example, form: str) -> Example:
         first = mask.index(1) if 1 in mask else len(mask) // 2
         return others | {"loss_mask": mask[first:], "num_actions": len(mask) - first}
     return others | {form: list(mask)}
-
-
-def as_form(examples: Sequence[Example], form: str) -> Any:
-    """The same examples in another container that ``audit`` takes."""
-    if form == "list":
-        return list(examples)
-    if form == "columns":
-        return {key: _column([e[key] for e in examples]) for key in examples[0]}
-    if form == "Dataset":
-        return datasets.Dataset.from_list(list(examples))
-    assert form == "TokenizedDataset"
-    return TokenizedDataset(list(examples))
-
-
-def _column(rows: list[Any]) -> Any:
-    if isinstance(rows[0], list):
-        return Ragged.from_rows(rows)
-    return np.array(rows) if isinstance(rows[0], int | float) else rows

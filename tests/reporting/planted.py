@@ -70,33 +70,22 @@ DEFECTS: dict[str, Callable[[Clean], Planted]] = {
         also=_ZERO,
     ),
     "some masks zero": Case("no_trained_token", moved=_zeros, rows="tenth", also=_ZERO),
-    "some actions masked": Case(
-        "no_trained_token", rows="tenth", form="num_actions", moved=_zeros, also=_ZERO
-    ),
     "only the first token trained": Case(
         "no_trained_token", rows="tenth", moved=lambda of: [1, *_zeros(of)[1:]], also=_ZERO
     ),
     "template without generation marks": Case(
         "masks_all_zero", form="assistant_masks", moved=_zeros, also=_ZERO
     ),
-    "completion masks all zero": Case(
-        "masks_all_zero", form="completion_mask", moved=_zeros, also=_ZERO
-    ),
     "all masks one": Case("masks_all_one", moved=_ones, also=_ONE),
-    "some masks one": Case(
-        "masks_all_one", form="completion_mask", rows="tenth", moved=_ones, also=_ONE
-    ),
     "labels copied from the ids": Case(
         "masks_all_one", form="labels", also=_ONE,
         edit=lambda c, e: with_mask(e, 0, len(e["loss_mask"]), 1),
     ),
     "header trained everywhere": Case("generation_prompt_trained", header(0)),
-    "header trained in some rows": Case("generation_prompt_trained", header(0), rows="tenth"),
     "role name trained": Case("generation_prompt_trained", header(1)),
     "header in completion masks": Case(
         "generation_prompt_trained", header(0), form="completion_mask"
     ),
-    "empty thinking everywhere": Case("empty_thinking_trained", thinking(0)),
     "empty thinking in some rows": Case("empty_thinking_trained", thinking(0), rows="tenth"),
     "mask ends before EOS": Case("eos_never_trained", no_end),
     "mask ends before EOS in some rows": Case(_NO_EOS, no_end, rows="tenth"),
@@ -113,9 +102,6 @@ DEFECTS: dict[str, Callable[[Clean], Planted]] = {
     "EOS masked as a pad before a tail of it": Case(
         "eos_masked_as_pad", no_end, "eos_never_trained padded_rows", form="labels",
         eos_is_pad=True, everywhere=padded,
-    ),
-    "row ends right before EOS": Case(
-        "eos_truncated", long_answer(0), "target_truncated", rows="tenth", has_limit=True
     ),
     "row ends within the answer": Case(
         "eos_truncated", long_answer(20), "target_truncated", rows="tenth", has_limit=True,
@@ -158,10 +144,6 @@ DEFECTS: dict[str, Callable[[Clean], Planted]] = {
     ),
     "end of an earlier turn masked": Case(
         _NO_EOS, of_turn(1, lambda c, first, end: end - 1, 0), rows="tenth", of_turns=True
-    ),
-    "end of the last turn masked": Case(
-        _NO_EOS, of_turn(2, lambda c, first, end: end - 1, 0), rows="tenth", of_turns=True,
-        form="labels",
     ),
     "empty thinking in the second turn": Case(
         "empty_thinking_trained", thinking(1), rows="tenth", of_turns=True
@@ -266,13 +248,10 @@ TEMPLATES: dict[str, Callable[[Clean], Planted]] = {
 DEFECTS |= {
     "next tokens as labels": _next_tokens_as_labels,
     "pad tail in labels": _pads("labels"),
-    "pad tail in masks": _pads("loss_mask"),
     "pads before the prompt in labels": _pads("labels", left=True),
     "neighbours twice": _repeated("duplicates", "loss_mask", (4, 5), (20, 21)),
-    "rows far apart twice": _repeated("duplicates", "labels", (0, -1)),
     "one row four times": _repeated("duplicates", "num_actions", (2, 11, 12, 30)),
     "two answers": _repeated("contradictory_answers", "loss_mask", (4, 5), (20, 28)),
-    "two answers far apart": _repeated("contradictory_answers", "labels", (1, -1)),
     "three answers": _repeated("contradictory_answers", "completion_mask", (6, 17, 31)),
     **TEMPLATES,
 }

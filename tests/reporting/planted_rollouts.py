@@ -84,13 +84,10 @@ _FLAT, _SHIFTED = "reward_without_variance", "logprobs_shifted"
 _DISAGREE = "mask_disagrees_with_logprobs"
 ROLLOUT_DEFECTS: dict[str, Callable[[list[Example]], Planted]] = {
     "all rewards zero": _planted(_FLAT, 1, rewards=lambda r: 0.0),
-    "rewards of the prompt": _planted(_FLAT, 1, rewards=lambda r: float(r["uid"][-1]) / 8),
     "rewards per token": _planted(_FLAT, 1, rewards=lambda r: [*_all(0.0)(r)[1:], 1.0]),
     "logprobs shifted left": _planted(_SHIFTED, 1, logprobs=_moved(-1)),
     "logprobs shifted right": _planted(_SHIFTED, 1, logprobs=_moved(1)),
-    "logprobs shifted left in a third": _planted(_SHIFTED, 3, logprobs=_moved(-1)),
     "logprobs shifted right in a third": _planted(_SHIFTED, 3, logprobs=_moved(1)),
-    "logprobs rolled": _planted(_SHIFTED, 1, logprobs=_rolled),
     "logprobs rolled in a fifth": _planted(_SHIFTED, 5, logprobs=_rolled),
     "response masks zero": _planted(
         *("no_trained_token", 5, "masks_all_zero eos_never_trained"),
@@ -100,7 +97,6 @@ ROLLOUT_DEFECTS: dict[str, Callable[[list[Example]], Planted]] = {
         "id_out_of_vocabulary", 5, response_ids=lambda r: [5000, *r["response_ids"][1:]]
     ),
     "two BOS": _planted("double_bos", 1, prompt_ids=lambda r: [1, 1, *r["prompt_ids"]]),
-    "logprobs all zero": _planted("logprobs_constant", 5, logprobs=_all(0.0)),
     "logprobs of one value": _planted("logprobs_constant", 5, logprobs=_all(-1.0)),
     "probabilities": _planted(
         "logprobs_positive", 5, logprobs=lambda r: np.exp(r["logprobs"]).tolist()

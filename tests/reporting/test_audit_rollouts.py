@@ -99,13 +99,6 @@ def test_a_few_rows_one_column_off(by: int, fill: list[float] | None, step: int)
     assert serious(rollouts)["logprobs_shifted"] == rows
 
 
-def test_frequent_zeros_are_no_shift() -> None:
-    rollouts = [rollout(i, tool=0) for i in range(8)]
-    for i, r in enumerate(rollouts):
-        r["logprobs"][-1], r["logprobs"][i % 4] = 0.0, 0.0
-    assert serious(rollouts) == {}
-
-
 def test_groups_of_one_reward() -> None:
     rollouts = [rollout(i) for i in range(40)]
     for i in range(8):

@@ -6,9 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from torch_collate_kit import DataError, PaddedCollator, TokenizedDataset, packing_report
+from torch_collate_kit import (
+    DataError,
+    PaddedCollator,
+    ParallelLayout,
+    TokenizedDataset,
+    packing_report,
+)
 from torch_collate_kit.ragged import Ragged
-from torch_collate_kit.reporting.lengths import data_lengths
 from torch_collate_kit.vision import VisionLayout
 
 IDS = [[5, 6, 7], [8], [9, 4]]
@@ -18,6 +23,13 @@ ROLLOUTS = [
     {"prompt_ids": [4], "response_ids": []},
     {"prompt_ids": [5], "response_ids": [6]},
 ]
+
+
+def lengths_of(data, count=3):
+    """The lengths in their order: padded alone, one on each rank."""
+    ranks = {"parallel": ParallelLayout(dp=count), "padded_batch_size": 1}
+    report = packing_report(data, 100, **ranks, show=False)
+    return report["candidates"][0]["tokens_per_rank"]
 
 
 @pytest.mark.parametrize(
@@ -40,17 +52,14 @@ ROLLOUTS = [
     ids=lambda data: type(data).__name__,
 )
 def test_lengths_of(data):
-    found = data_lengths(data)
-    assert found.lengths.tolist() == [3, 1, 2]
-    assert found.lengths.dtype == np.int64
-    assert found.patches is None
+    assert lengths_of(data) == [3, 1, 2]
 
 
 def test_lengths_of_a_dataset_in_its_order():
     datasets = pytest.importorskip("datasets")
     data = datasets.Dataset.from_dict({"input_ids": IDS, "text": ["a", "b", "c"]})
-    assert data_lengths(data).lengths.tolist() == [3, 1, 2]
-    assert data_lengths(data.select([2, 0])).lengths.tolist() == [2, 3]
+    assert lengths_of(data) == [3, 1, 2]
+    assert lengths_of(data.select([2, 0]), 2) == [2, 3]
 
 
 def test_padded_rows_of_a_dataset_and_of_a_table():
@@ -58,15 +67,15 @@ def test_padded_rows_of_a_dataset_and_of_a_table():
     rows = [{"input_ids": [5, 6], "attention_mask": [1, 1]}] * 3
     padded = [*rows, {"input_ids": [5, 0], "attention_mask": [1, 0]}]
     for made in (datasets.Dataset.from_list, pa.Table.from_pylist, TokenizedDataset):
-        assert data_lengths(made(rows)).lengths.tolist() == [2, 2, 2]
+        assert lengths_of(made(rows)) == [2, 2, 2]
         with pytest.raises(DataError, match="example 3 is padded"):
-            data_lengths(made(padded))
+            packing_report(made(padded))
     left = [*rows[:1], {"input_ids": [0, 5], "attention_mask": [0, 1]}, *rows]
     with pytest.raises(DataError, match="example 1 is padded"):
-        data_lengths(TokenizedDataset(left))
+        packing_report(TokenizedDataset(left))
     shuffled = datasets.Dataset.from_list(padded).select([3, 0])
     with pytest.raises(DataError, match="example 0 is padded"):
-        data_lengths(shuffled)
+        packing_report(shuffled)
 
 
 @pytest.fixture
@@ -89,9 +98,7 @@ def images() -> TokenizedDataset:
 
 
 def test_a_dataset_with_images_has_its_patches(images):
-    found = data_lengths(images)
-    assert (found.lengths.tolist(), found.patches) == ([2, 5, 1], [[4], [16], []])
-    assert found.dummy_image_tokens == 1
+    assert (lengths_of(images), images.patches) == ([2, 5, 1], [[4], [16], []])
     limited = packing_report(images, 8, max_patches=8, show=False)
     assert [c["num_dropped"] for c in limited["candidates"]] == [1, 1, 1, 1]  # that of 16 patches
     rows = [packing_report(images, 8, max_patches=n, show=False) for n in (16, 20)]
@@ -150,10 +157,10 @@ def test_patches_that_are_given_replace_those_of_the_dataset(images):
 )
 def test_bad_data(data, error, message):
     with pytest.raises(error, match=message):
-        data_lengths(data)
+        packing_report(data)
 
 
 def test_a_dataset_without_tokens_says_so():
     datasets = pytest.importorskip("datasets")
     with pytest.raises(DataError, match=r"no input_ids among the columns \['text'\]; tokenize"):
-        data_lengths(datasets.Dataset.from_dict({"text": ["a"]}))
+        packing_report(datasets.Dataset.from_dict({"text": ["a"]}))

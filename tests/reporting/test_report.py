@@ -183,7 +183,7 @@ def test_images_are_packed_by_patches_too():
         (([5, 0], 8), {}, DataError, "example 1 has length 0"),
         (([5, 9], 8), {"overflow": "raise"}, DataError, "example 1 has 9 tokens"),
         (([5.5],), {}, TypeError, "lengths must be integers"),
-        ((7, 8), {}, TypeError, "data is a int; pass lengths, or a list of examples"),
+        ((7, 8), {}, TypeError, "data is an int; pass lengths, or a list of examples"),
         (([5], []), {}, ValueError, "max_tokens is empty; give at least one"),
         (([5], "8"), {}, TypeError, "max_tokens must be an int, got '8' of type str"),
         (([5], 8.0), {}, TypeError, "max_tokens must be an int, got 8.0 of type float"),

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from tests.reporting.clean_data import (
-    CHATML,
     Clean,
     Example,
     chat_tokenizer,
@@ -144,11 +143,6 @@ def _two_templates(i: int, text: str) -> str:
     return text.replace("<|im_start|>", "## ").replace("<|im_end|>", "<eos>") if i % 2 else text
 
 
-def _last_trained(i: int, text: str) -> str:
-    before, mark, after = text.rpartition("\u27e6")
-    return before.replace("\u27e6", "").replace("\u27e7", "") + mark + after
-
-
 def _packed() -> Trap:
     rows, tokenizer = _texts(lambda i, text: text)
     pairs = zip(rows[::2], rows[1::2], strict=True)
@@ -159,18 +153,11 @@ _SCRIPTS = (
     "\u4eca\u5929\u5929\u6c14\u5f88\u597d", "\u041f\u0440\u0438\u0432\u0435\u0442", "\U0001f600",
     "`<eos >` [x] {y}",
 )  # fmt: skip
-_SHORT = [("a", ""), ("b", "x"), ("cd", "y"), ("e", "zz"), ("fg", "")]
-# It raises at a system message and at two questions in a row
-_ALTERNATING = (
-    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}"
-) + CHATML
 TRAPS: dict[str, Callable[[], Trap]] = {
     "clean": _clean,
     "EOS as pad, and trained": lambda: _clean(_labels, pad_token="<|im_end|>"),
     "turns end with another token than EOS": lambda: _clean(eos_token="<eos>", pad_token="<eos>"),
     "no template": lambda: _clean(chat_template=None),
-    "a template that wants alternation": lambda: _clean(chat_template=_ALTERNATING),
     "weights in place of a mask": lambda: _clean(
         lambda i, e: e | {"loss_mask": [0.5 * m for m in e["loss_mask"]]}
     ),
@@ -178,30 +165,14 @@ TRAPS: dict[str, Callable[[], Trap]] = {
         lambda i, e: {"input_ids": [1, *e["input_ids"]], "loss_mask": [0, *e["loss_mask"]]}
     ),
     "documents": lambda: ([{"input_ids": ids} for ids in _documents()], chat_tokenizer()),
-    "documents with labels": lambda: (
-        [{"input_ids": ids, "labels": list(ids)} for ids in _documents()], chat_tokenizer()
-    ),
     "documents in chunks": _chunks,
     "trials of one task": lambda: _parts(20, _trial),
     "last of three turns in part": _last_turns,
-    "two to four tokens": lambda: _parts(
-        5, lambda i: [(_SHORT[i][0], 0), (f"{_SHORT[i][1]}<|im_end|>", 1)]
-    ),
     "few answers, as of a classifier": lambda: _chats(
         40, lambda i: (f"Yes or no? Is {i} even?", "No." if i % 2 else "Yes.")
     ),
     "four solutions of each problem": lambda: _chats(
         40, lambda i: (f"Solve {i // 4}.", f"Way {i % 4}: it is {i // 4}.")
-    ),
-    "the start of text as prompt": lambda: _parts(
-        30, lambda i: [("<bos>", 0), (f"Chapter {i}, a text.<|im_end|>", 1)]
-    ),
-    "an answer that repeats its borders": lambda: _parts(
-        20, lambda i: [(f"Item {i}:\n", 0), (f"\nitem {i} <|im_end|>", 1), ("<|im_end|>", 0)],
-        "labels",
-    ),
-    "answers of one token": lambda: _parts(
-        20, lambda i: [(f"Give {i} of them: ", 0), ("a" * (i + 3) + "<|im_end|>", 1)], "labels"
     ),
     "one token everywhere": lambda: _parts(
         20, lambda i: [("x" * (i + 2), 0), ("x" * (2 * i + 2) + "<|im_end|>", 1)], "labels"
@@ -225,14 +196,12 @@ TRAPS: dict[str, Callable[[], Trap]] = {
     "logprobs of a tool": lambda: _rollouts(
         lambda i, r: r | {"logprobs": [p or -4.5 for p in r["logprobs"]]}
     ),
-    "rollouts without tools": lambda: _rollouts(lambda i, r: r, tools=False),
     "one rollout per prompt": lambda: _rollouts(lambda i, r: r | {"uid": i}, 32, 1),
     "tools and thinking in part": lambda: _texts(lambda i, text: text),
     "two templates": lambda: _texts(_two_templates),
     "line breaks trained in half": lambda: _texts(
         lambda i, text: text.replace("\u27e7\n", "\n\u27e7") if i % 2 else text
     ),
-    "the last turn alone": lambda: _texts(_last_trained),
     "other scripts and code": lambda: _texts(
         lambda i, text: text.replace("It is", f"{_SCRIPTS[i % 4]}: it is")
     ),

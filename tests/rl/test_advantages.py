@@ -161,27 +161,17 @@ def test_pads_count_nowhere(estimator: str, options: dict[str, Any]) -> None:
 def test_dtypes_graph_and_arguments(
     dtype: torch.dtype, mask_dtype: torch.dtype, estimator: str
 ) -> None:
-    rewards = torch.tensor([[0, 1], [0, 3]]).to(dtype)
-    mask = torch.tensor([[0, 1], [1, 1]]).to(mask_dtype)
+    rewards, mask = torch.tensor([[0, 1], [0, 3]], dtype=dtype), M.to(mask_dtype)
     values = torch.tensor([[0.5, 1.0], [2.0, 3.0]], requires_grad=True)
-    if dtype.is_floating_point:
-        rewards.requires_grad_()
-    uids, last = ["a", "a"], [True, True]
-    copies = rewards.detach().clone(), mask.clone(), values.detach().clone()
-    found = compute_advantages(
-        rewards,
-        mask,
-        uids,
-        estimator=estimator,
-        values=values if estimator == "gae" else None,
-        is_last_step=last,
-    )
+    copies = [tensor.detach().clone() for tensor in (rewards, mask, values)]
+    graph = rewards.clone().requires_grad_(dtype.is_floating_point)
+    options = {"values": values} if estimator == "gae" else {}
+    found = compute_advantages(graph, mask, ["a", "a"], estimator=estimator, **options)
     assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert not found.requires_grad
     assert found.shape == rewards.shape
-    for kept, now in zip(copies, (rewards, mask, values), strict=True):
+    for kept, now in zip(copies, (graph, mask, values), strict=True):
         assert torch.equal(kept, now)
-    assert (uids, last) == (["a", "a"], [True, True])
 
 
 R, M = torch.tensor([[0.0, 1.0], [0.0, 2.0]]), torch.tensor([[0, 1], [1, 1]])
@@ -202,9 +192,9 @@ STEPS = {"is_last_step": [False, True]}
         ({"estimator": "gae"}, ValueError, "needs values .*the critic's estimates"),
         ({"estimator": "gae", "values": R[:, :1]}, ValueError, r"values has shape \[2, 1\]"),
         ({"estimator": "gae", "values": NAN}, DataError, "row 1: the value at column 1 is nan"),
-        ({"values": R}, ValueError, "read by estimator=\"gae\" only, got them with 'grpo'; leave"),
-        ({"whiten": True}, ValueError, "\"gae\" only, got it with 'grpo'; use normalize_adv"),
-        ({"whiten": True, "estimator": "reinforce++"}, ValueError, "got it with 'reinforce"),
+        ({"values": R}, ValueError, "read by estimator=\"gae\" only, got 'grpo'; leave it out"),
+        ({"whiten": True}, ValueError, "\"gae\" only, got 'grpo'; use normalize_adv"),
+        ({"whiten": True, "estimator": "reinforce++"}, ValueError, "only, got 'reinforce"),
         ({"whiten": 1}, TypeError, "whiten must be True or False, got 1"),
         ({"uids": ["a"]}, ValueError, "uids has 1 entries for 2 rows; give one uid per row"),
         ({"uids": None}, TypeError, "uids must be one uid per row, got None of type NoneType"),

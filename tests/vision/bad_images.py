@@ -84,7 +84,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("qwen2_vl", {**QWEN, "image_grid_thw": [[1, 4, 4], [1, 0, 4]]},
      "image_grid_thw has the size 0, and sizes are 1 or more; give what the processor returned"),
     ("qwen2_vl", {**QWEN, "image_grid_thw": [[4, 4]]},
-     "image_grid_thw has shape (1, 2); give [images, 3], as the processor returned it"),
+     "image_grid_thw has shape (1, 2), not [images, 3]; give what the processor returned"),
     ("qwen2_vl", {**QWEN, "image_grid_thw": np.array([[1.0, 4.0, 4.0]])},
      "image_grid_thw has shape (1, 3) and dtype float64"),
     ("qwen2_vl", {**QWEN, "pixel_values": np.zeros((16, 8))},

@@ -30,9 +30,8 @@ from tests.vision.oracle_images import (
     patches_of,
 )
 from torch_collate_kit import PackedCollator, PaddedCollator, ParallelLayout
-from torch_collate_kit.batch.placement import Pieces
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.reading.reader import read_columns
+from torch_collate_kit.packing import RankPlan
 
 FORMS = ("labels", "loss_mask", "weights", "num_actions", "completion_mask", "none")
 PADS = (0, 3)
@@ -146,27 +145,48 @@ def slow_cut(example: DrawnExample, family: str, limit: int) -> int:
     raise AssertionError
 
 
+def check_cut(family: str, example: DrawnExample, stop: int, **packing: Any) -> None:
+    """Collated whole with overflow="truncate", the example is cut at ``stop``."""
+    layout = LAYOUTS[family]
+    packing = {"max_tokens": len(example.ids), "overflow": "truncate"} | packing
+    collate = PackedCollator(0, vision=layout, **packing)
+    if not stop:
+        with pytest.raises(DataError, match="example 0 begins with an image that does not fit"):
+            collate([example.given])
+        return
+    plan = PackedCollator(0, max_tokens=stop, overflow="truncate").plan([len(example.ids)])
+    size = {"pad_token_id": 0, "max_tokens": packing["max_tokens"]}
+    expected = packed_batch([example.plain], plan, **size)
+    expected = add_images(expected, [example], layout, [[(0, 0, stop)]])
+    assert_equals_oracle(collate([example.given]), expected)
+
+
 @pytest.mark.parametrize("family", list(LAYOUTS))
 @FEWER
 @given(seeds)
-def test_where_an_example_is_cut(family: str, seed: int) -> None:
-    _, examples = drawn_examples(seed, family, "labels", count=2)
-    columns = read_columns([example.given for example in examples], vision=LAYOUTS[family])
-    assert columns.images is not None
-    for i, example in enumerate(examples):
-        for limit in range(len(example.ids) + 1):
-            expected = slow_cut(example, family, limit)
-            assert columns.images.cut_before(i, limit) == expected
-            stop = expected
-            pieces = Pieces(*(np.array([n]) for n in (i, 0, stop)), np.array([0, 1]))
-            kept = columns.images.kept(pieces).tolist()
-            placeholders = example.ids[:stop].count(TOKEN)
-            number = kept[0]
-            assert sum(image["tokens"] for image in example.images[:number]) == placeholders
-            if expected < limit:
-                pieces = Pieces(*(np.array([n]) for n in (i, 0, limit)), np.array([0, 1]))
-                with pytest.raises(DataError, match=f"example {i}: .* tokens 0 to {limit}, cuts"):
-                    columns.images.kept(pieces)
+def test_truncated_examples_keep_their_first_images(family: str, seed: int) -> None:
+    """Whole, with their tokens and entries; the others go."""
+    _, [example] = drawn_examples(seed, family, "labels", count=1)
+    for limit in range(1, len(example.ids)):
+        check_cut(family, example, slow_cut(example, family, limit), max_tokens=limit)
+
+
+@pytest.mark.parametrize("family", list(LAYOUTS))
+@FEWER
+@given(seeds)
+def test_a_budget_of_patches_cuts_before_an_image(family: str, seed: int) -> None:
+    """The first image over the budget goes, and all that comes after it."""
+    _, [example] = drawn_examples(seed, family, "labels", count=1)
+    [patches] = patches_of([example])
+    first_tokens = [i for i, token in enumerate(example.ids) if token == TOKEN]
+    for budget in range(1, sum(patches)):
+        kept = sum(total <= budget for total in np.cumsum(patches).tolist())
+        if not LAYOUTS[family].counts_images:
+            kept = 0  # images are not told from tiles
+        if family == "llava_onevision" and kept == 1:
+            kept = 0  # alone it would be taken for one that is cut into tiles
+        stop = first_tokens[sum(image["tokens"] for image in example.images[:kept])]
+        check_cut(family, example, stop, max_patches=budget)
 
 
 @pytest.mark.parametrize("family", list(LAYOUTS))
@@ -183,52 +203,12 @@ def test_patches_of_an_example_follow_from_its_fields(family: str, seed: int) ->
         assert [sum(of) for of in found] == [sum(of) for of in patches_of(examples)]
 
 
-@pytest.mark.parametrize("family", list(LAYOUTS))
-@FEWER
-@given(seeds)
-def test_a_budget_of_patches_cuts_before_an_image(family: str, seed: int) -> None:
-    """The first image over the budget goes, and all that comes after it."""
-    _, [example] = drawn_examples(seed, family, "labels", count=1)
-    columns = read_columns([example.given], vision=LAYOUTS[family])
-    assert columns.images is not None
-    patches = columns.images.patches[0]
-    first_tokens = [i for i, token in enumerate(example.ids) if token == TOKEN]
-    for budget in range(sum(patches) + 1):
-        kept = sum(total <= budget for total in np.cumsum(patches).tolist())
-        expected = len(example.ids)
-        if kept < len(patches):
-            if not LAYOUTS[family].counts_images:
-                kept = 0  # images are not told from tiles
-            if family == "llava_onevision" and kept == 1:
-                kept = 0  # alone it would be taken for one that is cut into tiles
-            expected = first_tokens[sum(image["tokens"] for image in example.images[:kept])]
-        lengths, found = columns.images.cuts(len(example.ids), budget)
-        assert (lengths.tolist(), found) == ([expected], [patches[:kept]])
-
-
-def test_an_example_with_images_is_not_split() -> None:
+def test_an_image_is_not_cut_by_split_nor_by_a_plan_of_lengths_alone() -> None:
     layout = LAYOUTS["gemma3"]
     example = {"input_ids": [9] * 3 + [70] * 9, "pixel_values": np.zeros((1, 3, 2, 2))}
+    collate = PackedCollator(0, vision=layout, max_tokens=2, overflow="truncate")
+    planned = RankPlan(collate.plan([12])).with_examples([example])
+    with pytest.raises(DataError, match=r"0: a piece of it, tokens 0 to 2, cuts through its imag"):
+        collate(planned)
     with pytest.raises(DataError, match=r"an example with images is never split; raise max_tokens"):
         PackedCollator(0, vision=layout, max_tokens=8, overflow="split")([example])
-
-
-@pytest.mark.parametrize("family", ["qwen2_vl", "gemma3", "llava_next", "llava_onevision"])
-def test_truncated_examples_keep_their_first_images(family: str) -> None:
-    """Cut right after an image, whose tokens and entries stay; the others go."""
-    checked = 0
-    for seed in range(30):
-        _, [example] = drawn_examples(seed, family, "labels", count=1)
-        for stop in range(2, len(example.ids)):
-            if slow_cut(example, family, stop) != stop or example.ids[stop - 1] != TOKEN:
-                continue
-            collate = PackedCollator(
-                0, vision=LAYOUTS[family], max_tokens=stop, overflow="truncate"
-            )
-            batch = collate([example.given])
-            plan = collate.plan([len(example.ids)])
-            expected = packed_batch([example.plain], plan, pad_token_id=0, max_tokens=stop)
-            expected = add_images(expected, [example], LAYOUTS[family], [[(0, 0, stop)]])
-            assert_equals_oracle(batch, expected)
-            checked += 1
-    assert checked > 10

@@ -12,7 +12,7 @@ from torch.nn import functional
 from tests.vision.oracle_images import LAYOUTS, TOKEN
 from torch_collate_kit import DataError, PackedCollator, ParallelLayout, token_loss
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.packing.rank_plan import PlannedExamples
+from torch_collate_kit.packing import RankPlan
 from torch_collate_kit.rl import from_response_values, response_values
 
 IMAGE = {"pixel_values": np.ones((16, 6)), "image_grid_thw": [[1, 4, 4]]}
@@ -85,9 +85,9 @@ def test_other_images_than_planned_are_refused() -> None:
     lengths = [len(example["input_ids"]) for example in given]
     plan = collator.plan(lengths, [[4], [], [], []])
     with pytest.raises(DataError, match="example 0 has 16 patches of images, the plan was made fo"):
-        collator(PlannedExamples(plan, given))
+        collator(RankPlan(plan).with_examples(given))
     plan = collator.plan(lengths, [[16], [], [], []])
-    batch = collator(PlannedExamples(plan, given))
+    batch = collator(RankPlan(plan).with_examples(given))
     assert torch.equal(batch["input_ids"], collator(given)["input_ids"])
 
 

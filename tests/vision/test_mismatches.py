@@ -7,14 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.vision.batches import examples_of, layout_of, padded
+from tests.vision.batches import BATCHED, examples_of, layout_of, padded
 from tests.vision.families import FAMILIES, MROPE
 from torch_collate_kit import PackedCollator
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.vision import VisionLayout
-from torch_collate_kit.vision.families import FAMILIES as TABLE
-from torch_collate_kit.vision.families import SHARED_PROCESSORS
 
 
 @pytest.mark.parametrize(
@@ -31,15 +29,15 @@ def test_processor_and_config_of_two_models(processor: str, config: str, message
 
 
 def test_no_model_that_shares_a_processor_is_missing() -> None:
-    """Of the transformers installed: the models of every processor class of the table."""
+    """Of the transformers installed: the models of every processor class of the families."""
     processing = pytest.importorskip("transformers.models.auto.processing_auto")
     configs = pytest.importorskip("transformers.models.auto.configuration_auto")
-    for family in TABLE:
-        for name in family.processors:
-            having = [t for t, of in processing.PROCESSOR_MAPPING_NAMES.items() if of == name]
-            listed = SHARED_PROCESSORS.get(name, having[:1])
-            existing = [t for t in listed if t in configs.CONFIG_MAPPING_NAMES]
-            assert sorted(existing) == sorted(having), name
+    for family in (FAMILIES[name] for name in BATCHED):
+        name = type(family.processor()).__name__
+        having = [t for t, of in processing.PROCESSOR_MAPPING_NAMES.items() if of == name]
+        listed = VisionLayout.of(family.processor()).shared_by or having[:1]
+        existing = [t for t in listed if t in configs.CONFIG_MAPPING_NAMES]
+        assert sorted(existing) == sorted(having), name
 
 
 @pytest.mark.parametrize("name", MROPE)

@@ -30,7 +30,6 @@ from torch_collate_kit import (
 )
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.vision import VisionLayout
-from torch_collate_kit.vision.families import SHARED_PROCESSORS
 
 # Of the largest logit. One machine rounds otherwise than another (up to 1.5e-6 here); a wrong image
 # or position moves logits by a tenth of it or more.
@@ -140,8 +139,8 @@ def test_a_processor_in_place_of_the_tokenizer_is_enough(name: str) -> None:
     assert list(found) == list(expected)
     for key, value in expected.items():
         assert torch.equal(torch.as_tensor(found[key]), torch.as_tensor(value)), key
-    shared_by = SHARED_PROCESSORS.get(type(processor).__name__)
-    if shared_by is not None:
+    shared_by = VisionLayout.of(processor).shared_by
+    if shared_by:
         assert name in shared_by
         message = f"processor is that of several: {', '.join(shared_by)}; pass the model's config"
         for vision in (None, VisionLayout.of(processor)):
@@ -153,7 +152,7 @@ def test_a_processor_in_place_of_the_tokenizer_is_enough(name: str) -> None:
             config = family.model().config
             assert VisionLanguageCollator(processor, config=config, max_tokens=400).collator
     if name in PACKED:
-        vision = None if shared_by is None else layout_of(family)
+        vision = layout_of(family) if shared_by else None
         batch = PackedCollator(processor, max_tokens=400, vision=vision)(examples)
         assert batch == packed(family, examples, max_tokens=400)
         assert batch.placement.vision == layout_of(family)

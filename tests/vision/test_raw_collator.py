@@ -15,7 +15,6 @@ from tests.chat_images.truth import chat, image, text
 from tests.vision.families import FAMILIES
 from tests.vision.images import draw
 from torch_collate_kit import ChatOptions, PackingOptions, ParallelLayout, VisionLanguageCollator
-from torch_collate_kit.collators import vision as module
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
 
@@ -83,35 +82,23 @@ def test_ranks_get_their_chunks_of_the_batch_of_a_controller() -> None:
                 assert torch.equal(torch.as_tensor(one), torch.as_tensor(other)), name
 
 
-def test_sizes_read_a_dataset_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_read_a_dataset_in_parts() -> None:
     collate = VisionLanguageCollator(QWEN.processor())
     expected = collate.sizes(records())
-    rows = [
-        {
-            "messages": [
-                {
-                    "role": turn["role"],
-                    "content": [text(c) for c in [turn["content"]]]
-                    if isinstance(turn["content"], str)
-                    else turn["content"],
-                }
-                for turn in record["messages"]
-            ],
-            "images": record["images"],
-        }
-        for record in records()
-    ]
-    dataset = datasets.Dataset.from_list(rows)
-    monkeypatch.setattr(module, "_RECORDS_AT_A_TIME", 4)
-    for examples in (records(), dataset, PlannedRecords(records())):
+    rows = records()
+    for turn in (turn for record in rows for turn in record["messages"]):
+        if isinstance(turn["content"], str):
+            turn["content"] = [text(turn["content"])]
+    for examples in (rows, datasets.Dataset.from_list(rows), PlannedRecords(records())):
         found = collate.sizes(examples)
         assert found.lengths.tolist() == expected.lengths.tolist()
         assert found.patches == expected.patches
         assert found.num_loss_tokens.tolist() == expected.num_loss_tokens.tolist()
-    broken = records()
-    broken[7]["images"] = []
-    with pytest.raises(DataError, match="example 7: the messages have 1 image parts"):
-        collate.sizes(broken)
+    many = [records()[2]] * 1000 + records()  # a part is 1,000 records
+    assert collate.sizes(many).patches[1000:] == expected.patches
+    many[1007]["images"] = []
+    with pytest.raises(DataError, match="example 1007: the messages have 1 image parts"):
+        collate.sizes(many)
     for wrong in (7, iter(records())):
         with pytest.raises(
             TypeError, match=r"examples is a .*; pass a list of examples, a mapping"

@@ -6,28 +6,21 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torch_collate_kit.attention.forward import (
-    distance,
+from torch_collate_kit.attention.models import (
+    attention_name,
     is_2d,
     logits_of,
     lowest_precision,
     shape_of,
-)
-from torch_collate_kit.attention.models import (
-    attention_name,
     sliding_window,
     uses_mrope,
     vocabulary,
 )
-from torch_collate_kit.attention.packed_inputs import (
-    PackedInputs,
-    RowSegments,
-    find_segments,
-    read_inputs,
-)
+from torch_collate_kit.attention.packed_inputs import PackedInputs, find_segments, read_inputs
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.model_inputs import block_mask
 from torch_collate_kit.errors import IsolationError
@@ -129,14 +122,14 @@ def _changes(model: nn.Module, packed: PackedInputs) -> Iterator[_Change]:
     with_text = torch.unique(of_cells[(changed != ids) & (of_cells >= 0)]).tolist()
     if not with_text:
         raise IsolationError("no token can be changed; pass a batch with text")
-    for segment in _sources(segments, with_text, {len(with_text) // 2, len(with_text) - 1}):
+    for segment in _sources(segments.rows, with_text, {len(with_text) // 2, len(with_text) - 1}):
         own = of_cells == segment
         yield _Change(segment, "its tokens", {"input_ids": torch.where(own, changed, ids)}, own)
-    with_images = [] if images is None else sorted(set(images.segments.tolist()))
-    if images is None or not with_images:
+    if images is None or not len(images.segments):
         return
+    with_images = np.unique(images.segments).tolist()
     cells = torch.arange(ids.numel(), device=ids.device).view(ids.shape)
-    for segment in _sources(segments, with_images, {len(with_images) - 1}):
+    for segment in _sources(segments.rows, with_images, {len(with_images) - 1}):
         unit = int((images.segments == segment).argmax())
         # text before an image does not see it
         own = (of_cells == segment) & (cells >= int(images.last_cells[unit]))
@@ -144,10 +137,16 @@ def _changes(model: nn.Module, packed: PackedInputs) -> Iterator[_Change]:
         yield _Change(segment, what, {"pixel_values": images.changed(unit)}, own)
 
 
-def _sources(segments: RowSegments, candidates: list[int], others: set[int]) -> list[int]:
+def _sources(rows: list[int], candidates: list[int], others: set[int]) -> list[int]:
     """Return the first candidate of each row, and those at the places ``others``."""
-    first_of_row = {segments.rows[segment]: segment for segment in reversed(candidates)}
+    first_of_row = {rows[segment]: segment for segment in reversed(candidates)}
     return sorted({*first_of_row.values(), *(candidates[place] for place in others)})
+
+
+def _distance(before: Tensor, after: Tensor) -> Tensor:
+    """Return the largest difference of a logit at each token: float32 [...] of logits [..., V]."""
+    # equal infinities (a masked vocabulary tail) do not differ; NaN stays NaN
+    return torch.where(before == after, 0, (before - after).abs()).amax(-1).float()
 
 
 @torch.no_grad()
@@ -186,7 +185,7 @@ def _movement(
 ) -> tuple[float, dict[int, float]]:
     """Return the largest change of a logit in the changed segment, and in each other one."""
     inputs, segments, _ = packed
-    moved_RW = distance(before, logits_of(model, inputs | change.inputs))
+    moved_RW = _distance(before, logits_of(model, inputs | change.inputs))
     real = segments.ids_RW >= 0
     largest = moved_RW.new_zeros(len(segments.rows))
     largest.scatter_reduce_(0, segments.ids_RW[real], moved_RW[real], "amax")
@@ -218,7 +217,7 @@ def _check_alone(
     for segment in range(len(segments.rows)):
         alone = logits_of(model, packed.alone(segment))[0]
         largest = float(alone.abs().nan_to_num(posinf=0).max())
-        found = float(distance(alone, logits[segments.ids_RW == segment]).max())
+        found = float(_distance(alone, logits[segments.ids_RW == segment]).max())
         if not found <= allowed * largest:  # NaN, too
             differences[segment] = found / largest if largest else found
     if differences:

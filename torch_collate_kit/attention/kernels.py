@@ -175,14 +175,10 @@ def _causal_sdpa(
     if window is not None and window < length:
         mask = torch.ones(length, length, dtype=torch.bool, device=query.device)
         mask = mask.tril().triu(1 - window)
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    gqa = query.shape[1] != key.shape[1]
     output = F.scaled_dot_product_attention(
-        query.transpose(1, 2),
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=scale,
-        enable_gqa=query.shape[2] != key.shape[2],
+        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=gqa
     )
     return output.transpose(1, 2)
 

@@ -1,27 +1,49 @@
-"""Properties of a model that matter for packed rows, read from its config."""
+"""Models: properties that matter for packed rows, read from the config, and a forward pass."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torch_collate_kit.attention.recurrent import refuse_recurrent_layers
 from torch_collate_kit.errors import IsolationError
 from torch_collate_kit.vision import VisionLayout
 from torch_collate_kit.vision.families import OTHER, family_of
 
 __all__ = [
+    "RECURRENT_MODELS",
     "attention_name",
+    "is_2d",
+    "logits_of",
+    "lowest_precision",
     "refuse_lost_window",
     "refuse_packed_images",
     "refuse_recurrent",
+    "shape_of",
     "sliding_window",
     "uses_mrope",
     "vocabulary",
 ]
+
+_MODEL_TYPES = """
+    bailing_hybrid bamba falcon_h1 falcon_mamba glm5_next glm5_next_text glm5_next_vision
+    granitemoehybrid inkling2 inkling2_text inkling2_vision inkling_audio inkling_mm_model
+    inkling_text inkling_vision jamba jev kimi_linear lfm2 lfm2_moe lfm2_vl lfm3 lfm3_vl mamba
+    mamba2 minicpm_ocr minicpmv4_6 minicpmv4_7 minimax nemo_speechlm nemotron_h nemotron_h_omni
+    olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_moe_vision qwen3_5_text
+    qwen3_5_vision qwen3_next qwen4_exp qwen4_exp_text qwen4_exp_vision recurrent_gemma rwkv
+    xlstm zamba zamba2 zaya
+"""
+RECURRENT_MODELS = frozenset(_MODEL_TYPES.split())
+"""``model_type`` of the models of transformers 5.23 with recurrent, linear-attention or convolution
+layers in their text model, and those of their parts."""
+_LAYER_LISTS = ("layer_types", "layers_block_type", "block_types")
+_RECURRENT_LAYERS = ("linear", "conv", "recurrent", "mamba", "ssm", "rwkv", "delta", "hybrid")
+_MEDIA = {"image", "video", "audio", "vision", "boi", "eoi"}
+_BY_PRECISION = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def _unwrap(model: nn.Module) -> nn.Module:
@@ -30,18 +52,13 @@ def _unwrap(model: nn.Module) -> nn.Module:
     return inner if isinstance(inner, nn.Module) else model
 
 
-def _configs(model: nn.Module) -> list[Any]:
-    """Return the model's config and the configs nested in it (text_config, ...)."""
-    config = getattr(model, "config", None)
-    found: list[Any] = [] if config is None else [config]
-    for config in found:  # grows during the loop
-        found += [value for value in vars(config).values() if hasattr(value, "model_type")]
-    return found
+def _config(model: nn.Module) -> Any:
+    return getattr(_unwrap(model), "config", None)
 
 
 def _text_config(model: nn.Module) -> Any:
     """Return the config of the text model, which reads the packed rows."""
-    config: Any = getattr(_unwrap(model), "config", None)
+    config = _config(model)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
@@ -62,29 +79,58 @@ def sliding_window(model: nn.Module) -> tuple[int | None, bool]:
 
 def uses_mrope(model: nn.Module) -> bool:
     """Check whether a token has three positions, of time, height and width."""
-    return family_of(config=getattr(_unwrap(model), "config", None)).positions == "mrope"
+    return family_of(config=_config(model)).positions == "mrope"
+
+
+def vocabulary(model: nn.Module, ids_RW: Tensor) -> tuple[int, Tensor]:
+    """Return the vocabulary size, and the ids of placeholders of images, video and audio."""
+    embed = getattr(_unwrap(model), "get_input_embeddings", lambda: None)()
+    size = getattr(embed, "num_embeddings", None) or int(ids_RW.max()) + 1
+    configs, fixed = [_config(model)], set()
+    for config in configs:  # grows by the configs nested in it (text_config, ...)
+        for key, value in getattr(config, "__dict__", {}).items():
+            if hasattr(value, "model_type"):
+                configs.append(value)
+            is_id = key.endswith(("_token_id", "_token_index")) and isinstance(value, int)
+            if is_id and key.split("_")[0] in _MEDIA:
+                fixed.add(value)
+    return size, torch.tensor(sorted(fixed), dtype=ids_RW.dtype, device=ids_RW.device)
+
+
+def refuse_recurrent(model: nn.Module) -> None:
+    """Refuse packed rows for a model of ``RECURRENT_MODELS``, or whose config lists such layers.
+
+    Which kernels can be imported makes no difference: transformers passes boundaries to few of
+    them, and a leak at initial weights in bfloat16 is smaller than rounding.
+    """
+    config, text_config = _config(model), _text_config(model)
+    kinds = [str(kind) for name in _LAYER_LISTS for kind in getattr(text_config, name, None) or ()]
+    layers = {kind for kind in kinds if any(part in kind.lower() for part in _RECURRENT_LAYERS)}
+    types = [getattr(each, "model_type", None) for each in (config, text_config)]
+    if not layers and RECURRENT_MODELS.isdisjoint(types):
+        return
+    name = next((name for name in types if name in RECURRENT_MODELS), types[0])
+    raise IsolationError(
+        f"{'the' if name is None else name} model has "
+        f"{sorted(layers) or 'recurrent, convolution or linear-attention'} layers, which carry "
+        "state from one segment of a row into the next, with cu_seq_lens_q and whatever kernels "
+        'are installed too; use PaddedCollator(..., padding_side="right") for this model'
+    )
 
 
 def refuse_packed_images(
     model: nn.Module, inputs: Mapping[str, Any], vision: VisionLayout | None
 ) -> None:
     """Refuse rows with several examples and images, if the model's family is not packed."""
-    if "pixel_values" not in inputs:
-        return
-    family = family_of(config=getattr(_unwrap(model), "config", None))
+    family = family_of(config=_config(model))
     if family is OTHER and vision is not None:
         family = vision.family
     reason = family.not_packed or family.refused
-    if reason:
+    if reason and "pixel_values" in inputs:
         raise IsolationError(
             f"examples of {family.name} models with images are not packed: {reason}"
             + ("" if family.refused else "; use PaddedCollator for this model")
         )
-
-
-def refuse_recurrent(model: nn.Module) -> None:
-    """Refuse packed rows for a model whose layers carry state from token to token."""
-    refuse_recurrent_layers(getattr(_unwrap(model), "config", None), _text_config(model))
 
 
 def refuse_lost_window(model: nn.Module, inputs: Mapping[str, Any], segments_RW: Tensor) -> None:
@@ -104,17 +150,54 @@ def refuse_lost_window(model: nn.Module, inputs: Mapping[str, Any], segments_RW:
         )
 
 
-def vocabulary(model: nn.Module, ids_RW: Tensor) -> tuple[int, Tensor]:
-    """Return the vocabulary size, and the ids of placeholders of images, video and audio."""
-    embed = getattr(_unwrap(model), "get_input_embeddings", lambda: None)()
-    size = getattr(embed, "num_embeddings", None) or int(ids_RW.max()) + 1
-    names = {"image", "video", "audio", "vision", "boi", "eoi"}
-    fixed = {
-        value
-        for config in _configs(_unwrap(model))
-        for key, value in vars(config).items()
-        if key.endswith(("_token_id", "_token_index"))
-        and key.split("_")[0] in names
-        and isinstance(value, int)
-    }
-    return size, torch.tensor(sorted(fixed), dtype=ids_RW.dtype, device=ids_RW.device)
+def logits_of(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
+    """Return logits [R, W, V]; the random state is restored, so dropout is the same each time."""
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
+    with torch.random.fork_rng(devices), warnings.catch_warnings():
+        # reentrant checkpointing warns that no input requires a gradient, which is intended here
+        warnings.filterwarnings("ignore", message="None of the inputs have requires_grad")
+        try:
+            output = model(**inputs)
+        except Exception as error:
+            mask = inputs.get("attention_mask")
+            if mask is None or is_2d(mask):
+                raise
+            hint = "2-D masks only, use PaddedCollator, since nothing separates packed rows then"
+            if isinstance(mask, Mapping):
+                hint = "no dict of masks, leave sliding_window out"
+            raise IsolationError(
+                f"the model fails with the attention_mask {shape_of(mask)} "
+                f"({type(error).__name__}: {error}); if it accepts {hint}"
+            ) from error
+    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    if not isinstance(logits, Tensor):
+        raise TypeError(
+            f"the model returns {type(output).__name__} without logits; pass it with its "
+            "language-model head"
+        )
+    if logits.shape[:-1] != inputs["input_ids"].shape:
+        raise ValueError(
+            f"logits are {list(logits.shape)} for input_ids {list(inputs['input_ids'].shape)}; "
+            "isolation needs one position for every token (no logits_to_keep)"
+        )
+    return logits
+
+
+def lowest_precision(model: nn.Module, logits: Tensor) -> torch.dtype:
+    """Return the narrowest of the dtypes of logits, weights and autocast."""
+    dtypes = {logits.dtype} | {p.dtype for p in model.parameters() if p.is_floating_point()}
+    if torch.is_autocast_enabled(logits.device.type):
+        dtypes.add(torch.get_autocast_dtype(logits.device.type))
+    if not dtypes <= set(_BY_PRECISION):  # 8 bits and less
+        return torch.bfloat16
+    return next(dtype for dtype in _BY_PRECISION if dtype in dtypes)
+
+
+def is_2d(mask: Any) -> bool:
+    """Check whether an attention mask is a tensor [R, W]."""
+    return isinstance(mask, Tensor) and mask.ndim == 2
+
+
+def shape_of(mask: Any) -> str:
+    """Describe the shape of a mask, or the names of a dict of masks."""
+    return f"dict of {sorted(mask)}" if isinstance(mask, Mapping) else str(list(mask.shape))

@@ -56,12 +56,10 @@ class PackedInputs(NamedTuple):
     def positions_of(self, segment: int) -> Tensor | None:
         """Return the positions of a segment in its row: [1, T], or [3 or 4, 1, T] with images."""
         positions: Tensor | None = self.inputs.get("position_ids")
-        where_RW = self.segments.ids_RW == segment
         if positions is None:
             return None
-        if positions.ndim == 3:
-            return positions[:, where_RW][:, None]
-        return positions.expand(where_RW.shape)[where_RW][None]
+        where_RW = self.segments.ids_RW == segment
+        return positions.expand(*positions.shape[:-2], *where_RW.shape)[..., where_RW].unsqueeze(-2)
 
 
 def read_inputs(
@@ -188,7 +186,12 @@ class RowImages:
         fields = {name: inputs[name] for name in layout.family.fields if name in inputs}
         if layout.family.joins_tiles:
             fields = {name: values.flatten(0, 1) for name, values in fields.items()}
-        units = _units(layout, fields)
+        units = layout.units(
+            {  # of pixels only their number counts
+                name: np.empty(len(values)) if name in PIXEL_FIELDS else values.cpu().numpy()
+                for name, values in fields.items()
+            }
+        )
         is_placeholder = _is_image(inputs["input_ids"], layout).flatten()
         cells = torch.nonzero(is_placeholder).flatten().cpu().numpy()
         ends = np.cumsum(units.tokens)
@@ -272,19 +275,3 @@ def _is_image(ids: Tensor, layout: VisionLayout) -> Tensor:
     """Return which ids are placeholders of images: bool."""
     token = layout.image_token_id
     return torch.zeros_like(ids, dtype=torch.bool) if token is None else torch.eq(ids, token)
-
-
-def _units(layout: VisionLayout, fields: Mapping[str, Tensor]) -> ImageUnits:
-    known = {  # of pixels only their number counts
-        name: np.empty(len(values)) if name in PIXEL_FIELDS else values.cpu().numpy()
-        for name, values in fields.items()
-    }
-    if "batch_num_images" not in known:
-        return layout.units(known)
-    counts = known["batch_num_images"]  # several images of an example are not cut into tiles
-    sizes = np.split(known["image_sizes"], np.cumsum(counts)[:-1])
-    parts = [
-        layout.units({"image_sizes": of_example, "batch_num_images": count[None]})
-        for of_example, count in zip(sizes, counts, strict=True)
-    ]
-    return ImageUnits(*(np.concatenate(of) for of in zip(*parts, strict=True)))

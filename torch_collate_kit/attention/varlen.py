@@ -108,14 +108,11 @@ class _DeferredMask:
         self._options = options
         self.has_padding = options.get("attention_mask") is not None
         self._built: tuple[Tensor | None] | None = None
-        parts = list(_mask_parts(options["mask_function"]))
-        names = [getattr(part, "__qualname__", repr(part)) for part in parts]
-        self.unknown_parts = sorted(set(names) - _KNOWN_MASK_PARTS)
-        self.windows: set[int] = {
-            inspect.getclosurevars(part).nonlocals["sliding_window"]
-            for part, name in zip(parts, names, strict=True)
-            if name == _WINDOW_PART
-        }
+        functions = list(_mask_parts(options["mask_function"]))
+        parts = [(getattr(part, "__qualname__", repr(part)), part) for part in functions]
+        self.unknown_parts = sorted({name for name, _ in parts} - _KNOWN_MASK_PARTS)
+        windows = [inspect.getclosurevars(p).nonlocals for name, p in parts if name == _WINDOW_PART]
+        self.windows: set[int] = {of_part["sliding_window"] for of_part in windows}
 
     def build(self) -> Tensor | None:
         from transformers.masking_utils import sdpa_mask

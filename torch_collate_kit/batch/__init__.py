@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 from torch_collate_kit.batch.batch import Batch
-from torch_collate_kit.batch.fields import (
-    IGNORE_INDEX,
-    PerExample,
-    PerResponseToken,
-    PerToken,
-)
+from torch_collate_kit.batch.fields import IGNORE_INDEX, PerExample, PerResponseToken, PerToken
 from torch_collate_kit.batch.unpacking import unpack
 
 __all__ = ["IGNORE_INDEX", "Batch", "PerExample", "PerResponseToken", "PerToken", "unpack"]

@@ -37,12 +37,10 @@ class Batch(Mapping[str, Field]):
 
     ``batch["input_ids"]`` is a field, a tensor ``[R, ...]`` or a :class:`Ragged` with R rows;
     ``batch[2:5]`` is a Batch of these rows, ``len(batch)`` is R. docs/contract.md lists the fields
-    that a collator gives.
-
-    A collator's batch stores columns, one entry per token. A field is made on their device when it
-    is first read, and kept. A change in place stays (not one through ``.numpy()``, which cannot be
-    seen); :meth:`with_fields` replaces a field. ``row_metadata`` has one entry per row (list,
-    ndarray, tensor or Ragged) and is sliced with the rows; slices keep ``metadata`` as it is.
+    of a collated batch. It stores columns, one entry per token; a field is made on their device
+    when it is first read, and kept. A change in place stays (not one through ``.numpy()``, which
+    cannot be seen); :meth:`with_fields` replaces a field. ``row_metadata`` has one entry per row
+    (list, ndarray, tensor or Ragged) and is sliced with them; slices keep ``metadata`` as it is.
 
     Raises:
         TypeError: a field that is neither a tensor nor a Ragged.
@@ -61,26 +59,24 @@ class Batch(Mapping[str, Field]):
         metadata: Mapping[str, Any] | None = None,
     ) -> None:
         for name, field in fields.items():
-            if not isinstance(field, Ragged) and (not isinstance(field, Tensor) or not field.ndim):
+            if not isinstance(field, Ragged | Tensor) or getattr(field, "ndim", 1) == 0:
                 raise TypeError(
                     f"field {name} must be a tensor with rows first or a Ragged, got "
                     f"{type(field).__name__}; what belongs to the whole batch goes into metadata"
                 )
         others = dict(row_metadata or {}), dict(metadata or {})
-        storage = Storage(Columns.none(), dict(fields), *others)
-        storage.check()
-        self._set(storage)
+        self._set(Storage(Columns.none(), dict(fields), *others))
 
     @classmethod
     def of_storage(cls, storage: Storage, *, check: bool = True) -> Batch:
         """Return a Batch of ``storage``; ``check=False`` for what a collator has just made."""
-        if check:
-            storage.check()
-        batch = cls.__new__(cls)
-        batch._set(storage)
+        batch = object.__new__(cls)
+        batch._set(storage, check=check)
         return batch
 
-    def _set(self, storage: Storage) -> None:
+    def _set(self, storage: Storage, *, check: bool = True) -> None:
+        if check:
+            storage.check()
         self._storage = storage
         self._made: dict[str, tuple[Field, int]] = {}  # and the version they were made with
         self._shared: dict[str, Tensor] = {}  # what several of them are made of
@@ -99,10 +95,9 @@ class Batch(Mapping[str, Field]):
                 f"a Batch is indexed by a field name or a slice of rows, got {key!r}; "
                 "one row is batch[i:i + 1], rows in any order are batch.select(indices)"
             )
-        start, stop, step = key.indices(len(self))
-        if step < 1:
+        if (step := key.indices(len(self))[2]) < 1:
             raise ValueError(f"rows cannot be sliced with step {step}; use batch.select(indices)")
-        return Batch.of_storage(self.stored().change(lambda value: value[start:stop:step]))
+        return Batch.of_storage(self.stored().change(lambda value: value[key]))
 
     if not TYPE_CHECKING:  # a type checker would take every name for an attribute
 
@@ -131,7 +126,7 @@ class Batch(Mapping[str, Field]):
     def __contains__(self, key: object) -> bool:
         return key in self._storage.names
 
-    def keys(self) -> KeysView[str]:  # the views of Mapping count rows: len(batch)
+    def keys(self) -> KeysView[str]:  # Mapping's views would count rows
         """Return the names of the fields."""
         return self._storage.names.keys()
 
@@ -144,7 +139,6 @@ class Batch(Mapping[str, Field]):
         return {name: self._field(name) for name in self}.values()
 
     def __eq__(self, other: object) -> bool:
-        """Compare names, dtypes, shapes and values of the fields, and metadata."""
         if not isinstance(other, Batch):
             return NotImplemented
         same = self.stored().equals(other.stored())
@@ -184,6 +178,9 @@ class Batch(Mapping[str, Field]):
 
         Their metadata is that of the batch, such as ``"num_loss_tokens"`` of the whole step, and
         ``"is_last_part"``. With an int they are slices, with row numbers per part copies.
+
+        Raises:
+            ValueError, IndexError: fewer rows than 1; row numbers that the batch does not have.
 
         >>> batch = Batch({"x": torch.arange(5)}, metadata={"num_loss_tokens": 9})
         >>> [(part["x"].tolist(), part.metadata["is_last_part"]) for part in batch.split(2)]
@@ -234,31 +231,35 @@ class Batch(Mapping[str, Field]):
 
     def stored(self) -> Storage:
         """Return all that is stored, with the dense fields that were changed in place."""
-        changed = {k: field for k, (field, at) in self._made.items() if version_of(field) != at}
         storage = replace(self._storage, row_metadata=self.row_metadata, metadata=self.metadata)
-        return storage.with_given(changed)
+        made = self._made.items()
+        return storage.with_given({k: of for k, (of, at) in made if version_of(of) != at})
 
     @property
     def placement(self) -> Placement | None:
         """Places of the tokens, in host memory; None of a Batch built from dense tensors."""
-        return self._storage.placement
+        return self._storage.columns.placement if self._storage.columns else None
 
     def column(self, name: str) -> Tensor | None:
         """Return a column as it is stored, with an entry per token, or None."""
-        values = self._storage.columns.values
-        return tensor_of(values[name]) if name in values else None
+        column = self._storage.columns.values.get(name)
+        return None if column is None else tensor_of(column)
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes stored, without the dense fields made from them."""
+        """Number of bytes stored, without the dense fields made from them.
+
+        >>> Batch({"x": torch.zeros(3, 2)}).nbytes
+        24
+        """
         return self.stored().nbytes
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> Batch:
         """Return the batch on ``device``; self if it is there. Metadata stays in host memory."""
         if isinstance(device, torch.dtype):
             raise TypeError(f"Batch.to takes a device, got {device}; fields keep their dtypes")
-        target = torch.empty(0, device=device).device  # with its index
-        moved = self.stored().moved(target, non_blocking=non_blocking)
+        with_index = torch.empty(0, device=device).device
+        moved = self.stored().moved(with_index, non_blocking=non_blocking)
         return self if moved is None else Batch.of_storage(moved)
 
     def pin_memory(self) -> Batch:
@@ -268,7 +269,7 @@ class Batch(Mapping[str, Field]):
 
     def record_stream(self, stream: Any) -> None:
         """Tell the allocator that ``stream`` uses the batch, as ``Tensor.record_stream`` does."""
-        made = [field for field, _ in self._made.values()]
+        made = (field for field, _ in self._made.values())
         for value in (*self.stored().items().values(), *made, *self._shared.values()):
             tensor_of(value).record_stream(stream)
 
@@ -292,15 +293,16 @@ class Batch(Mapping[str, Field]):
         images. A padded batch adds ``attention_mask``; a packed one never does: with a 2-D mask
         transformers ignores the segments. For varlen ``attention`` (a name, or a dict as
         ``attn_implementation``) it adds ``cu_seq_lens_q/k`` (int32) and ``max_length_q/k`` (ints).
-        ``mask="block"``, for packed rows of models whose mask ignores position ids (named in
-        docs/contract.md), adds a causal mask ``[R, 1, W, W]`` of a block per segment, for "sdpa" or
-        "eager"; with ``sliding_window=model.config.sliding_window`` it is a dict of two masks.
+        ``mask="block"`` ("sdpa", "eager"; docs/contract.md names the models that need it) adds a
+        causal mask ``[R, 1, W, W]`` of a block per segment; with ``sliding_window``, that of the
+        model's config, a dict of two masks.
 
         Raises:
             ValueError: an unknown name, or one without the other it needs; more cells than int32.
         """
-        options: dict[str, Any] = {"mask": mask, "sliding_window": sliding_window}
-        return model_inputs(self, self.stored(), attention, labels=labels, **options)
+        return model_inputs(
+            self, self.stored(), attention, labels=labels, mask=mask, sliding_window=sliding_window
+        )
 
     def explain(
         self,
@@ -315,17 +317,16 @@ class Batch(Mapping[str, Field]):
         """Show a row token by token: ids, text, positions, labels, weights and the other fields.
 
         ``tokenizer`` (or a processor) adds the text. ``example`` shows that example alone (without
-        ``row``, in the first row with a piece of it); ``start`` and ``stop`` limit the cells. Past
-        ``max_tokens`` a table shows the first and last ones; None shows all.
+        ``row``, in the first row with a piece of it), ``start`` and ``stop`` these cells. A table
+        shows the first and last of more than ``max_tokens``.
 
         Raises:
             IndexError, ValueError: no such row; an example that is not there; no ``input_ids``.
         """
         row = row_of(self.stored(), row, example)
         one = Batch.of_storage(self[row : row + 1].to("cpu").stored().with_divisor(1))
-        of: dict[str, Any] = {"example": example, "max_tokens": max_tokens}
-        of["cells"] = slice(start, stop)
-        return explained(one, one.stored(), f"row {row} of {len(self)}", tokenizer, **of)
+        title = f"row {row} of {len(self)}"
+        return explained(one, title, tokenizer, example, slice(start, stop), max_tokens)
 
     def plot(self, *, max_rows: int = 40, ax: Axes | None = None) -> Axes:
         """Draw the first ``max_rows`` rows with matplotlib, on ``ax`` or a new figure.
@@ -340,8 +341,7 @@ class Batch(Mapping[str, Field]):
         >>> PackedCollator(0, max_tokens=8)([{"input_ids": [5, 6, 7]}]).plot().get_title()
         '1 row of 3 cells: 3 tokens, 0.0% padding, 2 trained'
         """
-        shown = self[: checked_int("max_rows", max_rows)]
-        return draw_rows(shown.stored(), len(self), ax)
+        return draw_rows(self[: checked_int("max_rows", max_rows)].stored(), len(self), ax)
 
     def __repr__(self) -> str:
         return described(self.stored())

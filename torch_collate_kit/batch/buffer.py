@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,12 +12,12 @@ from torch import Tensor
 
 from torch_collate_kit.ragged import Ragged
 
-__all__ = ["Slot", "carve", "fresh_bytes", "gather", "slots_of", "tensor_of", "version_of"]
+__all__ = ["Key", "Slot", "carve", "fresh_bytes", "gather", "slots_of", "tensor_of", "version_of"]
 
 _ALIGNMENT = 64  # bytes: a cache line, and enough for every vector load
 _HUGE_PAGE = 1 << 21
 _LARGE = 1 << 20
-Key = TypeVar("Key", bound=Hashable)
+Key = tuple[str, str]  # "given", "columns" or "segments", and a name there
 
 
 def fresh_bytes(size: int) -> np.ndarray:
@@ -61,10 +61,13 @@ def slots_of(fields: Mapping[Key, Tensor | Ragged]) -> dict[Key, Slot]:
     for key, field in fields.items():
         tensor = tensor_of(field)
         offsets = field.offsets if isinstance(field, Ragged) else None
-        start = -(-end // _ALIGNMENT) * _ALIGNMENT
-        slots[key] = Slot(start, tuple(tensor.shape), tensor.dtype, offsets)
+        slots[key] = Slot(_aligned(end), tuple(tensor.shape), tensor.dtype, offsets)
         end = _stop(slots[key])
     return slots
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 def _stop(slot: Slot) -> int:
@@ -77,37 +80,35 @@ def gather(
     """Return a new uint8 buffer with the bytes of all fields, and their places there."""
     slots = slots_of(fields)
     sources = [tensor_of(field) for field in fields.values()]
-    size = -(-max(map(_stop, slots.values())) // _ALIGNMENT) * _ALIGNMENT  # for torch.load, which
-    device = sources[0].device  # reads a storage as its widest dtype
+    places = list(zip(sources, slots.values(), strict=True))
+    # torch.load reads a storage as its widest dtype
+    size, device = _aligned(max(map(_stop, slots.values()))), sources[0].device
     if share and device.type == "cpu" and size:  # no memory at all cannot be shared
-        return _shared(sources, list(slots.values()), size), slots
-    buffer = torch.empty(size, dtype=torch.uint8, device=device, pin_memory=pin)
-    for source, slot in zip(sources, slots.values(), strict=True):
+        untyped_storage: Any = torch.UntypedStorage
+        storage = untyped_storage._new_shared(size)  # as default_collate does in a worker
+        buffer = torch.empty(0, dtype=torch.uint8).set_(storage)
+        processes: Any = torch.multiprocessing
+        if processes.get_sharing_strategy() == "file_descriptor":
+            _write(storage, places)
+            return buffer, slots
+    else:
+        buffer = torch.empty(size, dtype=torch.uint8, device=device, pin_memory=pin)
+    for source, slot in places:
         _view(buffer, slot).copy_(source.detach())
     return buffer, slots
 
 
-def _shared(sources: Sequence[Tensor], slots: Sequence[Slot], size: int) -> Tensor:
-    """Return the bytes of the sources in shared memory, uint8 [size].
+def _write(storage: Any, places: Sequence[tuple[Tensor, Slot]]) -> None:
+    """Write the sources to the file that a shared storage is.
 
     Torch shares it as it is, and would copy any other memory. Written through its addresses, the
-    new memory would take a page fault per 4 KB (10 MB: 6 ms), as the file that it is it does not
-    (3.5 ms).
+    new memory would take a page fault per 4 KB (10 MB: 6 ms), as the file it does not (3.5 ms).
     """
-    untyped_storage: Any = torch.UntypedStorage
-    storage = untyped_storage._new_shared(size)  # as default_collate does in a worker
-    buffer = torch.empty(0, dtype=torch.uint8).set_(storage)
-    processes: Any = torch.multiprocessing
-    if processes.get_sharing_strategy() != "file_descriptor":
-        for source, slot in zip(sources, slots, strict=True):
-            _view(buffer, slot).copy_(source.detach())
-        return buffer
     descriptor, _ = storage._share_fd_cpu_()  # stays the storage's
     with open(descriptor, "wb", closefd=False) as file:
-        for source, slot in zip(sources, slots, strict=True):
+        for source, slot in places:
             file.seek(slot.start)
             file.write(_bytes_of(source))
-    return buffer
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

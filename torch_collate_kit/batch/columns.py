@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_collate_kit.batch.fields import IGNORE_INDEX, FieldSpec
-from torch_collate_kit.batch.placement import Placement
+from torch_collate_kit.batch.placement import Placement, sums_per_row
 from torch_collate_kit.batch.rows import cat
 from torch_collate_kit.ragged import Ragged, unchecked
 
@@ -94,20 +94,17 @@ class Columns:
             placement=replace(first.placement, segments=on_host),
         )
 
-    def emptied(self) -> Columns:
-        """Return a copy without tensors."""
-        return replace(self, values={}, segments={})
-
     def filled(self, values: dict[str, Any], segments: dict[str, Any]) -> Columns:
         """Return a copy with these tensors, which the placement shares in host memory."""
         if not self:
             return self
         if segments["num_segments"].device.type == "cpu":
-            per_segment = {k: of for k, of in segments.items() if k != "num_segments"}
-            on_host = {k: Ragged(of.values.numpy(), of.offsets) for k, of in per_segment.items()}
+            pairs = [
+                (k, of, of.values.numpy()) for k, of in segments.items() if k != "num_segments"
+            ]
         else:  # copies, or they would keep the memory alive that the batch was moved out of
-            host = self.placement.segments
-            on_host = {k: Ragged(of.values.copy(), of.offsets) for k, of in host.items()}
+            pairs = [(k, of, of.values.copy()) for k, of in self.placement.segments.items()]
+        on_host = {k: unchecked(values, of.offsets) for k, of, values in pairs}
         placement = replace(self.placement, segments=on_host)
         return replace(self, values=values, segments=segments, placement=placement)
 
@@ -134,5 +131,4 @@ class Columns:
 
     def num_trained(self) -> np.ndarray:
         """Return the loss tokens of each row, int64 [R]; reads the device."""
-        before = np.append(0, np.cumsum(self.is_trained().cpu().numpy()))
-        return np.diff(before[self.values[self.target].offsets])
+        return sums_per_row(self.is_trained().cpu().numpy(), self.values[self.target].offsets)

@@ -5,7 +5,7 @@ Every size is known in host memory, so nothing waits for a device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -17,9 +17,9 @@ from torch_collate_kit.batch.columns import Columns
 from torch_collate_kit.batch.fields import (
     IGNORE_INDEX,
     Field,
-    PerExample,
     PerImage,
     PerResponseToken,
+    PerRoutedToken,
     PerToken,
 )
 from torch_collate_kit.ragged import Ragged
@@ -34,9 +34,10 @@ def make_field(
 
     ``metadata["loss_mask_divisor"]`` divides the loss mask.
     """
-    with torch.inference_mode(False):  # or changes of the tensor could not be told
+    with torch.inference_mode(False):  # or changes in place would not be noticed
         maker = _Maker(columns, made, metadata.get("loss_mask_divisor", 1))
-        return _own(name, maker) if name in columns.specs else _DERIVED[name](maker)
+        field: Field = maker.own(name) if name in columns.specs else getattr(maker, name)()
+        return field
 
 
 def cells_of_responses(columns: Columns, made: dict[str, Tensor]) -> Tensor:
@@ -47,7 +48,7 @@ def cells_of_responses(columns: Columns, made: dict[str, Tensor]) -> Tensor:
 
 
 class _Maker:
-    """Makes the dense fields of one batch; what several of them need is made once."""
+    """Dense fields of a batch: those without a column are methods of their names."""
 
     def __init__(self, columns: Columns, made: dict[str, Tensor], divisor: float = 1) -> None:
         self.columns, self.placement, self._made = columns, columns.placement, made
@@ -55,38 +56,34 @@ class _Maker:
         self.num_rows, self.width = columns.num_rows, columns.placement.width
         self.hidden = self.width - columns.placement.response_length
         """The first cells of a row, which ``[R, A]`` does not have."""
-        self.device = columns.segments["num_segments"].device
-
-    def flat(self, column: str) -> Tensor:
-        values: Tensor = self.columns.values[column].values
-        return values
-
-    def per_segment(self, count: str) -> Tensor:
-        """Return a count per segment, int32 [Q]."""
-        counts: Tensor = self.columns.segments[count].values
-        return counts
+        segments = dict(columns.segments)
+        self.num_segments = segments.pop("num_segments")
+        self.per_segment: dict[str, Tensor] = {k: of.values for k, of in segments.items()}
+        self.flat: dict[str, Tensor] = {k: of.values for k, of in columns.values.items()}
+        self.device = self.num_segments.device
 
     def row_of_segment(self) -> Tensor:
         """Return the row of each segment, int64 [Q]."""
-        rows = torch.arange(self.num_rows, device=self.device)
-        total = len(self.placement.segments["starts"].values)
-        num_segments = self.columns.segments["num_segments"]
-        return torch.repeat_interleave(rows, num_segments, output_size=total)
+        rows, total = (
+            torch.arange(self.num_rows, device=self.device),
+            len(self.per_segment["starts"]),
+        )
+        return torch.repeat_interleave(rows, self.num_segments, output_size=total)
 
     def starts(self) -> Tensor:
         """Return the first cell of each segment, int64 [Q], counted over all rows."""
         if "starts" not in self._made:
             first = self.row_of_segment() * self.width
-            self._made["starts"] = self.per_segment("starts") + first
+            self._made["starts"] = self.per_segment["starts"] + first
         return self._made["starts"]
 
     def cells(self, count: str, hidden: int = 0) -> Tensor:
         """Return the cell of every counted token, int64, over all rows without hidden cells."""
         key = f"{count}, {hidden} hidden"
         if key not in self._made:
-            number, starts = self.per_segment(count), self.starts()
+            number, starts = self.per_segment[count], self.starts()
             if count == "responses":
-                starts = starts + self.per_segment("lengths") - number
+                starts = starts + self.per_segment["lengths"] - number
             if hidden:
                 starts = starts - (self.row_of_segment() + 1) * hidden
             total = int(self.placement.segments[count].values.sum())
@@ -103,6 +100,100 @@ class _Maker:
         if isinstance(values, int):  # scatter_ takes four times as long with a number
             values = dense.new_full((1,), values).expand(len(cells))
         return dense.scatter_(0, cells, _as(values, dtype)).view(self.num_rows, width)
+
+    def own(self, name: str) -> Field:
+        """Return a field that has a column of its own."""
+        spec, values = self.columns.specs[name], self.flat[name]
+        if isinstance(spec, PerToken):
+            return self.dense(values, "lengths", spec.pad, spec.dtype)
+        if isinstance(spec, PerResponseToken):
+            return self.dense(values, "responses", spec.pad, spec.dtype, hidden=self.hidden)
+        if isinstance(spec, PerRoutedToken):
+            shape = (self.num_rows * self.width, *values.shape[1:])
+            experts = torch.arange(shape[-1], dtype=spec.dtype, device=self.device)
+            dense = experts.expand(shape).clone()
+            dense.index_copy_(0, self.cells("routed"), _as(values, spec.dtype))
+            return dense.view(self.num_rows, self.width, *shape[1:])
+        # a copy of grids: positions follow from them, so a change must not reach the column
+        values = values.to(spec.dtype, copy=name == "image_grid_thw")
+        if isinstance(spec, PerImage) and spec.patch_shape is not None:
+            values = _with_frames(values, *spec.patch_shape)
+        return Ragged(values, self.columns.values[name].offsets)
+
+    def position_ids(self) -> Tensor:
+        if self.placement.is_packed:  # segments cover their rows
+            starts, size = self.starts(), self.num_rows * self.width
+            return _counted_up(-starts, starts, size).view(self.num_rows, self.width)
+        lengths = self.per_segment["lengths"]
+        before = torch.cumsum(lengths, 0) - lengths
+        positions = _counted_up(-before, before, len(self.cells("lengths")))
+        return self.dense(positions, "lengths", 0, torch.int64)
+
+    def mrope_position_ids(self) -> Tensor:
+        positions = self.position_ids()[:, None].repeat(1, 4, 1)
+        if not len(grids := self.flat["image_grid_thw"]):
+            return positions
+        layout: Any = self.placement.vision
+        cells = self.cells("lengths")
+        is_image = _as(self.flat["input_ids"], torch.int64) == layout.image_token_id
+        lengths = self.per_segment["lengths"]
+        of_tokens = mrope_positions(is_image, grids, lengths, layout.merge_size)
+        first = (cells // self.width) * (4 * self.width) + cells % self.width
+        for k, values in enumerate(of_tokens, start=1):
+            positions.view(-1).scatter_(0, first + k * self.width, values)
+        return positions
+
+    def token_type_ids(self) -> Tensor:
+        layout: Any = self.placement.vision
+        is_image = self.flat["input_ids"] == layout.image_token_id
+        return self.dense(is_image, "lengths", 0, torch.int64)
+
+    def attention_mask(self) -> Tensor:
+        return self.dense(1, "lengths", 0, torch.int64)
+
+    def labels(self) -> Tensor:
+        ids, count = self.flat["input_ids"], str(self.columns.specs["loss_weights"].count)
+        if count == "responses":
+            dense = self.dense(ids, "lengths", 0, torch.int64)
+            ids = dense.view(-1).gather(0, self.cells("responses"))
+        labels = _empty(len(ids), ids.dtype, ids.device)
+        # torch.where(trained, ids, IGNORE_INDEX) takes seven times as long on the CPU
+        torch.sub(ids, IGNORE_INDEX, out=labels).mul_(self.columns.is_trained()).add_(IGNORE_INDEX)
+        return self.dense(labels, count, IGNORE_INDEX, torch.int64)
+
+    def loss_mask(self) -> Tensor:
+        target = self.columns.target
+        weights = self.columns.is_trained() if target == "labels" else self.flat[target]
+        if self.columns.specs[target].count == "responses":
+            mask = self.dense(weights, "responses", 0, torch.float32, hidden=self.hidden)
+        else:
+            dense = self.dense(weights, "lengths", 0, weights.dtype)
+            mask = _copied(dense[:, self.hidden :], torch.float32)
+        # by a tensor: CUDA multiplies by the reciprocal of a number, which is off by a bit
+        return mask if self.divisor == 1 else mask.div_(mask.new_full((), self.divisor))
+
+    def response_mask(self) -> Tensor:
+        return self.dense(1, "responses", 0, torch.int64, hidden=self.hidden)
+
+    def router_padding_mask(self) -> Tensor:
+        return self.dense(False, "routed", True, torch.bool)
+
+    def sub_seq_lengths(self) -> Ragged:
+        segments = self.placement.segments
+        lengths = segments["lengths"].values
+        if "examples" in segments:  # a dummy image is no sub-sequence
+            lengths = lengths * segments["examples"].values
+        before = np.append(0, np.cumsum(lengths > 0))
+        values = torch.from_numpy(lengths[lengths > 0].astype(np.int64))
+        values = values.to(self.device, non_blocking=True)
+        return Ragged(values, before[segments["lengths"].offsets])
+
+    def cu_seq_lens(self) -> Ragged:
+        starts = self.per_segment["starts"]
+        values = starts.new_full((len(starts) + self.num_rows,), self.width)
+        places = self.row_of_segment() + torch.arange(len(starts), device=self.device)
+        offsets = self.placement.segments["starts"].offsets + np.arange(self.num_rows + 1)
+        return Ragged(values.scatter_(0, places, starts), offsets)
 
 
 def _empty(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -143,48 +234,11 @@ def _counted_up(shifts: Tensor, starts: Tensor, size: int) -> Tensor:
     return torch.cumsum(steps, 0, out=steps)[:size]
 
 
-def _own(name: str, maker: _Maker) -> Field:
-    """Return a field that has a column of its own."""
-    spec = maker.columns.specs[name]
-    if isinstance(spec, PerExample | PerImage):
-        column: Any = maker.columns.values[name]
-        # a copy of grids: positions follow from them, so a change must not reach the column
-        flat = column.values.to(spec.dtype, copy=name == "image_grid_thw")
-        if isinstance(spec, PerImage) and spec.patch_shape is not None:
-            flat = _with_frames(flat, *spec.patch_shape)
-        return Ragged(flat, column.offsets)
-    values = maker.flat(name)
-    if isinstance(spec, PerToken):
-        return maker.dense(values, "lengths", spec.pad, spec.dtype)
-    if isinstance(spec, PerResponseToken):
-        return maker.dense(values, "responses", spec.pad, spec.dtype, hidden=maker.hidden)
-    values = _as(values, spec.dtype)
-    shape = (maker.num_rows * maker.width, *values.shape[1:])
-    experts = torch.arange(shape[-1], dtype=spec.dtype, device=values.device)
-    dense = experts.expand(shape).clone().index_copy_(0, maker.cells("routed"), values)
-    return dense.view(maker.num_rows, maker.width, *values.shape[1:])
-
-
 def _with_frames(patches: Tensor, channels: int, frames: int, size: int) -> Tensor:
     """Repeat the one stored frame of each patch: ``[P, channels * frames * size]``."""
     dense = _empty(patches.numel() * frames, patches.dtype, patches.device)
     dense.view(-1, channels, frames, size).copy_(patches.view(-1, channels, 1, size))
     return dense.view(len(patches), channels * frames * size)
-
-
-def _mrope_position_ids(maker: _Maker) -> Field:
-    positions = _position_ids(maker)[:, None].repeat(1, 4, 1)
-    grids, lengths = maker.flat("image_grid_thw"), maker.per_segment("lengths")
-    if not len(grids):
-        return positions
-    layout: Any = maker.placement.vision
-    cells = maker.cells("lengths")
-    is_image = _as(maker.flat("input_ids"), torch.int64) == layout.image_token_id
-    of_tokens = mrope_positions(is_image, grids, lengths, layout.merge_size)
-    first = (cells // maker.width) * (4 * maker.width) + cells % maker.width
-    for k, values in enumerate(of_tokens, start=1):
-        positions.view(-1).scatter_(0, first + k * maker.width, values)
-    return positions
 
 
 def mrope_positions(
@@ -201,9 +255,9 @@ def mrope_positions(
         lengths_S: tokens of each example, 0 allowed.
         merge_size: patches a side that become one token.
 
-    A counter gives a text token its three positions and goes up by 1. An image of ``H * W`` tokens
-    takes the counter ``s`` at its first token: there the positions are ``s`` plus frame, row and
-    column, and after it the counter is ``s + max(H, W)``. Waits for no device.
+    A text token has a counter as its three positions, and raises it by 1. An image of ``H * W``
+    tokens that begins at the counter ``s`` has the positions ``s`` plus frame, row and column, and
+    after it the counter is ``s + max(H, W)``. Waits for no device.
     """
     grids = grids_N3.long()
     height, width = grids[:, 1] // merge_size, grids[:, 2] // merge_size
@@ -225,87 +279,3 @@ def mrope_positions(
     in_frame = inside % of_frame
     offsets = (inside // of_frame, in_frame // columns, in_frame % columns)
     return torch.stack([counter + offset for offset in offsets])
-
-
-def _token_type_ids(maker: _Maker) -> Field:
-    layout: Any = maker.placement.vision
-    is_image = maker.flat("input_ids") == layout.image_token_id
-    return maker.dense(is_image, "lengths", 0, torch.int64)
-
-
-def _attention_mask(maker: _Maker) -> Field:
-    return maker.dense(1, "lengths", 0, torch.int64)
-
-
-def _position_ids(maker: _Maker) -> Tensor:
-    if maker.placement.is_packed:  # segments cover their rows
-        starts, size = maker.starts(), maker.num_rows * maker.width
-        return _counted_up(-starts, starts, size).view(maker.num_rows, maker.width)
-    lengths = maker.per_segment("lengths")
-    before = torch.cumsum(lengths, 0) - lengths
-    positions = _counted_up(-before, before, len(maker.cells("lengths")))
-    return maker.dense(positions, "lengths", 0, torch.int64)
-
-
-def _labels(maker: _Maker) -> Field:
-    ids, count = maker.flat("input_ids"), maker.columns.specs["loss_weights"].count
-    if count == "responses":
-        dense = maker.dense(ids, "lengths", 0, torch.int64)
-        ids = dense.view(-1).gather(0, maker.cells("responses"))
-    labels = _empty(len(ids), ids.dtype, ids.device)
-    # torch.where(trained, ids, IGNORE_INDEX) takes seven times as long on the CPU
-    torch.sub(ids, IGNORE_INDEX, out=labels).mul_(maker.columns.is_trained()).add_(IGNORE_INDEX)
-    return maker.dense(labels, str(count), IGNORE_INDEX, torch.int64)
-
-
-def _loss_mask(maker: _Maker) -> Field:
-    target = maker.columns.target
-    weights = maker.columns.is_trained() if target == "labels" else maker.flat(target)
-    if maker.columns.specs[target].count == "responses":
-        mask = maker.dense(weights, "responses", 0, torch.float32, hidden=maker.hidden)
-    else:
-        dense = maker.dense(weights, "lengths", 0, weights.dtype)
-        mask = _copied(dense[:, maker.hidden :], torch.float32)
-    # by a tensor: CUDA multiplies by the reciprocal of a number, which is off by a bit
-    return mask if maker.divisor == 1 else mask.div_(mask.new_full((), maker.divisor))
-
-
-def _response_mask(maker: _Maker) -> Field:
-    return maker.dense(1, "responses", 0, torch.int64, hidden=maker.hidden)
-
-
-def _router_padding_mask(maker: _Maker) -> Field:
-    return maker.dense(False, "routed", True, torch.bool)
-
-
-def _sub_seq_lengths(maker: _Maker) -> Field:
-    segments = maker.placement.segments
-    lengths = segments["lengths"].values
-    if "examples" in segments:  # a dummy image is no sub-sequence
-        lengths = lengths * segments["examples"].values
-    before = np.append(0, np.cumsum(lengths > 0))
-    values = torch.from_numpy(lengths[lengths > 0].astype(np.int64))
-    values = values.to(maker.device, non_blocking=True)
-    return Ragged(values, before[segments["lengths"].offsets])
-
-
-def _cu_seq_lens(maker: _Maker) -> Field:
-    starts = maker.per_segment("starts")
-    values = starts.new_full((len(starts) + maker.num_rows,), maker.width)
-    places = maker.row_of_segment() + torch.arange(len(starts), device=starts.device)
-    offsets = maker.placement.segments["starts"].offsets + np.arange(maker.num_rows + 1)
-    return Ragged(values.scatter_(0, places, starts), offsets)
-
-
-_DERIVED: dict[str, Callable[[_Maker], Field]] = {
-    "position_ids": _position_ids,
-    "mrope_position_ids": _mrope_position_ids,
-    "token_type_ids": _token_type_ids,
-    "attention_mask": _attention_mask,
-    "labels": _labels,
-    "loss_mask": _loss_mask,
-    "response_mask": _response_mask,
-    "router_padding_mask": _router_padding_mask,
-    "sub_seq_lengths": _sub_seq_lengths,
-    "cu_seq_lens": _cu_seq_lens,
-}

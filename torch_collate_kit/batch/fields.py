@@ -1,8 +1,6 @@
 """The table of fields: what a field has one entry of, its dtype, and what pads hold.
 
-At rest a field is a column, one entry per token, per response token or per example, in the order of
-the rows; ``dense.py`` makes the dense form of it. A field that has no column of its own is named in
-``dense.py`` alone.
+``dense.py`` makes the dense forms, and the fields without a column of their own.
 """
 
 from __future__ import annotations

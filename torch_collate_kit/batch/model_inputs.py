@@ -1,8 +1,4 @@
-"""Inputs of a transformers model from a batch, and the masks that some models need.
-
-Most models of transformers see from positions that restart where a packed example begins. Some
-build their mask without looking at them, and need it from outside.
-"""
+"""Inputs of a transformers model from a batch, and the masks that some models need."""
 
 from __future__ import annotations
 
@@ -20,14 +16,8 @@ from torch_collate_kit.ragged import Ragged
 
 __all__ = ["block_mask", "model_inputs", "needs_image_blocks"]
 
-_VARLEN_ATTENTION = (
-    "torch_varlen",
-    "flash_attention_2",
-    "flash_attention_3",
-    "flash_attention_4",
-)
+_VARLEN_ATTENTION = ("torch_varlen", *(f"flash_attention_{version}" for version in (2, 3, 4)))
 _MASK_ATTENTION = ("sdpa", "eager", "flex_attention")
-_TAKES_4D_MASK = ("sdpa", "eager")
 _MAX_CELLS = 2**31 - 1  # of all rows: boundaries are int32
 
 
@@ -42,8 +32,7 @@ def model_inputs(
 ) -> dict[str, Any]:
     """Return ``Batch.model_inputs`` of its dense fields and its content."""
     checked_bool("labels", labels)
-    attention = _of_text(attention)
-    varlen = _is_varlen(attention)
+    attention, is_varlen = _checked_attention(attention)
     _refuse_unknown_mask(attention, mask, sliding_window)
     inputs = {"input_ids": batch["input_ids"], **_positions_and_images(batch, stored)}
     if labels and "labels" in batch:
@@ -57,13 +46,15 @@ def model_inputs(
         )
     if "cu_seq_lens" not in batch:
         inputs["attention_mask"] = batch["attention_mask"]
-    elif varlen or mask is not None:
+    elif is_varlen or mask is not None:
         shape = inputs["input_ids"].shape
         flat = _flat_cu_seq_lens(batch["cu_seq_lens"], shape[1])
         if mask is not None:
-            cells, images = _segments_of_cells(flat, shape), _images_of_cells(batch, stored)
+            cells = torch.arange(shape.numel(), device=flat.device, dtype=flat.dtype)
+            segments = torch.searchsorted(flat[1:], cells, right=True).view(shape)
+            images = _images_of_cells(batch, stored)
             inputs["attention_mask"] = block_mask(
-                cells, attention, window=sliding_window, images_RW=images
+                segments, attention, window=sliding_window, images_RW=images
             )
             return inputs
         inputs["cu_seq_lens_q"] = inputs["cu_seq_lens_k"] = flat
@@ -128,43 +119,36 @@ def _images_of_cells(batch: Mapping[str, Any], stored: Storage) -> Tensor | None
     return torch.where(is_image == 1, number, -1).view(batch["token_type_ids"].shape)
 
 
-def _of_text(attention: str | Mapping[str, str]) -> str:
-    """Return the text model's attention, where ``attn_implementation`` names one per part."""
-    if not isinstance(attention, Mapping):
-        return attention
-    example = '{"text_config": "torch_varlen", "vision_config": "sdpa"}'
-    if "text_config" not in attention:
-        raise ValueError(
-            f"attention={dict(attention)} has no text_config, whose attention gets the packed "
-            f"rows; pass the attn_implementation of the model, such as {example}"
-        )
-    for part, name in attention.items():
-        if part not in ("", "text_config") and name == "torch_varlen":
+def _checked_attention(attention: Any) -> tuple[str, bool]:
+    """Return the text model's attention, and whether it reads boundaries."""
+    if isinstance(attention, Mapping):
+        example = '{"text_config": "torch_varlen", "vision_config": "sdpa"}'
+        if "text_config" not in attention:
             raise ValueError(
-                f'attention "torch_varlen" for {part}: it is causal, and a vision tower is not; '
-                f"load the model with attn_implementation={example}"
+                f"attention={dict(attention)} has no text_config, whose attention gets the packed "
+                f"rows; pass the attn_implementation of the model, such as {example}"
             )
-    return attention["text_config"]
-
-
-def _is_varlen(attention: Any) -> bool:
-    """Return whether this attention reads boundaries; an unknown one is refused."""
+        for part, name in attention.items():
+            if part not in ("", "text_config") and name == "torch_varlen":
+                raise ValueError(
+                    f'attention "torch_varlen" for {part}: it is causal, and a vision tower is '
+                    f"not; load the model with attn_implementation={example}"
+                )
+        attention = attention["text_config"]
     is_kernel = isinstance(attention, str) and "/" in attention and "flash" in attention
-    if is_kernel or attention in _VARLEN_ATTENTION:
-        return True
-    if attention not in _MASK_ATTENTION:
+    if not is_kernel and attention not in (*_VARLEN_ATTENTION, *_MASK_ATTENTION):
         known = ", ".join((*_VARLEN_ATTENTION, *_MASK_ATTENTION))
         raise ValueError(
             f"attention={attention!r} is unknown; use one of {known}, or a kernel of the Hugging "
             "Face Hub such as kernels-community/flash-attn2"
         )
-    return False
+    return attention, attention not in _MASK_ATTENTION
 
 
 def _refuse_unknown_mask(attention: str, mask: Any, sliding_window: Any) -> None:
     if mask not in (None, "block"):
         raise ValueError(f'mask={mask!r} is unknown; use "block", or None for no mask')
-    if mask is not None and attention not in _TAKES_4D_MASK:
+    if mask is not None and attention not in ("sdpa", "eager"):
         raise ValueError(
             f'mask="block" is for attention "sdpa" and "eager", got {attention!r}; '
             "attention that reads boundaries needs no mask, flex_attention takes none of this kind"
@@ -176,10 +160,7 @@ def _refuse_unknown_mask(attention: str, mask: Any, sliding_window: Any) -> None
             f'sliding_window={sliding_window} without mask="block"; a model that makes its own '
             "masks knows its window"
         )
-    hint = (
-        "it counts the token itself: pass model.config.sliding_window, None for a model without "
-        "windows"
-    )
+    hint = "it counts the token itself: pass model.config.sliding_window, None without windows"
     checked_int("sliding_window", sliding_window, hint=hint)
 
 
@@ -194,16 +175,10 @@ def _flat_cu_seq_lens(per_row: Ragged, width: int) -> Tensor:
     values = torch.as_tensor(per_row.values)
     rows = np.repeat(np.arange(len(per_row)), per_row.lengths)
     entries = np.arange(len(rows))
-    is_first = entries == per_row.offsets[rows]  # where the last row ended
+    is_first = entries == per_row.offsets[rows]  # where the row before ended
     picked = np.stack([entries, rows * width])[:, ~is_first]
     on_device = torch.from_numpy(picked).to(values.device, non_blocking=True)
     return torch.cat([values.new_zeros(1), values[on_device[0]] + on_device[1].int()])
-
-
-def _segments_of_cells(cu_seq_lens: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Return the segment of every cell, int64 [R, W], from boundaries [S + 1] over all rows."""
-    cells = torch.arange(shape[0] * shape[1], device=cu_seq_lens.device, dtype=cu_seq_lens.dtype)
-    return torch.searchsorted(cu_seq_lens[1:], cells, right=True).view(shape)
 
 
 def block_mask(

@@ -1,10 +1,4 @@
-"""Places of the tokens of a batch in its rows: integers from which every dense field follows.
-
-A row is a run of segments. A segment begins at a cell of its row, and its first cells hold tokens;
-the rest of its cells, if any, are padding. In a padded row there is one segment. In a packed row
-there is one for every sub-sequence, with the gap that alignment leaves after it, and a last one
-without tokens for the pads at the end, if there are any.
-"""
+"""Places of the tokens of a batch in its rows: integers from which every dense field follows."""
 
 from __future__ import annotations
 
@@ -24,6 +18,7 @@ __all__ = [
     "longest_segments",
     "packed",
     "padded",
+    "sums_per_row",
     "too_wide",
     "whole_examples",
 ]
@@ -40,6 +35,10 @@ def whole_examples(lengths: np.ndarray) -> Pieces:
 @dataclass(frozen=True)
 class Placement:
     """The segments of every row, in host memory. Legend: R rows of W cells, Q segments.
+
+    A segment begins at a cell of its row, and its first cells hold tokens. A padded row has one; a
+    packed row one for every sub-sequence, with the gap of alignment after it, and one for the pads
+    at its end.
 
     ``segments`` maps what is counted to a Ragged of int32, a row of it for every row of the batch:
 
@@ -79,11 +78,10 @@ class Placement:
             first += self.segments["lengths"].values - counted
         return span_indices(first, counted)
 
-    def offsets(self, count: str) -> np.ndarray:
-        """Return where rows begin in a column with an entry per counted token, int64 [R + 1]."""
-        per_segment = self.segments[count]
-        before = np.append(0, np.cumsum(per_segment.values, dtype=np.int64))
-        return before[per_segment.offsets]
+
+def sums_per_row(values: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    """Return the sum of each row's values, int64 [R]."""
+    return np.diff(np.append(0, np.cumsum(values, dtype=np.int64))[offsets])
 
 
 def too_wide(width: int, way_out: str) -> DataError:

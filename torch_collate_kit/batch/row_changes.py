@@ -28,15 +28,8 @@ __all__ = ["cells_per_row", "joined", "padded", "trimmed"]
 
 # Added rows. docs/contract.md has the table; a field that is not named here holds 0 if its numbers
 # are floating point, nothing if it is ragged, and else what row 0 holds.
-_FILL = {
-    "labels": IGNORE_INDEX,
-    "loss_mask": 0,
-    "response_mask": 0,
-    "rewards": 0,
-    "advantages": 0,
-    "returns": 0,
-    "router_padding_mask": 1,  # True: a router counts none of their tokens
-}
+_FILL = dict.fromkeys(("loss_mask", "response_mask", "rewards", "advantages", "returns"), 0)
+_FILL |= {"labels": IGNORE_INDEX, "router_padding_mask": 1}  # 1: a router counts no token there
 _OF_A_PART = "is_last_part"  # metadata of ``Batch.split``
 # What a model reads: of any dtype, ragged or not.
 _REPEATED = ("attention_mask", "cu_seq_lens", "inputs_embeds", *IMAGE_FIELDS)
@@ -102,28 +95,23 @@ def _check_metadata(
             f"loss_mask_divisor is {mine} in batch 0 and {theirs} in batch {index}, so their masks "
             "are divided by different numbers; collate them together, or with normalize_loss=False"
         )
-    found = [
-        f"metadata[{k!r}] is {a!r}, {b!r}" for k, (a, b) in differ.items() if k not in overrides
-    ]
-    if found:
+    pairs = {k: pair for k, pair in differ.items() if k not in overrides}
+    if found := ", ".join(f"metadata[{k!r}] is {a!r}, {b!r}" for k, (a, b) in pairs.items()):
         raise ValueError(
-            f"batches 0 and {index} disagree: {', '.join(found)}; pass metadata={{...}} with these "
-            "keys to say what the whole shall have"
+            f"batches 0 and {index} disagree: {found}; pass metadata={{...}} with these keys to "
+            "say what the whole shall have"
         )
 
 
 def _check_one_collation(parts: Sequence[Storage]) -> None:
     """Refuse batches that were collated apart: each begins at example 0, parts of one do not."""
-    found: list[list[np.ndarray]] = []
-    for part in parts:
-        columns: list[Any] = [
-            part.row_metadata.get(key) for key in ("example_indices", "example_starts")
-        ]
-        if not all(isinstance(column, Ragged) for column in columns):
+    found: list[list[Any]] = []
+    for key in ("example_indices", "example_starts"):
+        found.append([part.row_metadata.get(key) for part in parts])
+        if not all(isinstance(column, Ragged) for column in found[-1]):
             return
-        found.append([np.asarray(column.to("cpu").values) for column in columns])
-    examples, starts = (np.concatenate(of) for of in zip(*found, strict=True))
-    owners = np.repeat(np.arange(len(found)), [len(of[0]) for of in found])
+    examples, starts = (np.concatenate([of.to("cpu").values for of in key]) for key in found)
+    owners = np.repeat(np.arange(len(parts)), [len(of.values) for of in found[0]])
     order = np.lexsort((owners, starts, examples))
     examples, starts, owners = examples[order], starts[order], owners[order]
     is_same = (np.diff(examples) == 0) & (np.diff(starts) == 0) & (np.diff(owners) != 0)

@@ -14,14 +14,13 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from torch_collate_kit.batch import rows
-from torch_collate_kit.batch.buffer import Slot, carve, gather, slots_of, tensor_of
+from torch_collate_kit.batch.buffer import Key, Slot, carve, gather, slots_of, tensor_of
 from torch_collate_kit.batch.columns import Columns
 from torch_collate_kit.batch.fields import Field
-from torch_collate_kit.batch.placement import Placement
+from torch_collate_kit.batch.placement import sums_per_row
 
 __all__ = ["Storage"]
 
-Key = tuple[str, str]
 _SMALL = 2048  # bytes
 _ARRAYS: Key = ("arrays", "")
 _MORE_MEMORY = (
@@ -48,11 +47,6 @@ class Storage:
         if self.columns:
             return self.columns.num_rows
         return len(next(iter(self.given.values())))
-
-    @property
-    def placement(self) -> Placement | None:
-        """Places of the tokens in host memory; None without columns."""
-        return self.columns.placement if self.columns else None
 
     @property
     def names(self) -> dict[str, None]:
@@ -102,17 +96,15 @@ class Storage:
 
     def equals(self, other: Storage) -> bool | None:
         """Return whether all is equal; None where equal fields may be stored in other forms."""
-        if self.names.keys() != other.names.keys():
-            return False
-        if not rows.equal(self.row_metadata, other.row_metadata):
-            return False
-        if not rows.equal(self.metadata, other.metadata):
+        pairs = [(of.row_metadata, of.metadata, dict(of.names)) for of in (self, other)]
+        if not all(map(rows.equal, *pairs)):
             return False
         mine, theirs = self.contents(), other.contents()
         if rows.equal(mine, theirs):
             return True
-        given = bool(mine["given"] or theirs["given"])
-        return False if not given and mine["columns"].keys() == theirs["columns"].keys() else None
+        if mine["given"] or theirs["given"]:
+            return None
+        return False if mine["columns"].keys() == theirs["columns"].keys() else None
 
     def items(self) -> dict[Key, Field]:
         """Return everything that is stored on the device, by its kind and name."""
@@ -148,8 +140,8 @@ class Storage:
 
     def num_tokens(self, count: str = "lengths") -> np.ndarray | None:
         """Return the tokens (or ``"responses"``) of each row, int64 [R]; None if not known."""
-        placement = self.columns.placement
-        return np.diff(placement.offsets(count)) if count in placement.segments else None
+        counts = self.columns.placement.segments.get(count)
+        return None if counts is None else sums_per_row(counts.values, counts.offsets)
 
     def with_divisor(self, divisor: int) -> Storage:
         """Return a copy whose ``loss_mask`` is divided by ``divisor``, when it is made or now."""
@@ -179,11 +171,11 @@ class Storage:
         return self._carved(buffer.pin_memory(), slots)
 
     def _carved(self, buffer: Tensor, slots: dict[Key, Slot]) -> Storage:
-        return _rebuilt(buffer, slots, self.columns.emptied(), self.row_metadata, self.metadata)
+        return _rebuilt(buffer, slots, self.columns, self.row_metadata, self.metadata)
 
     def __reduce__(self) -> tuple[Any, ...]:
         on_host = all(tensor_of(value).device.type == "cpu" for value in self.items().values())
-        columns = self.columns.emptied()
+        columns = replace(self.columns, values={}, segments={})
         if on_host:  # the placement is in the buffer
             columns = replace(columns, placement=replace(columns.placement, segments={}))
         others = columns, _owned(self.row_metadata), self.metadata

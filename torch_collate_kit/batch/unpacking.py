@@ -71,17 +71,15 @@ def unpack(values: Values, batch: Batch | Mapping[str, Any]) -> list[Values]:
     if isinstance(batch, Batch):
         width = _checked_width(batch)
         _check_shape(values, len(batch), width)
-        num_columns = values.shape[1]
-        cells = cells_of_every_example(
-            batch, num_columns, "tokens" if num_columns == width else "predicted"
-        )
+        count: Count = "tokens" if values.shape[1] == width else "predicted"
+        cells = cells_of_every_example(batch, values.shape[1], count)
     else:
         labels = _array(batch, "labels")
         _check_shape(values, *labels.shape)
         cells = _cells_of_inputs(batch, labels, values.shape[1])
     flat: Any = values.reshape(-1, *values.shape[2:])
-    places = cells.values
-    picked = flat[torch.from_numpy(places).to(flat.device) if isinstance(flat, Tensor) else places]
+    is_tensor = isinstance(flat, Tensor)
+    picked = flat[torch.from_numpy(cells.values).to(flat.device) if is_tensor else cells.values]
     return [picked[begin:end] for begin, end in pairwise(cells.offsets.tolist())]
 
 
@@ -153,11 +151,10 @@ def _pieces(batch: Batch, num_pieces: np.ndarray) -> tuple[np.ndarray, np.ndarra
     if (placement := batch.placement) is not None:
         starts, lengths = (placement.segments[name] for name in ("starts", "lengths"))
     else:
-        lengths = batch["sub_seq_lengths"].to("cpu")
-        if "cu_seq_lens" in batch:
-            starts = batch["cu_seq_lens"].to("cpu")
-        else:
-            starts = Ragged(batch["attention_mask"].argmax(1).cpu(), np.arange(len(batch) + 1))
+        lengths, found = batch["sub_seq_lengths"].to("cpu"), batch.get("cu_seq_lens")
+        if not isinstance(found, Ragged):
+            found = Ragged(batch["attention_mask"].argmax(1), np.arange(len(batch) + 1))
+        starts = found.to("cpu")
     first, length = (
         np.asarray(of.values, dtype=np.int64)[span_indices(of.offsets[:-1], num_pieces)]
         for of in (starts, lengths)
@@ -183,11 +180,8 @@ def _cells_of_inputs(inputs: Mapping[str, Any], labels: np.ndarray, num_columns:
     """Return the cells of every segment with a trained token."""
     begins = _begins(inputs, labels)
     starts = np.flatnonzero(begins)
-    lengths = np.diff(starts, append=labels.size)
-    segments = np.cumsum(begins) - 1
-    is_trained = labels.reshape(-1) != IGNORE_INDEX
-    kept = np.bincount(segments[is_trained], minlength=len(starts)) > 0
-    starts, lengths = starts[kept], lengths[kept]
+    kept = np.logical_or.reduceat(labels.reshape(-1) != IGNORE_INDEX, starts)
+    starts, lengths = starts[kept], np.diff(starts, append=labels.size)[kept]
     width = labels.shape[1]
     if num_columns < width:  # the first of a row has no column
         starts, lengths = starts - starts // width, lengths - 1

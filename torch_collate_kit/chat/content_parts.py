@@ -8,18 +8,21 @@ from typing import Any
 
 from torch_collate_kit.errors import DataError
 
-__all__ = ["IMAGE_TYPES", "is_blank", "lost_part", "other_parts", "read_parts", "text_of"]
+__all__ = [
+    "IMAGE_TYPES",
+    "is_written",
+    "leaves",
+    "lost_part",
+    "other_parts",
+    "read_parts",
+    "text_of",
+]
 
 IMAGE_TYPES = ("image", "image_url")
 
 
 def read_parts(content: list[Any], where: str) -> tuple[list[Any], str | None]:
-    """Return the parts without the thinking, and the thinking; None if there is none.
-
-    Raises:
-        DataError: a text part without ``text``; thinking that is no text, is given twice or follows
-            other parts, since templates write it first and once.
-    """
+    """Return the parts without the thinking, which is the first, and it; None without thinking."""
     parts: list[Any] = []
     thinking = None
     for i, part in enumerate(content):
@@ -32,7 +35,9 @@ def read_parts(content: list[Any], where: str) -> tuple[list[Any], str | None]:
                     f"{place} is thinking after {'other thinking' if not parts else 'other parts'}"
                     "; give all thinking of a message as one part, the first of its content"
                 )
-            thinking = _thinking_of(part, place)
+            thinking = text_of(part.get("thinking", part.get("text")))
+            if not isinstance(thinking, str):
+                raise DataError(f"{place} `thinking` must be text, got {thinking!r:.60}")
             continue
         if _type_of(part) == "text" and not _is_text(part):
             others = [name for name in part if name not in ("type", "text")]
@@ -51,16 +56,6 @@ def text_of(content: Any) -> Any:
     return content
 
 
-def is_blank(content: Any) -> bool:
-    """Return whether a content says nothing: None, or no text but white space.
-
-    >>> is_blank([{"type": "text", "text": " "}]), is_blank([{"type": "image"}])
-    (True, False)
-    """
-    text = text_of(content)
-    return text is None or (isinstance(text, str) and not text.strip())
-
-
 def other_parts(content: Any) -> list[tuple[str, Any]]:
     """Return the parts that are no text, thinking or image, each with its name for errors."""
     if not isinstance(content, list):
@@ -73,13 +68,32 @@ def other_parts(content: Any) -> list[tuple[str, Any]]:
 
 
 def lost_part(part: Any, text: str) -> bool:
-    """Return whether a part says nothing, or has a number or bool that is not in ``text``.
+    """Return whether a part says nothing, or has a number or bool that is not in ``text``."""
+    said = (
+        {key: value for key, value in part.items() if key != "type"}
+        if isinstance(part, Mapping)
+        else part
+    )
+    values = [leaf for name, leaf in leaves(said) if name == "value" and leaf not in (None, "")]
+    return not values or not all(isinstance(v, str) or is_written(v, text) for v in values)
 
-    Its strings are found by their marks.
-    """
-    leaves = [leaf for leaf in _leaves(part) if leaf is not None and leaf != ""]
-    values = [leaf for leaf in leaves if not isinstance(leaf, str)]
-    return not leaves or not all(json.dumps(v) in text or str(v) in text for v in values)
+
+def is_written(value: Any, text: str) -> bool:
+    """Return whether ``text`` has a value as JSON or as Python writes it."""
+    return json.dumps(value) in text or str(value) in text
+
+
+def leaves(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield all that a value contains: ("key", of a mapping), ("value", anything else)."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield "key", key
+            yield from leaves(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from leaves(item)
+    else:
+        yield "value", value
 
 
 def _type_of(part: Any) -> Any:
@@ -90,24 +104,3 @@ def _type_of(part: Any) -> Any:
 
 def _is_text(part: Any) -> bool:
     return _type_of(part) == "text" and isinstance(part.get("text"), str)
-
-
-def _thinking_of(part: Mapping[str, Any], place: str) -> str:
-    """Return the text of a thinking part, whose key is ``thinking`` or ``text``."""
-    thinking = text_of(part.get("thinking", part.get("text")))
-    if not isinstance(thinking, str):
-        raise DataError(f"{place} `thinking` must be text, got {thinking!r:.60}")
-    return thinking
-
-
-def _leaves(value: Any, *, inside: bool = False) -> Iterator[Any]:
-    """Yield the values of a part and of all that it contains, without its type."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            if inside or key != "type":
-                yield from _leaves(item, inside=True)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _leaves(item, inside=True)
-    else:
-        yield value

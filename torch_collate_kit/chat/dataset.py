@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch_collate_kit._checks import needed_package
@@ -83,18 +82,17 @@ def tokenize_chat_dataset(
         )
     setup = ChatSetup(tokenizer, options, overflow="drop")
     tokenized = _map(dataset, setup, num_proc)
-    reasons = list(tokenized["skip_reason"])
-    cuts = [cut for cut in tokenized["num_cut_tokens"] if cut]
-    skips = Counter(reason for reason in reasons if reason)
+    reasons, skips = list(tokenized["skip_reason"]), Counter(filter(None, tokenized["skip_reason"]))
+    cuts = list(filter(None, tokenized["num_cut_tokens"]))
     if reasons and skips.total() == len(reasons):
         raise DataError(
             f"all {len(reasons)} examples are skipped: "
             f"{', '.join(f'{count} with {reason}' for reason, count in skips.items())}; a record "
             "needs an assistant turn with tokens that the chat template trains, before max_length"
         )
-    index = [] if options.train_on == "each" else ["record_index"]
-    cut = [] if setup.overflow == "truncate" else ["num_cut_tokens"]
-    tokenized = tokenized.remove_columns(["skip_reason", *cut, *index])
+    removed = ["skip_reason"] if options.train_on == "each" else ["skip_reason", "record_index"]
+    removed += [] if setup.overflow == "truncate" else ["num_cut_tokens"]
+    tokenized = tokenized.remove_columns(removed)
     if cuts:
         _logger.warning("cut %d tokens off %d of %d examples", sum(cuts), len(cuts), len(reasons))
     if skips:
@@ -108,17 +106,14 @@ def tokenize_chat_dataset(
 def _map(dataset: Any, setup: ChatSetup, num_proc: int | None) -> Any:
     import datasets
 
-    features = datasets.Features(_features(setup))
+    features = _features(setup)
     if len(dataset) == 0:  # map would return no columns at all
         return datasets.Dataset.from_dict({name: [] for name in features}, features=features)
-    has_pixels = "pixel_values" in features
+    has_images, has_pixels = setup.images is not None, "pixel_values" in features
     batch_size = _PIXELS_BATCH_SIZE if has_pixels else _BATCH_SIZE
-    has_images = setup.images is not None
-    # Images are decoded here: errors name them, and only sizes are read where that is enough.
-    encoded = _image_columns(dataset) if has_images else []
-    # Relative paths of images start at the working directory.
-    version = (_CACHE_VERSION, os.getcwd() if has_images else "")
-    mapped = dataset.with_format("arrow" if encoded else None).map(
+    encoded = [name for name in dataset.features if _is_encoded(dataset.features, name)]
+    is_table = has_images and bool(encoded)
+    mapped = dataset.with_format("arrow" if is_table else None).map(
         _tokenize_rows,
         with_indices=True,
         batched=True,
@@ -127,8 +122,9 @@ def _map(dataset: Any, setup: ChatSetup, num_proc: int | None) -> Any:
         fn_kwargs={
             "setup": setup,
             "names": list(features),
-            "decoder": (dataset.features, encoded) if encoded else None,
-            "version": version,
+            "table": dataset.features if is_table else None,
+            # Relative paths of images start at the working directory.
+            "version": (_CACHE_VERSION, os.getcwd() if has_images else ""),
         },
         remove_columns=dataset.column_names,
         features=features,
@@ -138,7 +134,7 @@ def _map(dataset: Any, setup: ChatSetup, num_proc: int | None) -> Any:
     return mapped.with_format(None)
 
 
-def _features(setup: ChatSetup) -> dict[str, Any]:
+def _features(setup: ChatSetup) -> Any:
     """Return the columns' types: a first batch without examples would make them null."""
     import datasets
 
@@ -152,7 +148,16 @@ def _features(setup: ChatSetup) -> dict[str, Any]:
         for _ in range(field.ndim):  # lists of lists, because a null of Array2D is read as NaN
             found[name] = datasets.Sequence(found[name])
     others = {"record_index": "int64", "num_cut_tokens": "int64", "skip_reason": "string"}
-    return found | {name: datasets.Value(kind) for name, kind in others.items()}
+    return datasets.Features(found | {name: datasets.Value(kind) for name, kind in others.items()})
+
+
+def _is_encoded(features: Any, name: str) -> bool:
+    """Return whether a column has images to be decoded here, so that errors name them."""
+    import datasets
+
+    inner = getattr(features[name], "feature", features[name])  # of a list
+    is_image = isinstance(inner, datasets.Image) and inner.decode and inner.mode is None
+    return is_image and name in ("image", "images")
 
 
 def _tokenize_rows(
@@ -161,11 +166,16 @@ def _tokenize_rows(
     *,
     setup: ChatSetup,
     names: list[str],
-    decoder: tuple[Any, list[str]] | None,
+    table: Any,
     version: Any,
 ) -> dict[str, list[Any]]:
-    if decoder is not None:
-        columns = _read_table(columns, *decoder)
+    """Tokenize columns of records; with ``table``, its features, they are an Arrow table."""
+    if table is not None:
+        lists = {name: columns[name].to_pylist() for name in columns.column_names}
+        columns = {
+            name: values if _is_encoded(table, name) else table.decode_column(values, name)
+            for name, values in lists.items()
+        }
     rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     results = tokenize_records(rows, setup, from_arrow=True)
     found: list[dict[str, Any]] = []
@@ -174,25 +184,3 @@ def _tokenize_rows(
             raise DataError(f"example {i}: {result}") from result
         found += [{**row, "record_index": i} for row in result]
     return {name: [row.get(name) for row in found] for name in names}
-
-
-def _image_columns(dataset: Any) -> list[str]:
-    """Return the names of ``image`` and ``images`` that hold encoded images."""
-    import datasets
-
-    found = []
-    for name in ("image", "images"):
-        feature = dataset.features.get(name)
-        inner = getattr(feature, "feature", feature)  # of a list
-        if isinstance(inner, datasets.Image) and inner.decode and inner.mode is None:
-            found.append(name)
-    return found
-
-
-def _read_table(table: Any, features: Any, encoded: Sequence[str]) -> dict[str, list[Any]]:
-    """Return an Arrow table's columns as lists, those in ``encoded`` as bytes and paths."""
-    columns = {name: table[name].to_pylist() for name in table.column_names}
-    return {
-        name: values if name in encoded else features.decode_column(values, name)
-        for name, values in columns.items()
-    }

@@ -1,13 +1,15 @@
-"""The texts that a record is trained as, with the trained characters."""
+"""The texts that a record is trained as, with the trained characters, or the way out."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-from torch_collate_kit.chat.advice import way_out
-from torch_collate_kit.chat.content_parts import is_blank
+from torch_collate_kit.chat.content_parts import text_of
 from torch_collate_kit.chat.options import ChatSetup
+from torch_collate_kit.chat.plain_turn import ANY_TOOL
 from torch_collate_kit.chat.record_forms import (
     ImageSource,
     check_columns,
@@ -18,11 +20,26 @@ from torch_collate_kit.chat.record_forms import (
 from torch_collate_kit.chat.records import Conversation, read_record
 from torch_collate_kit.chat.rendering import Rendering, render_conversation
 from torch_collate_kit.chat.template import ChatTemplate, Refusal, Spans
-from torch_collate_kit.chat.turns import turn_spans
+from torch_collate_kit.chat.turns import leaves_out, turn_spans
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.vision.expansion import Expansion
 
 __all__ = ["TextExample", "text_examples"]
+
+# Variables that decide in public templates whether thinking is opened, kept or dropped.
+_CURES = (
+    ("enable_thinking", False),
+    ("enable_thinking", True),
+    ("thinking", True),
+    ("thinking", False),
+    ("preserve_thinking", True),
+    ("clear_thinking", False),
+    ("keep_thinking", True),
+    ("keep_past_thinking", True),
+    ("truncate_history_thinking", False),
+    ("preserve_previous_think", True),
+)
+_MAX_TURNS = 8  # a record of more is tried in part: each turn may be a rendering of its own
 
 
 class TextExample(NamedTuple):
@@ -54,17 +71,15 @@ def text_examples(
     conversation = read_record(record, setup, from_arrow)
     if not conversation.trained:
         return "no_trained_tokens" if conversation.has_assistant else "no_assistant_turn"
-    tokenizer, train_on = setup.tokenizer, setup.options.train_on
-    if not setup.options.allow_empty:
-        for turn in _trained_turns(conversation, train_on):
-            message = conversation.messages[turn]
-            if "tool_calls" not in message:
-                _check_answer(message["content"], f"messages[{turn}]")
-    template = ChatTemplate.of(tokenizer, conversation.kwargs, conversation.tools)
+    train_on = setup.options.train_on
+    for turn in [] if setup.options.allow_empty else _trained_turns(conversation, train_on):
+        message = conversation.messages[turn]
+        if "tool_calls" not in message:
+            _check_answer(message["content"], f"messages[{turn}]")
     try:
-        return _examples(template, conversation, train_on)
+        return _examples(setup.tokenizer, conversation, train_on)
     except Refusal as refusal:
-        advice = way_out(tokenizer, conversation, train_on, refusal, _examples)
+        advice = _way_out(setup.tokenizer, conversation, train_on, refusal)
         raise (Refusal(refusal.reason, advice) if advice else refusal) from None
 
 
@@ -73,53 +88,114 @@ def _trained_turns(conversation: Conversation, train_on: str) -> list[int]:
 
 
 def _check_answer(content: Any, where: str) -> None:
-    if is_blank(content):
+    text = text_of(content)
+    if text is None or (isinstance(text, str) and not text.strip()):
         raise DataError(
             f"{where} is an empty answer ({content!r:.40}), so the model would be trained to say "
             "nothing; remove it, set its `weight` to 0 (of a message), or pass allow_empty=True"
         )
 
 
-def _examples(
-    template: ChatTemplate, conversation: Conversation, train_on: str
-) -> list[TextExample]:
+def _examples(tokenizer: Any, conversation: Conversation, train_on: str) -> list[TextExample]:
+    """Return one example; with "each" one for the turns that a later turn continues."""
+    template = ChatTemplate.of(tokenizer, conversation.kwargs, conversation.tools)
     turns = _trained_turns(conversation, train_on)
+    found: list[tuple[Rendering, Spans]] = []
     try:
         rendering = render_conversation(template, conversation, turns)
-        return [_text_example(rendering, turn_spans(rendering, turns))]
+        found = [(rendering, turn_spans(rendering, turns))]
     except Refusal as refusal:
         if train_on != "each" or len(turns) == 1 or not refusal.rendered:
             raise
-    return _example_per_turn(template, conversation, turns)
+        for turn in reversed(turns):
+            earlier = _merged(*found[-1], turn) if found else []
+            if earlier:
+                rendering, spans = found[-1]
+                found[-1] = rendering, earlier + spans
+            else:
+                rendering = render_conversation(template, conversation, [turn])
+                found.append((rendering, turn_spans(rendering, [turn])))
+        lost = [len(rendering.messages) - 1 for rendering, spans in found if not spans]
+        if lost and len(lost) < len(found):
+            raise leaves_out(lost[-1]) from None
+    images = conversation.images
+    return [
+        TextExample(rendering.text, spans, images and images[: num_images(rendering.messages)])
+        for rendering, spans in reversed(found)
+    ]
 
 
-def _text_example(rendering: Rendering, spans: Spans) -> TextExample:
-    """Return the rendered text with its trained spans and the images it contains."""
-    images = rendering.conversation.images
-    return TextExample(rendering.text, spans, images and images[: num_images(rendering.messages)])
-
-
-def _example_per_turn(
-    template: ChatTemplate, conversation: Conversation, turns: list[int]
-) -> list[TextExample]:
-    """Return an example per turn, or one for turns that a later turn continues."""
-    found: list[tuple[Rendering, Spans]] = []
-    for turn in reversed(turns):
-        earlier = _merged(found[-1][0], turn) if found else []
-        if earlier:
-            rendering, spans = found[-1]
-            found[-1] = rendering, earlier + spans
-        else:
-            rendering = render_conversation(template, conversation, [turn])
-            found.append((rendering, turn_spans(rendering, [turn])))
-    return [_text_example(rendering, spans) for rendering, spans in reversed(found)]
-
-
-def _merged(rendering: Rendering, turn: int) -> Spans:
+def _merged(rendering: Rendering, spans: Spans, turn: int) -> Spans:
     """Return the span of an earlier turn if it is rendered here as at inference, else []."""
-    if rendering.is_composed or rendering.problem(turn):
+    if not spans or rendering.is_composed or rendering.problem(turn):
         return []
     try:
         return turn_spans(rendering, [turn])
     except Refusal:
         return []
+
+
+def _way_out(
+    tokenizer: Any, conversation: Conversation, train_on: str, refusal: Refusal
+) -> str | None:
+    """Return the advice with which the record is not refused, which was tried, or None.
+
+    Of a long record only the messages around the refused turn are tried, so that a refusal does not
+    cost more than the record. The advice says "try" then.
+    """
+
+    def refused(part: Conversation, mode: str) -> Refusal | None:
+        try:
+            _examples(tokenizer, part, mode)
+        except Refusal as other:
+            return other
+        return None
+
+    code = ChatTemplate.of(tokenizer, conversation.kwargs, conversation.tools).code
+    if not refusal.rendered and (conversation.tools is not None or "tools" not in code):
+        return None
+    part = conversation
+    if len(conversation.trained) > _MAX_TURNS and train_on != "last":
+        part = _around(conversation, refusal.reason)
+        again = refused(part, train_on)
+        if again is None or again.rendered != refusal.rendered:
+            return None
+    if not refusal.rendered:
+        other = refused(replace(part, tools=[ANY_TOOL]), train_on)
+        if other is None or other.rendered:
+            return "give its tools, in a column `tools` or as tools=[...]: the template needs them"
+        return None
+    verb = "pass" if part is conversation else "try"
+    may_split = train_on == "all" and len(part.trained) > 1
+    if may_split and refused(part, "each") is None:
+        return f"{verb} train_on='each' (an example per turn)"
+    for name, value in _CURES:
+        if part.kwargs.get(name) == value or not re.search(rf"\b{name}\b", code):
+            continue
+        cure = {name: value}
+        cured = replace(part, kwargs={**part.kwargs, **cure})
+        advice = f"{verb} chat_template_kwargs={cure}"
+        if refused(cured, train_on) is None:
+            return advice
+        if may_split and refused(cured, "each") is None:
+            return f"{advice} and train_on='each'"
+    return None
+
+
+def _around(conversation: Conversation, reason: str) -> Conversation:
+    """Return the system messages and the turns around the message that ``reason`` names."""
+    messages, trained = conversation.messages, conversation.trained
+    named = re.search(r"messages\[(\d+)\]", reason)
+    middle = sum(turn < int(named[1]) for turn in trained) if named else 0
+    kept = trained[max(middle - 1, 0) : middle + 2]
+    heads = ("system", "developer")
+    head = next((i for i, m in enumerate(messages) if m["role"] not in heads), 0)
+    asked = (i for i in range(kept[0], head, -1) if messages[i]["role"] == "user")
+    start = next(asked, head)
+    part = messages[:head] + messages[start : kept[-1] + 1]
+    return replace(
+        conversation,
+        messages=part,
+        trained=[turn - start + head for turn in kept],
+        images=conversation.images[: num_images(part)],
+    )

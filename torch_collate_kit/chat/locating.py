@@ -1,13 +1,6 @@
 """The origin of each character of a rendered chat.
 
-A conversation is rendered twice: as it is, and with every text of every message replaced by a
-private-use character that stands for this text alone. With the texts put back in its place, the
-second rendering must be the first. So each character is known to come from one text of one message,
-or from the template; and a text that did not arrive is known, too.
-
-Not replaced is what templates look at: white space, control characters, quotes and backslashes
-around a text (``trim``, ``tojson``), and what looks like a tag in the template's source
-(``</think>``).
+With the texts put back, a rendering in which a private-use character stands for each must be equal.
 """
 
 from __future__ import annotations
@@ -18,8 +11,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torch_collate_kit.chat.content_parts import IMAGE_TYPES, other_parts
-from torch_collate_kit.chat.records import Conversation
-from torch_collate_kit.chat.template import REASONING, ChatTemplate, Messages, Refusal
+from torch_collate_kit.chat.records import REASONING, Conversation
+from torch_collate_kit.chat.template import ChatTemplate, Messages, Refusal
 
 __all__ = ["Occurrence", "Part", "has_marks", "locate_parts"]
 
@@ -64,11 +57,7 @@ def has_marks(text: str) -> bool:
 def locate_parts(
     template: ChatTemplate, conversation: Conversation, messages: Messages, text: str
 ) -> tuple[list[Part], list[Occurrence]]:
-    """Return the texts of ``messages``, and their places in their rendering ``text``.
-
-    Raises:
-        Refusal: the text cannot be told apart from the template's.
-    """
+    """Return the texts of ``messages``, and their places in their rendering ``text``."""
     marker = _Marker(template.tags)
     marked = [marker.message(message, i) for i, message in enumerate(messages)]
     documents = conversation.documents
@@ -114,10 +103,7 @@ class _Marker:
         elif isinstance(content, list):
             others = {id(part): name for name, part in other_parts(content)}
             marked["content"] = [
-                self._other_part(part, index, others[id(part)])
-                if id(part) in others
-                else self._part(part, message["role"], index)
-                for part in content
+                self._part(part, message["role"], index, others.get(id(part))) for part in content
             ]
         done: dict[str, str] = {}
         for key in REASONING:
@@ -126,28 +112,25 @@ class _Marker:
                     done[text] = self._text(text, index, key, "thinking")
                 marked[key] = done[text]
         if "tool_calls" in message:
-            calls = enumerate(message["tool_calls"])
             marked["tool_calls"] = [
-                self._call(call, index, f"tool_calls[{i}]") for i, call in calls
+                self._call(call, index, f"tool_calls[{i}]")
+                for i, call in enumerate(message["tool_calls"])
             ]
         return marked
 
-    def _part(self, part: dict[str, Any], role: str, index: int) -> dict[str, Any]:
-        """Return the marked copy of a part of the content: text, thinking or an image."""
+    def _part(self, part: Any, role: str, index: int, other: str | None) -> Any:
+        """Return the marked copy of a part of the content, of a type named ``other`` or known."""
+        if other is not None:
+            if not isinstance(part, Mapping):
+                return self.copy(part, index, other, "part")
+            said = {key: value for key, value in part.items() if key != "type"}
+            return {**part, **self.copy(said, index, other, "part")}
         if part.get("type") in IMAGE_TYPES:
             return part
         if part.get("type") == "thinking":
             thinking = self._text(part["thinking"], index, REASONING[0], "thinking")
             return {**part, "thinking": thinking}
         return {**part, "text": self._content(part["text"], role, index)}
-
-    def _other_part(self, part: Any, index: int, where: str) -> Any:
-        if not isinstance(part, Mapping):
-            return self.copy(part, index, where, "part")
-        return {
-            key: value if key == "type" else self.copy(value, index, f"{where}[{key!r}]", "part")
-            for key, value in part.items()
-        }
 
     def _call(self, call: dict[str, Any], index: int, where: str) -> dict[str, Any]:
         function = call["function"]
@@ -156,47 +139,36 @@ class _Marker:
         return {**call, "function": {**function, "name": name, "arguments": arguments}}
 
     def _content(self, text: str, role: str, index: int) -> str:
-        """Mark a content in which thinking is a part of its own."""
+        """Return a content marked, in which thinking is a part of its own."""
         if role != "assistant" or _THINK_END not in text:
             return self._text(text, index, "content", "content")
-        thinking, end, answer = text.rpartition(_THINK_END)
-        opened, start, thinking = thinking.rpartition("<think>")
-        return (
-            self._text(opened, index, "content", "content")
-            + start
-            + self._text(thinking, index, "thinking inside content", "thinking")
-            + end
-            + self._text(answer, index, "content", "content")
-        )
+        thought, end, answer = text.rpartition(_THINK_END)
+        opened, start, thought = thought.rpartition("<think>")
+        opened = self._text(opened, index, "content", "content")
+        thought = self._text(thought, index, "thinking inside content", "thinking")
+        return opened + start + thought + end + self._text(answer, index, "content", "content")
 
     def _text(self, text: str, message: int, where: str, kind: str) -> str:
         code = _FIRST_MARK + len(self.parts)
-        core = text.strip(_EDGE)
-        if not (core or text.strip()) or code > _LAST_MARK:
+        if not text.strip() or code > _LAST_MARK:
             return text
         mark = chr(code)
-        if core and not (("<" in text or "[" in text) and self._tags.search(text)):
-            first = text.index(core)
-            before, after, masked = text[:first], text[first + len(core) :], mark
-            marked = before + mark + after
-        else:
-            pieces = self._tags.split(text)
-            pieces[::2] = [_masked(piece, mark) for piece in pieces[::2]]
-            marked = "".join(pieces)
-            if mark not in marked:
-                marked = _SOLID.sub(mark, text)
-            first, last = marked.find(mark), marked.rfind(mark) + 1
-            before, after, masked = marked[:first], marked[last:], marked[first:last]
-            core = text[first : len(text) - len(after)]
-        part = Part(message, kind, where, core, masked, before.lstrip(), after.rstrip())
-        self.parts.append(part)
+        # Templates look at white space, control characters, quotes and backslashes around a text
+        # (`trim`, `tojson`), and at what looks like one of their tags: these stay as they are.
+        pieces = self._tags.split(text) if "<" in text or "[" in text else [text]
+        for i in range(0, len(pieces), 2):
+            if core := pieces[i].strip(_EDGE):
+                pieces[i] = pieces[i].replace(core, mark, 1)
+        marked = "".join(pieces)
+        if mark not in marked:
+            marked = _SOLID.sub(mark, text)
+        first, last = marked.find(mark), marked.rfind(mark) + 1
+        before, after = marked[:first], marked[last:]
+        core = text[first : len(text) - len(after)]
+        self.parts.append(
+            Part(message, kind, where, core, marked[first:last], before.lstrip(), after.rstrip())
+        )
         return marked
-
-
-def _masked(piece: str, mark: str) -> str:
-    """Return ``piece`` with the mark in place of its text."""
-    core = piece.strip(_EDGE)
-    return piece.replace(core, mark, 1) if core else piece
 
 
 def _locate(text: str, marked: str, parts: list[Part]) -> list[Occurrence]:

@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any
 
 from torch_collate_kit.chat.rendering import preferred_style
-from torch_collate_kit.chat.template import ChatTemplate, Refusal, shared_prefix
+from torch_collate_kit.chat.template import ChatTemplate, Refusal, num_shared
 
 __all__ = ["ANY_TOOL", "PlainTurn", "plain_turn"]
 
@@ -30,25 +30,22 @@ def plain_turn(template: ChatTemplate) -> PlainTurn:
 class PlainTurn:
     """The texts of a template before and after an answer to a question, found out when asked for.
 
-    Raises:
-        Refusal: the template cannot render the question or the answer.
+    Texts that the template cannot render are "".
     """
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
         self._tools: list[dict[str, Any]] | None = None
-        self._style = preferred_style(template, None)
-        try:
-            self._text("user", "assistant")
-        except Refusal:
-            if "tools" in template.code:
-                self._tools = [ANY_TOOL]
-                self._style = preferred_style(template, self._tools)
+        if "tools" in template.code and not self._text("user", "assistant"):
+            self._tools = [ANY_TOOL]
 
     def _text(self, *roles: str, prompt: bool = False) -> str:
-        messages = [{"role": role, "content": _TEXTS[role]} for role in roles]
-        styles = [self._style.apply(message) for message in messages]
-        return self._template.render(styles, self._tools, prompt=prompt)
+        style = preferred_style(self._template, self._tools)
+        messages = [style.apply({"role": role, "content": _TEXTS[role]}) for role in roles]
+        try:
+            return self._template.render(messages, self._tools, prompt=prompt)
+        except Refusal:
+            return ""
 
     @cached_property
     def _asked(self) -> tuple[str, str]:
@@ -75,40 +72,27 @@ class PlainTurn:
     @cached_property
     def has_no_header(self) -> bool:
         """True where the answer follows the text of the question at once."""
-        try:
-            asked, before = self._asked[0], self._answered[0]
-        except Refusal:
-            return False
-        return before.startswith(asked) and not before[len(asked) :].strip()
-
-    @cached_property
-    def _lead(self) -> str:
-        """The added token with which the text of the question begins the header; "" if it does not.
-
-        Command R7B, for example, writes most of the header with the question.
-        """
-        try:
-            asked = shared_prefix(*self._asked)
-        except Refusal:
-            return ""
-        if not self.end or self.end not in asked:
-            return ""
-        begun = self._template.added_token.search(asked.rpartition(self.end)[2])
-        return begun[0] if begun else ""
+        asked, before = self._asked[0], self._answered[0]
+        return bool(asked) and before.startswith(asked) and not before[len(asked) :].strip()
 
     def lacks_header(self, prompt: str) -> bool:
-        """Return whether a prompt lacks the header, which only some messages end with."""
-        return bool(self._lead) and self._lead not in prompt.rpartition(self.end or "")[2]
+        """Return whether a prompt lacks the header, which only some messages end with.
+
+        Command R7B, for example, writes most of the header with the question: the added token with
+        which that text begins the header is looked for.
+        """
+        asked, end = self._asked[0], self.end
+        asked = asked[: num_shared(*self._asked)]
+        if not end or end not in asked:
+            return False
+        begun = self._template.added_token.search(asked.rpartition(end)[2])
+        return begun is not None and begun[0] not in prompt.rpartition(end)[2]
 
     @cached_property
     def openers(self) -> list[str]:
         """The added tokens of the header; without one the last token before the answer."""
         added = self._template.added_token
-        try:
-            header, (before, _) = self.header, self._answered
-        except Refusal:
-            return []
-        return added.findall(header) if header else added.findall(before)[-1:]
+        return added.findall(self.header) if self.header else added.findall(self._answered[0])[-1:]
 
     @cached_property
     def end(self) -> str | None:
@@ -117,21 +101,16 @@ class PlainTurn:
         That is EOS, if the template writes it after the answer, or else the last added token before
         the next message or the end of the text. It is EOS where the answer cannot be rendered.
         """
-        eos, bos = self._template.eos_token, self._template.bos_token
-        try:
-            closing = self._answered[1]
-        except Refusal:
+        eos, bos, closing = self._template.eos_token, self._template.bos_token, self._answered[1]
+        if not any(self._answered):
             return eos
-        try:
-            shared = shared_prefix(closing, self.after)
-        except Refusal:
-            shared = closing
+        shared = num_shared(closing, self.after) if self.after else len(closing)
         tokens = self._template.added_token.finditer(closing)
         written = [token for token in tokens if token[0] == eos or token[0] != bos]
         # Some write other tokens after the last answer: one more (Phi-3), or another (gpt-oss).
-        found = [t[0] for t in written if t.end() <= len(shared)] or [t[0] for t in written]
+        found = [t[0] for t in written if t.end() <= shared] or [t[0] for t in written]
         if eos in found:
             return eos
-        while len(found) > 1 and found[-1] in self.openers and shared != closing:
+        while len(found) > 1 and found[-1] in self.openers and shared != len(closing):
             found.pop()  # the next message begins like the prompt that ends every text
         return found[-1] if found and found[-1] not in self.openers else None

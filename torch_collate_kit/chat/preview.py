@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal
 
 from torch_collate_kit._checks import needed_package
 from torch_collate_kit.chat.options import ChatOptions
@@ -19,20 +21,9 @@ _TAG = re.compile(
 )
 _SHOWN = 150  # characters of a long untrained text, at each end
 _ENDS = (
-    *("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<turn|>", "<|return|>", "<|eot|>", "<|end|>"),
-    *("<|END_OF_TURN_TOKEN|>", "<end_of_utterance>"),
-    *("<\uff5cend\u2581of\u2581sentence\uff5c>", "</s>"),
+    "<|im_end|> <|eot_id|> <end_of_turn> <turn|> <|return|> <|eot|> <|end|> <|END_OF_TURN_TOKEN|>"
 )
-
-
-def _user(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
-
-
-def _assistant(text: str | None, **parts: Any) -> dict[str, Any]:
-    return {"role": "assistant", "content": text, **parts}
-
-
+_ENDS += " <end_of_utterance> <\uff5cend\u2581of\u2581sentence\uff5c> </s>"
 _CALL = {
     "id": "abcdefghi",
     "type": "function",
@@ -46,39 +37,39 @@ _TOOL = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
     },
 }
-_RESULT = {"role": "tool", "name": "get_time", "tool_call_id": "abcdefghi", "content": "noon"}
+_HI, _HELLO = {"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello!"}
+_WHO, _ME = {"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Me."}
+_ASKED = {"role": "user", "content": "What time is it?"}
+_CALLED = {"role": "assistant", "content": None, "tool_calls": [_CALL]}
+_RESULTS = [
+    {"role": "tool", "name": "get_time", "tool_call_id": "abcdefghi", "content": "noon"},
+    {"role": "assistant", "content": "It is noon."},
+]
+_THOUGHT = {**_HELLO, "reasoning_content": "A greeting."}
 # What a template is asked for, each in the smallest conversation that has it.
 CASES: dict[str, list[dict[str, Any]]] = {
-    "one turn": [_user("Hi."), _assistant("Hello!")],
-    "system": [{"role": "system", "content": "Be kind."}, _user("Hi."), _assistant("Hello!")],
-    "two turns": [_user("Hi."), _assistant("Hello!"), _user("Who?"), _assistant("Me.")],
-    "tool call": [
-        _user("What time is it?"),
-        _assistant(None, tool_calls=[_CALL]),
-        _RESULT,
-        _assistant("It is noon."),
-    ],
-    "text beside a call": [
-        _user("What time is it?"),
-        _assistant("Let me see.", tool_calls=[_CALL]),
-        _RESULT,
-        _assistant("It is noon."),
-    ],
-    "thinking": [_user("Hi."), _assistant("Hello!", reasoning_content="A greeting.")],
-    "thinking twice": [
-        _user("Hi."),
-        _assistant("Hello!", reasoning_content="A greeting."),
-        _user("Who?"),
-        _assistant("Me.", reasoning_content="A question."),
-    ],
+    "one turn": [_HI, _HELLO],
+    "system": [{"role": "system", "content": "Be kind."}, _HI, _HELLO],
+    "two turns": [_HI, _HELLO, _WHO, _ME],
+    "tool call": [_ASKED, _CALLED, *_RESULTS],
+    "text beside a call": [_ASKED, {**_CALLED, "content": "Let me see."}, *_RESULTS],
+    "thinking": [_HI, _THOUGHT],
+    "thinking twice": [_HI, _THOUGHT, _WHO, {**_ME, "reasoning_content": "A question."}],
 }
-
-
-class _Verdict(NamedTuple):
-    """The marked texts of a conversation in one mode, or the refusal."""
-
-    texts: list[str]
-    refusal: str = ""
+_CAUSES = {  # by the words of a refusal, the first that fits
+    "cannot render": "cannot render it",
+    "drops its thinking": "drops thinking",
+    "drops its reasoning_content": "drops thinking",
+    "drops its content": "drops text",
+    "drops messages[1] tool_calls": "drops calls",
+    "drops its tool_calls": "drops calls",
+    "drops the tool": "drops tools",
+    "content": "drops text",
+    "tool_calls": "changes calls",
+    "differently": "another prompt",
+    "no token that ends": "no end of turn",
+    "adds no header": "no header",
+}
 
 
 def preview(name: str) -> str:
@@ -91,16 +82,14 @@ def preview(name: str) -> str:
     tokenizer = load_tokenizer(name)
     lines = [f"{name}: trained tokens are inside \u27e6 \u27e7", ""]
     for case in CASES:
-        verdicts = _verdicts(tokenizer, case)
-        mode = _first_mode(verdicts)
-        if mode is None:
-            lines += [f"{case}: refused", f"    {verdicts['each'].refusal}"]
-        else:
+        texts, refusals = _verdicts(tokenizer, case)
+        for mode in list(texts)[:1]:
             note = ", which trains no call" if _trains_no_call(case, mode) else ""
             lines.append(f"{case}: accepted with train_on='{mode}'{note}")
-            lines += [f"    {text!r}" for text in verdicts[mode].texts]
-            if verdicts["all"].refusal:
-                lines.append(f"    all: {verdicts['all'].refusal}")
+            lines += [f"    {text!r}" for text in texts[mode]]
+            lines += [f"    all: {refusals['all']}"] if "all" in refusals else []
+        if not texts:
+            lines += [f"{case}: refused", f"    {refusals['each']}"]
         lines.append("")
     return "\n".join(lines)
 
@@ -114,7 +103,13 @@ def verdict_table(names: Sequence[str]) -> str:
     rows = [["template", *CASES], ["---"] * (len(CASES) + 1)]
     for name in names:
         tokenizer = load_tokenizer(name)
-        rows.append([Path(name).stem, *(_cell(case, _verdicts(tokenizer, case)) for case in CASES)])
+        cells = [Path(name).stem]
+        for case in CASES:
+            texts, refusals = _verdicts(tokenizer, case)
+            mode = next(iter(texts), "")
+            note = ", no call" if _trains_no_call(case, mode) else ""
+            cells.append(mode + note if mode else "refused: " + _cause(refusals["each"]))
+        rows.append(cells)
     return "".join("| " + " | ".join(row) + " |\n" for row in rows)
 
 
@@ -147,45 +142,50 @@ def byte_tokenizer(template: str) -> Any:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     tags = sorted(set(_TAG.findall(template)))
-    eos = next((end for end in _ENDS if end in tags), "</s>")
+    eos = next((end for end in _ENDS.split() if end in tags), "</s>")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token=eos)
     tokenizer.add_tokens(tags, special_tokens=True)
     tokenizer.chat_template = template
     return tokenizer
 
 
-def _verdicts(tokenizer: Any, case: str) -> dict[str, _Verdict]:
-    """Return the verdict of each mode, the one that trains most at once first."""
-    messages = CASES[case]
-    tools = [_TOOL] if any("tool_calls" in message for message in messages) else None
-    return {mode: _judge(tokenizer, messages, tools, mode) for mode in ("all", "each", "last")}
+def _verdicts(tokenizer: Any, case: str) -> tuple[dict[str, list[str]], dict[str, str]]:
+    """Return the marked texts of each mode that accepts, "all" first, and the refusals."""
+    texts: dict[str, list[str]] = {}
+    refusals: dict[str, str] = {}
+    modes: tuple[Literal["all", "each", "last"], ...] = ("all", "each", "last")
+    for mode in modes:
+        options = ChatOptions(train_on=mode, tools=[_TOOL] if _has_call(case) else None)
+        try:
+            found = tokenize_chat({"messages": CASES[case]}, tokenizer, options)
+        except DataError as error:
+            refusals[mode] = str(error)
+            continue
+        examples = found if mode == "each" else [found]
+        if reason := examples[0]["skip_reason"]:
+            refusals[mode] = f"skipped: {reason}"
+        else:
+            texts[mode] = [_marked(tokenizer, example) for example in examples]
+    return texts, refusals
 
 
-def _first_mode(verdicts: dict[str, _Verdict]) -> str | None:
-    return next((mode for mode, verdict in verdicts.items() if verdict.texts), None)
+def _has_call(case: str) -> bool:
+    return any("tool_calls" in message for message in CASES[case])
 
 
-def _judge(tokenizer: Any, messages: list[dict[str, Any]], tools: Any, mode: Any) -> _Verdict:
-    options = ChatOptions(train_on=mode, tools=tools)
-    try:
-        found = tokenize_chat({"messages": messages}, tokenizer, options)
-    except DataError as error:
-        return _Verdict([], str(error))
-    examples = found if mode == "each" else [found]
-    if examples[0]["skip_reason"]:
-        return _Verdict([], f"skipped: {examples[0]['skip_reason']}")
-    return _Verdict([_marked(tokenizer, example) for example in examples])
+def _trains_no_call(case: str, mode: str) -> bool:
+    """Return whether the call is context only: the last turn is the answer to its result."""
+    return mode == "last" and _has_call(case)
 
 
 def _marked(tokenizer: Any, example: dict[str, Any]) -> str:
     """Return the text of an example, with brackets around the runs of trained tokens."""
-    runs: list[tuple[int, list[int]]] = []
-    for token, kept in zip(example["input_ids"], example["loss_mask"], strict=True):
-        if not runs or runs[-1][0] != kept:
-            runs.append((kept, []))
-        runs[-1][1].append(token)
-    texts = ((kept, tokenizer.decode(ids)) for kept, ids in runs)
-    return "".join(f"\u27e6{text}\u27e7" if kept else _cut(text) for kept, text in texts)
+    pairs = zip(example["loss_mask"], example["input_ids"], strict=True)
+    runs = [
+        (kept, tokenizer.decode([token for _, token in run]))
+        for kept, run in itertools.groupby(pairs, key=itemgetter(0))
+    ]
+    return "".join(f"\u27e6{text}\u27e7" if kept else _cut(text) for kept, text in runs)
 
 
 def _cut(text: str) -> str:
@@ -196,38 +196,7 @@ def _cut(text: str) -> str:
     return f"{text[:_SHOWN]} [... {num_cut:,} characters ...] {text[-_SHOWN:]}"
 
 
-def _trains_no_call(case: str, mode: str) -> bool:
-    """Return whether the call is context only: the last turn is the answer to its result."""
-    return mode == "last" and any("tool_calls" in message for message in CASES[case])
-
-
-def _cell(case: str, verdicts: dict[str, _Verdict]) -> str:
-    """Return the mode that accepts the conversation, or why it is refused."""
-    mode = _first_mode(verdicts)
-    if mode is None:
-        return "refused: " + _short(verdicts["each"].refusal)
-    return f"{mode}, no call" if _trains_no_call(case, mode) else mode
-
-
-def _short(reason: str) -> str:
+def _cause(refusal: str) -> str:
     """Return the cause in a few words, for the table."""
-    for words, short in _SHORT.items():
-        if words in reason:
-            return short
-    return reason.partition(";")[0][:60]
-
-
-_SHORT = {
-    "cannot render": "cannot render it",
-    "drops its thinking": "drops thinking",
-    "drops its reasoning_content": "drops thinking",
-    "drops its content": "drops text",
-    "drops messages[1] tool_calls": "drops calls",
-    "drops its tool_calls": "drops calls",
-    "drops the tool": "drops tools",
-    "content": "drops text",
-    "tool_calls": "changes calls",
-    "differently": "another prompt",
-    "no token that ends": "no end of turn",
-    "adds no header": "no header",
-}
+    causes = (cause for words, cause in _CAUSES.items() if words in refusal)
+    return next(causes, refusal.partition(";")[0][:60])

@@ -21,8 +21,6 @@ __all__ = [
     "read_images",
 ]
 
-_NO_CHAT_TEXT = ("system", "tools", "documents")
-
 _SHAREGPT_ROLES = {
     "human": "user",
     "user": "user",
@@ -39,14 +37,7 @@ _OTHER_MEDIA = ("video", "audio")
 
 
 def check_columns(example: Mapping[str, Any]) -> None:
-    """Check that a record is no preference data, whose bad answers would be trained, too.
-
-    A ``label`` marks KTO data beside ``prompt`` and ``completion``, and wherever it is true or
-    false; other values beside messages are taken for a topic or the like.
-
-    Raises:
-        DataError: there is a column ``label``, ``chosen`` or ``rejected``.
-    """
+    """Check that a record is no preference data, whose bad answers would be trained, too."""
     for name in ("chosen", "rejected"):
         if example.get(name) is not None:
             raise DataError(
@@ -54,53 +45,57 @@ def check_columns(example: Mapping[str, Any]) -> None:
                 "answers as `prompt` and `completion`, or as `messages`, and remove the columns "
                 "`chosen` and `rejected`"
             )
+    # Other labels than true or false are a topic or the like, if there are messages.
     label = example.get("label")
-    if label is None:
-        return
-    has_messages = any(example.get(n) is not None for n in ("messages", "conversations"))
     is_mark = isinstance(label, (int, float, np.bool_, np.number)) and label in (0, 1)
-    if is_mark or (example.get("prompt") is not None and not has_messages):
+    has_prompt = example.get("prompt") is not None and not _has_messages(example)
+    if is_mark or (label is not None and has_prompt):
         raise DataError(
             f"`label` is {label!r:.40}: a column of preference data (KTO), whose bad answers would "
             "be trained, too; keep the records with good answers, and remove the column `label`"
         )
 
 
+def _has_messages(example: Mapping[str, Any]) -> bool:
+    return any(example.get(name) is not None for name in ("messages", "conversations"))
+
+
 def find_texts(example: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return ``prompt`` and ``completion`` if they are strings, which no template renders."""
-    if any(example.get(name) is not None for name in ("messages", "conversations")):
-        return None
     prompt, completion = example.get("prompt"), example.get("completion")
-    if not isinstance(prompt, str) or not isinstance(completion, (str, type(None))):
+    completion = "" if completion is None else completion
+    if _has_messages(example) or not isinstance(prompt, str) or not isinstance(completion, str):
         return None
-    extra = next((name for name in _NO_CHAT_TEXT if example.get(name)), None)
-    if extra is not None:
-        raise DataError(
-            f"`prompt` and `completion` are strings, which no template renders, so `{extra}` "
-            f"would be lost; write it into the prompt, or give lists of messages"
-        )
-    return prompt, completion or ""
+    for name in ("system", "tools", "documents"):
+        if example.get(name):
+            raise DataError(
+                f"`prompt` and `completion` are strings, which no template renders, so `{name}` "
+                f"would be lost; write it into the prompt, or give lists of messages"
+            )
+    return prompt, completion
 
 
 def find_messages(example: Mapping[str, Any]) -> tuple[list[Any], int]:
     """Return the messages, and the index of the first that may be trained."""
-    if example.get("messages") is not None:
-        return _checked_list(example["messages"], "`messages`"), 0
-    if example.get("conversations") is not None:
-        found = _checked_list(example["conversations"], "`conversations`")
-        return [_read_sharegpt(m, f"conversations[{i}]") for i, m in enumerate(found)], 0
-    if example.get("prompt") is not None:
-        return _prompt_and_completion(example["prompt"], example.get("completion"))
-    return _alpaca_messages(example), 0
-
-
-def _checked_list(found: Any, what: str) -> list[Any]:
-    if not isinstance(found, (list, tuple)):
-        raise DataError(
-            f"{what} must be a list of dicts, got {type(found).__name__}; decode a JSON "
-            "string, or turn a dict of lists into a list of dicts"
-        )
-    return list(found)
+    name = "conversations" if example.get("messages") is None else "messages"
+    found, prompt, completion = map(example.get, (name, "prompt", "completion"))
+    if found is not None:
+        if not isinstance(found, (list, tuple)):
+            raise DataError(
+                f"`{name}` must be a list of dicts, got {type(found).__name__}; decode a JSON "
+                "string, or turn a dict of lists into a list of dicts"
+            )
+        if name == "conversations":
+            found = [_read_sharegpt(m, f"conversations[{i}]") for i, m in enumerate(found)]
+        return list(found), 0
+    if prompt is None:
+        return _alpaca_messages(example), 0
+    if isinstance(prompt, (list, tuple)) and isinstance(completion, (list, tuple, type(None))):
+        return [*prompt, *(completion or [])], len(prompt)
+    raise DataError(
+        "`prompt` and `completion` must be two strings or two lists of messages, got "
+        f"{type(prompt).__name__} and {type(completion).__name__}; convert one of them"
+    )
 
 
 def _read_sharegpt(found: Any, where: str) -> Any:
@@ -117,34 +112,21 @@ def _read_sharegpt(found: Any, where: str) -> Any:
     rest = {k: v for k, v in found.items() if k not in ("from", "value")}
     if speaker != "function_call":
         return {**rest, "role": role, "content": value}
-    return {**rest, "role": role, "content": None, "tool_calls": _sharegpt_calls(value, where)}
-
-
-def _sharegpt_calls(value: str, where: str) -> list[dict[str, Any]]:
     try:
-        found = json.loads(value)
+        loaded = json.loads(value)
     except ValueError as error:
         raise DataError(
             f"{where} is a function_call, but its value {value!r:.60} is no JSON ({error}); "
             "fix it, or give it as text from gpt"
         ) from error
-    calls = found if isinstance(found, list) else [found]
-    for call in calls:
-        if not isinstance(call, dict) or set(call) != {"name", "arguments"}:
-            raise DataError(
-                f"{where} is a function_call, so its value must be the JSON of a dict with `name` "
-                f"and `arguments`, got {value!r:.60}; fix it, or give it as text from gpt"
-            )
-    return [{"type": "function", "function": call} for call in calls]
-
-
-def _prompt_and_completion(prompt: Any, completion: Any) -> tuple[list[Any], int]:
-    if isinstance(prompt, (list, tuple)) and isinstance(completion, (list, tuple, type(None))):
-        return [*prompt, *(completion or [])], len(prompt)
-    raise DataError(
-        "`prompt` and `completion` must be two strings or two lists of messages, got "
-        f"{type(prompt).__name__} and {type(completion).__name__}; convert one of them"
-    )
+    functions = loaded if isinstance(loaded, list) else [loaded]
+    if not all(isinstance(f, dict) and set(f) == {"name", "arguments"} for f in functions):
+        raise DataError(
+            f"{where} is a function_call, so its value must be the JSON of a dict with `name` "
+            f"and `arguments`, got {value!r:.60}; fix it, or give it as text from gpt"
+        )
+    calls = [{"type": "function", "function": function} for function in functions]
+    return {**rest, "role": role, "content": None, "tool_calls": calls}
 
 
 def _alpaca_messages(example: Mapping[str, Any]) -> list[Any]:
@@ -189,9 +171,6 @@ def read_images(
 
     An image is in its part, or it is the next of the column ``images`` (or ``image``). Where there
     is such a column, ``<image>`` in a content that is a string is an image part, too.
-
-    Raises:
-        DataError: an image without a part or a part without an image, or a video or audio.
     """
     column, given = _column(example)
     found: list[ImageSource | None] = []  # None: the next of the column
@@ -199,27 +178,14 @@ def read_images(
     for i, message in enumerate(messages):
         content = message.get("content")
         if isinstance(content, str) and given is not None and _MARKER in content:
-            pieces = content.split(_MARKER)
-            content = [{"type": "image"} for _ in range(2 * len(pieces) - 1)]
-            content[::2] = [{"type": "text", "text": piece} for piece in pieces]
-            content = [part for part in content if part.get("text") != ""]
-            message = {**message, "content": content}
+            texts = [[{"type": "text", "text": t}] if t else [] for t in content.split(_MARKER)]
+            content = [part for text in texts for part in ({"type": "image"}, *text)][1:]
         if isinstance(content, list) and any(map(_is_media, content)):
-            found += [
-                _source(part, f"messages[{i}] content[{j}]")
-                for j, part in enumerate(content)
-                if _is_media(part)
-            ]
+            media = [(j, part) for j, part in enumerate(content) if _is_media(part)]
+            found += [_source(part, f"messages[{i}] content[{j}]") for j, part in media]
             parts = [{"type": "image"} if _is_image(part) else part for part in content]
             message = {**message, "content": parts}
         read.append(message)
-    return read, _filled(found, column, given)
-
-
-def _filled(
-    found: list[ImageSource | None], column: str, given: list[Any] | None
-) -> list[ImageSource]:
-    """Return all images in order, those of the column in their places."""
     missing = found.count(None)
     if missing != len(given or ()):
         raise DataError(
@@ -228,30 +194,28 @@ def _filled(
             "each part needs one, in order"
         )
     names = [f"`{column}`[{k}]" if column == "images" else f"`{column}`" for k in range(missing)]
-    rest = iter([ImageSource(*pair) for pair in zip(names, given or (), strict=True)])
-    return [next(rest) if source is None else source for source in found]
+    rest = map(ImageSource, names, given or ())
+    return read, [next(rest) if source is None else source for source in found]
 
 
-def _column(example: Mapping[str, Any]) -> tuple[str, list[Any] | None]:
+def _column(example: Mapping[str, Any]) -> tuple[str, Sequence[Any] | None]:
     """Return the name of the column with images, and its images; None without a column."""
     for name in ("videos", "video", "audios", "audio"):
         if example.get(name) is not None and len(example[name]):
             raise DataError(f"`{name}` is given, but only images are processed; remove it")
     images, image = example.get("images"), example.get("image")
-    if images is not None and image is not None:
+    if image is None:
+        if not isinstance(images, (list, tuple, type(None))):
+            raise DataError(
+                f"`images` must be a list, got {type(images).__name__}; put one image into a list, "
+                "or rename the column to `image`"
+            )
+        return "images", images
+    if images is not None:
         raise DataError("`images` and `image` are both given; keep one of the two columns")
-    if image is not None:
-        if isinstance(image, (list, tuple)):
-            raise DataError("`image` is a list; rename the column to `images`")
-        return "image", [image]
-    if images is None:
-        return "images", None
-    if not isinstance(images, (list, tuple)):
-        raise DataError(
-            f"`images` must be a list, got {type(images).__name__}; put one image into a list, or "
-            "rename the column to `image`"
-        )
-    return "images", list(images)
+    if isinstance(image, (list, tuple)):
+        raise DataError("`image` is a list; rename the column to `images`")
+    return "image", [image]
 
 
 def _is_image(part: Any) -> bool:

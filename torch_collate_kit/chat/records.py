@@ -1,7 +1,4 @@
-"""Reading a record: the forms that people have -> one :class:`Conversation`.
-
-What a template would silently ignore (a legacy function call, an unknown role) is refused.
-"""
+"""Reading a record: the forms that people have -> one :class:`Conversation`."""
 
 from __future__ import annotations
 
@@ -17,12 +14,13 @@ from torch_collate_kit.chat.options import ChatSetup
 from torch_collate_kit.chat.record_forms import ImageSource, find_messages, num_images, read_images
 from torch_collate_kit.errors import DataError
 
-__all__ = ["Conversation", "read_record"]
+__all__ = ["REASONING", "Conversation", "read_record"]
 
+REASONING = ("reasoning_content", "thinking", "reasoning")
 _ROLES = ("system", "developer", "user", "tool", "assistant", "function")
 _SELECTORS = ("weight", "train", "trainable")
 _LEFT_OUT = frozenset({"tool_calls", *_SELECTORS})  # of the message that a template gets
-_WRITTEN = ("content", "tool_calls", "reasoning_content", "thinking", "reasoning", "tool_responses")
+_WRITTEN = ("content", "tool_calls", *REASONING, "tool_responses")
 
 
 @dataclass(frozen=True)
@@ -44,8 +42,7 @@ class Conversation:
 def read_record(example: Mapping[str, Any], setup: ChatSetup, from_arrow: bool) -> Conversation:
     """Return the conversation of ``example``, which is not changed.
 
-    Columns of the record override the options. Arrow gives each struct the keys of all others, so
-    ``from_arrow`` removes None from arguments, too. Images need a processor.
+    Columns of the record override the options. ``from_arrow`` removes None from arguments, too.
     """
     listed, first = find_messages(example)
     messages = [_read_message(m, f"messages[{i}]", from_arrow) for i, m in enumerate(listed)]
@@ -59,19 +56,16 @@ def read_record(example: Mapping[str, Any], setup: ChatSetup, from_arrow: bool) 
         )
     messages, shift = _with_system(messages, example.get("system"))
     first += shift
-    turns = _assistant_turns(messages)
-    selected = [i for i in turns if i >= first and _is_selected(listed[i - shift], i)]
-    tools = _read_dicts(example.get("tools"), "`tools`") or _read_dicts(
-        setup.options.tools, "`tools`"
-    )
+    turns = [i for i in _assistant_turns(messages) if i >= first]
+    tools = [_read_dicts(found, "`tools`") for found in (example.get("tools"), setup.options.tools)]
     own_kwargs = _read_dicts([example.get("chat_template_kwargs") or {}], "`chat_template_kwargs`")
     kwargs = {**setup.options.template_variables, **own_kwargs[0]}
-    template = setup.chat_template(kwargs.get("chat_template"), tools)
+    template = setup.chat_template(kwargs.get("chat_template"), tools[0] or tools[1])
     return Conversation(
         messages=messages,
-        has_assistant=bool(turns) and turns[-1] >= first,
-        trained=selected,
-        tools=tools or None,
+        has_assistant=bool(turns),
+        trained=[i for i in turns if _is_selected(listed[i - shift], i)],
+        tools=tools[0] or tools[1] or None,
         documents=_read_dicts(example.get("documents"), "`documents`") or None,
         kwargs=kwargs if template is None else {**kwargs, "chat_template": template},
         images=images,
@@ -164,16 +158,10 @@ def _read_message(found: Any, where: str, from_arrow: bool) -> dict[str, Any]:
         content = content or ""
     elif not isinstance(content, (str, type(None))):
         raise DataError(f"{where} `content` must be text, parts or None, got {content!r:.60}")
-    if message.get("function_call"):
-        raise DataError(
-            f"{where} has a `function_call`, which chat templates no longer read; convert it to "
-            "`tool_calls`: [{'type': 'function', 'function': function_call}], and the result's "
-            "role from function to tool"
-        )
-    reasoning = message.get("reasoning_content", message.get("thinking", message.get("reasoning")))
-    if thinking is not None and reasoning not in (None, thinking):
+    others = message.get("thinking", message.get("reasoning", thinking))
+    reasoning = message.get("reasoning_content", others)
+    if thinking is not None and reasoning != thinking:
         raise DataError(f"{where} has a thinking part and other reasoning; keep one of the two")
-    reasoning = thinking if reasoning is None else reasoning
     if reasoning is not None:
         if not isinstance(reasoning, str):
             raise DataError(f"{where} `reasoning_content` must be text, got {reasoning!r:.60}")
@@ -189,11 +177,7 @@ def _read_message(found: Any, where: str, from_arrow: bool) -> dict[str, Any]:
 
 
 def _check_message_keys(message: Mapping[str, Any], where: str) -> None:
-    """Check that no text has a misspelt key: the rest would be trained as if it were all.
-
-    Raises:
-        DataError: a key in another spelling; a text under another name.
-    """
+    """Check that no text has a misspelt key: the rest would be trained as if it were all."""
     odd, others = _odd_keys(tuple(message))
     for key, name in odd:
         if message[key] is not None:
@@ -201,11 +185,16 @@ def _check_message_keys(message: Mapping[str, Any], where: str) -> None:
                 f"{where} has no {name}, but {key!r} looks like it; rename it to {name}, or remove "
                 "it"
             )
-    others = [key for key in others if message[key]]
-    if others:
+    if others := [key for key in others if message[key]]:
         raise DataError(
             f"{where} has no `content`, only {', '.join(map(repr, others))} and its role; "
             "rename the key of its text to content"
+        )
+    if message.get("function_call") and _drop_none(message["function_call"]):
+        raise DataError(
+            f"{where} has a `function_call`, which chat templates no longer read; convert it to "
+            "`tool_calls`: [{'type': 'function', 'function': function_call}], and the result's "
+            "role from function to tool"
         )
 
 

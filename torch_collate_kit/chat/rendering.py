@@ -33,23 +33,15 @@ _WRITTEN_KINDS = frozenset({"content", "thinking"})
 _AS_LIST = "the chat template prints messages[{}] content as a list"
 _CHANGE_TEMPLATE = "set a tokenizer.chat_template that writes it, or remove it from the record"
 
-
-_CALL = {
-    "type": "function",
-    "id": "abcdefghi",
-    "function": {"name": "f", "arguments": '{"k": "v"}'},
-}
+_FUNCTION = {"name": "f", "arguments": '{"k": "v"}'}
+_CALL = {"type": "function", "id": "abcdefghi", "function": _FUNCTION}
+_ASKED = {"role": "user", "content": "Q"}
+_ANSWER = {"role": "assistant", "content": "A"}
 _PROBES: list[Messages] = [
-    [
-        {"role": "user", "content": "Q"},
-        {"role": "assistant", "content": None, "tool_calls": [_CALL]},
-    ],
-    [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}],
+    [_ASKED, {"role": "assistant", "content": None, "tool_calls": [_CALL]}],
+    [_ASKED, _ANSWER],
 ]
-_THINKING_PROBE: Messages = [
-    {"role": "user", "content": "Q"},
-    {"role": "assistant", "content": "A", "thinking": "T", "reasoning_content": "T"},
-]
+_THINKING_PROBE: Messages = [_ASKED, {**_ANSWER, "thinking": "T", "reasoning_content": "T"}]
 
 
 @dataclass
@@ -113,17 +105,22 @@ class Rendering:
         return Counter(id(occurrence.part) for occurrence in self.occurrences)
 
     @cached_property
-    def in_order(self) -> bool:
-        """True if the text has every part once, in the order of ``parts``."""
-        return [occurrence.part for occurrence in self.occurrences] == self.parts
-
-    @cached_property
     def missing(self) -> list[Part]:
         """The parts that are not in the text."""
-        return [] if self.in_order else [p for p in self.parts if id(p) not in self.times]
+        return [] if self._in_order else [p for p in self.parts if id(p) not in self.times]
+
+    @cached_property
+    def _in_order(self) -> bool:
+        """True if the text has every part once, in the order of ``parts``: most do."""
+        return [occurrence.part for occurrence in self.occurrences] == self.parts
+
+    def text_of(self, turn: int) -> str:
+        """Return the text between other messages that has the turn."""
+        start, end = self.region(turn)
+        return self.text[start:end]
 
     def region(self, turn: int) -> tuple[int, int]:
-        """From the last character of another message before the turn to the next after it."""
+        """Return the end of the message before the turn, and the start of the next after it."""
         own = self.own.get(turn)
         if own is None:
             return 0, len(self.text)
@@ -134,29 +131,18 @@ class Rendering:
 
     def problem(self, turn: int) -> str | None:
         """Return which part of a message is not in the text as the model would write it."""
-        if not self.in_order and (problem := self._misplaced(turn)):
-            return problem
-        for call in self.messages[turn].get("tool_calls", ()):
-            arguments = call["function"]["arguments"]
-            if isinstance(arguments, Mapping):
-                start, end = self.region(turn)
-                if changed := changed_arguments(arguments, self.text[start:end]):
-                    return f"messages[{turn}]: the chat template {changed}"
-        return None
-
-    def _misplaced(self, turn: int) -> str | None:
-        """Return which part of a message is missing, in pieces, or in the text twice."""
-        for part in self.missing:
-            if part.message == turn:
-                return f"messages[{turn}]: the chat template drops its {part.where}"
-        own = self.own.get(turn, [])
+        found = [f"drops its {part.where}" for part in self.missing if part.message == turn]
+        own = [] if self._in_order else self.own.get(turn, [])
         run = self.occurrences[own[0] : own[-1] + 1] if own else []
-        if any(occurrence.part.message != turn for occurrence in run):
-            return f"messages[{turn}]: the chat template writes it in pieces"
-        for part in (self.occurrences[i].part for i in own):
+        if any(part.message != turn for part, _, _ in run):
+            found.append("writes it in pieces")
+        for part, _, _ in run:
             if part.kind != "name" and self.times[id(part)] > 1:
-                return f"messages[{turn}]: the chat template writes its {part.where} twice"
-        return None
+                found.append(f"writes its {part.where} twice")
+        for call in self.messages[turn].get("tool_calls", ()):
+            if changed := changed_arguments(call["function"]["arguments"], self.text_of(turn)):
+                found.append(changed)
+        return f"messages[{turn}]: the chat template {found[0]}" if found else None
 
 
 def render_conversation(
@@ -208,23 +194,18 @@ def preferred_style(template: ChatTemplate, tools: list[dict[str, Any]] | None) 
     """Return the style that suits the template, found once with and once without tools."""
     has_tools = tools is not None
     if has_tools not in template.preferred:
-        template.preferred[has_tools] = _first_style(template, tools)
+        styles = [Style(*forms) for forms in itertools.product(*list(FORMS.values())[:-1])]
+        tries = ((probe, style) for probe in _PROBES for style in styles)
+        found = next(
+            (style for probe, style in tries if _is_whole(template, probe, tools, style)), Style()
+        )
+        thinking = (found._replace(thinking=form) for form in FORMS["thinking"])
+        whole = (style for style in thinking if _is_whole(template, _THINKING_PROBE, tools, style))
+        template.preferred[has_tools] = next(whole, found)
     return template.preferred[has_tools]
 
 
-def _first_style(template: ChatTemplate, tools: list[dict[str, Any]] | None) -> Style:
-    ways = list(FORMS.values())
-    styles = list(itertools.starmap(Style, itertools.product(*ways[:-1])))
-    found = next(
-        (style for probe in _PROBES for style in styles if _takes(template, probe, tools, style)),
-        Style(),
-    )
-    thinking = (found._replace(thinking=form) for form in FORMS["thinking"])
-    takes = (style for style in thinking if _takes(template, _THINKING_PROBE, tools, style))
-    return next(takes, found)
-
-
-def _takes(template: ChatTemplate, messages: Messages, tools: Any, style: Style) -> bool:
+def _is_whole(template: ChatTemplate, messages: Messages, tools: Any, style: Style) -> bool:
     """Return whether the second message is written whole in this style."""
     try:
         _render(template, Conversation(messages, tools=tools), [1], style)
@@ -253,10 +234,8 @@ def _render(
         if problem := rendering.problem(turn):
             raise Refusal(problem, _CHANGE_TEMPLATE)
     for i, message in enumerate(messages if "None" in text else ()):
-        if message.get("content", "") is None:
-            start, end = rendering.region(i)
-            if "None" in text[start:end]:
-                raise Refusal(f"the chat template prints None as the content of messages[{i}]")
+        if message.get("content", "") is None and "None" in rendering.text_of(i):
+            raise Refusal(f"the chat template prints None as the content of messages[{i}]")
     return rendering
 
 
@@ -280,11 +259,8 @@ def _check_images(text: str, messages: Messages, placeholder: str) -> None:
 def _check_parts(rendering: Rendering) -> None:
     """Refuse a text that lacks a part that is no text, such as the pages of a document."""
     for i, message in enumerate(rendering.messages):
-        if not isinstance(message.get("content"), list):
-            continue
-        for name, part in other_parts(message["content"]):
-            start, end = rendering.region(i)
-            text = rendering.text[start:end]
+        for name, part in other_parts(message.get("content")):
+            text = rendering.text_of(i)
             if lost_part(part, text):
                 raise Refusal(f"the chat template drops messages[{i}] {name}", _CHANGE_TEMPLATE)
             printed = (repr(part), json.dumps(part, ensure_ascii=False))

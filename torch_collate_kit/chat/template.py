@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from torch_collate_kit._checks import needed_package
-from torch_collate_kit.chat.content_parts import text_of
+from torch_collate_kit.chat.content_parts import is_written, leaves, text_of
+from torch_collate_kit.chat.records import REASONING
 from torch_collate_kit.errors import DataError
 
 __all__ = [
     "FORMS",
-    "REASONING",
     "ChatTemplate",
     "Messages",
     "Refusal",
@@ -23,7 +22,7 @@ __all__ = [
     "Style",
     "changed_arguments",
     "decoded_arguments",
-    "shared_prefix",
+    "num_shared",
 ]
 
 Messages = list[dict[str, Any]]
@@ -60,13 +59,7 @@ class Refusal(DataError):
 
 
 class ChatTemplate:
-    """A template as the tokenizer renders it.
-
-    ``preferred``, ``plain_turn``, ``known_copies`` and ``known_turns`` are found out once, when
-    they are needed: the style in which :mod:`~torch_collate_kit.chat.rendering` gives it messages,
-    what is around a plain answer, renderings of marked messages, and where
-    :mod:`~torch_collate_kit.chat.turns` begin and end.
-    """
+    """A template as the tokenizer renders it, with what is found out about it."""
 
     @classmethod
     def of(cls, tokenizer: Any, kwargs: Mapping[str, Any], tools: Any) -> ChatTemplate:
@@ -97,11 +90,12 @@ class ChatTemplate:
         self.source = source
         self.code = _COMMENT.sub("", source)
         self.has_generation_tags = _GENERATION_TAG.search(self.code) is not None
-        self.known_copies: dict[str, str] = {}
-        self.known_turns: dict[Any, tuple[int, str]] = {}
-        self.preferred: dict[bool, Style] = {}
+        self.known_copies: dict[str, str] = {}  # renderings of marked messages
+        self.known_turns: dict[Any, tuple[int, str]] = {}  # where turns begin and end
+        self.preferred: dict[bool, Style] = {}  # with and without tools
         self.plain_turn: Any = None
-        self.tags = _tags_of(source)
+        tags = sorted(set(_TAG.findall(source)), key=len, reverse=True)
+        self.tags = re.compile("(" + ("|".join(map(re.escape, tags)) or "(?!)") + ")")
         # Public templates let these decide whether the prompt opens thinking.
         self.switches = [
             {name: value}
@@ -126,22 +120,18 @@ class ChatTemplate:
     ) -> str:
         """Return the text; ``switch`` holds variables that the caller has not set."""
         variables = {"add_generation_prompt": prompt, **(switch or {})}
-        return self._render(messages, tools, documents, variables, tags=False)[0]
+        return self.render_tagged(messages, tools, documents, tags=False, **variables)[0]
 
     def render_tagged(
-        self, messages: Messages, tools: Any, documents: Any
+        self, messages: Messages, tools: Any, documents: Any, *, tags: bool = True, **switch: Any
     ) -> tuple[str, Spans | None]:
         """Return the text, and the spans in it inside generation tags (None without tags)."""
-        text, spans = self._render(messages, tools, documents, {}, tags=self.has_generation_tags)
-        return text, spans if self.has_generation_tags else None
-
-    def _render(
-        self, messages: Messages, tools: Any, documents: Any, switch: dict[str, Any], *, tags: bool
-    ) -> tuple[str, Spans]:
+        from jinja2 import TemplateError, TemplateSyntaxError
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        with self._explained(messages):
-            texts, tagged = render_jinja_template(
+        tags = tags and self.has_generation_tags
+        try:
+            [text], tagged = render_jinja_template(
                 [messages],
                 tools=tools,
                 documents=documents,
@@ -150,54 +140,37 @@ class ChatTemplate:
                 **self._variables,
                 **switch,
             )
-        text = texts[0]
-        spans = tagged[0] if tags else []
-        if _REPEATED_KEY in text:
-            if any(map(_has_own_mark, (messages, tools, documents))):
-                raise Refusal(
-                    "the record has the private-use character U+FFFFD, which stands for repeated "
-                    "keys",
-                    "replace or remove it",
-                )
-            spans = [
-                (a - text.count(_REPEATED_KEY, 0, a), b - text.count(_REPEATED_KEY, 0, b))
-                for a, b in spans
-            ]
-            text = text.replace(_REPEATED_KEY, "")
-        return text, spans
-
-    @contextmanager
-    def _explained(self, messages: Messages) -> Iterator[None]:
-        from jinja2 import TemplateError, TemplateSyntaxError
-
-        try:
-            yield
         except TemplateSyntaxError as error:
             raise ValueError(
                 f"the chat template is not valid Jinja, line {error.lineno}: {error.message}; fix "
                 "tokenizer.chat_template"
             ) from error
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
-            raise _not_rendered(messages, str(error)) from error
+            raise _not_rendered(messages, str(error), rendered=False) from error
         except (ArithmeticError, MemoryError, RuntimeError) as error:  # too long, deep or large
             reason = f"{type(error).__name__}: {error}".removesuffix(": ")
             raise _not_rendered(messages, reason, rendered=True) from None
+        spans: Spans | None = tagged[0] if tags else None
+        if _REPEATED_KEY not in text:
+            return text, spans
+        if any(map(_has_own_mark, (messages, tools, documents))):
+            raise Refusal(
+                "the record has the private-use character U+FFFFD, which stands for repeated keys",
+                "replace or remove it",
+            )
+        before = [text.count(_REPEATED_KEY, 0, i) for span in spans or () for i in span]
+        pairs = zip(spans or (), before[::2], before[1::2], strict=True)
+        moved = [(a - i, b - j) for (a, b), i, j in pairs]
+        return text.replace(_REPEATED_KEY, ""), None if spans is None else moved
 
 
-def _not_rendered(messages: Messages, reason: str, *, rendered: bool = False) -> Refusal:
+def _not_rendered(messages: Messages, reason: str, *, rendered: bool) -> Refusal:
     roles = ", ".join(message["role"] for message in messages)
     return Refusal(
         f"the chat template cannot render the roles [{roles}]: {reason}", rendered=rendered
     )
 
 
-def _tags_of(template: str) -> re.Pattern[str]:
-    """Return a pattern of the tags in a template's source, as a group to split texts by."""
-    tags = sorted(set(_TAG.findall(template)), key=len, reverse=True)
-    return re.compile("(" + ("|".join(map(re.escape, tags)) or "(?!)") + ")")
-
-
-REASONING = ("reasoning_content", "thinking", "reasoning")
 FORMS = {
     "content": ("text", "parts"),
     "empty": ("given", "none", "left out", "text"),
@@ -217,7 +190,10 @@ class Style(NamedTuple):
     def apply(self, message: dict[str, Any]) -> dict[str, Any]:
         """Return the message in this form; its meaning stays the same."""
         if self.thinking == "part" and message.get("reasoning_content"):
-            message = _with_thinking_part(message)
+            parts = _as_parts(message["content"] or [])
+            thinking = {"type": "thinking", "thinking": message["reasoning_content"]}
+            message = {key: value for key, value in message.items() if key not in REASONING}
+            message["content"] = [thinking, *parts]
         content = message["content"]
         if self.content == "text" and isinstance(content, str) and "tool_calls" not in message:
             return message
@@ -229,8 +205,8 @@ class Style(NamedTuple):
                 styled["content"] = None if self.empty == "none" else ""
         elif self.content == "text":
             styled["content"] = text_of(content or "")
-        elif not isinstance(content, list):
-            styled["content"] = [{"type": "text", "text": content or ""}]
+        else:
+            styled["content"] = _as_parts(content or "")
         if "tool_calls" in message:
             styled["tool_calls"] = [self._apply_to_call(call) for call in message["tool_calls"]]
         return styled
@@ -245,31 +221,26 @@ class Style(NamedTuple):
         return {**call, "function": {**call["function"], "arguments": arguments}}
 
 
-def _with_thinking_part(message: dict[str, Any]) -> dict[str, Any]:
-    """Return the message with its thinking as the first part of its content."""
-    content = message["content"] or []
-    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    thinking = {"type": "thinking", "thinking": message["reasoning_content"]}
-    others = {key: value for key, value in message.items() if key not in REASONING}
-    return {**others, "content": [thinking, *parts]}
+def _as_parts(content: Any) -> list[Any]:
+    return content if isinstance(content, list) else [{"type": "text", "text": content}]
 
 
 def decoded_arguments(arguments: str) -> dict[str, Any] | None:
     """Return the mapping in a JSON string, repeated keys included; None if there is none."""
+
+    def mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            while key in found:
+                key += _REPEATED_KEY
+            found[key] = value
+        return found
+
     try:
-        found = json.loads(arguments, object_pairs_hook=_with_repeated_keys)
+        found = json.loads(arguments, object_pairs_hook=mapping)
     except ValueError:
         return None
     return found if isinstance(found, dict) else None
-
-
-def _with_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        while key in found:
-            key += _REPEATED_KEY
-        found[key] = value
-    return found
 
 
 def _has_own_mark(value: Any) -> bool:
@@ -291,30 +262,15 @@ def changed_arguments(arguments: Any, text: str) -> str | None:
         return None
     if repr(arguments) in text:
         return "prints arguments as Python, not as JSON"
-    for name, value in _leaves(arguments):
-        written = (
-            {value, json.dumps(value)}
-            if isinstance(value, str)
-            else {json.dumps(value), str(value)}
-        )
-        if not any(form in text for form in written):
+    for name, value in leaves(arguments):
+        if name == "key":
+            value = str(value).rstrip(_REPEATED_KEY)
+        if (name == "key" or not isinstance(value, str)) and not is_written(value, text):
             return f"drops the {name} {value!r} of its arguments"
     return None
 
 
-def shared_prefix(text: str, other: str) -> str:
-    """Return the longest text with which both begin."""
+def num_shared(text: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return the number of characters or tokens with which both begin."""
     differ = (i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b)
-    return text[: next(differ, min(len(text), len(other)))]
-
-
-def _leaves(value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield "key", str(key).rstrip(_REPEATED_KEY)
-            yield from _leaves(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _leaves(item)
-    elif not isinstance(value, str):
-        yield "value", value
+    return next(differ, min(len(text), len(other)))

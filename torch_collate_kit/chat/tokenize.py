@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from torch_collate_kit.batch import IGNORE_INDEX
 from torch_collate_kit.chat.examples import TextExample, text_examples
 from torch_collate_kit.chat.options import DEFAULT_OPTIONS, ChatOptions, ChatSetup
+from torch_collate_kit.chat.template import num_shared
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.vision.expansion import ImageProcessing
 from torch_collate_kit.vision.families import num_kept
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def tokenize_records(
         except RecursionError:
             found.append(DataError(_TOO_DEEP))
     texts = [entry.text for entries in found if isinstance(entries, list) for entry in entries]
-    tokenized = iter(_encode(setup.tokenizer, texts))
+    tokens = iter(_encode(setup.tokenizer, texts))
     results: list[list[dict[str, Any]] | DataError] = []
     for entries in found:
         if isinstance(entries, DataError):
@@ -95,7 +95,7 @@ def tokenize_records(
         elif isinstance(entries, str):
             results.append([_result(setup, skip_reason=entries)])
         else:
-            pairs = [(entry, next(tokenized)) for entry in entries]
+            pairs = [(entry, *next(tokens)) for entry in entries]
             try:
                 rows = [_tokenized(*pair, setup) for pair in pairs]
             except DataError as error:  # too long
@@ -106,7 +106,7 @@ def tokenize_records(
 
 
 def _read(record: Any, setup: ChatSetup, from_arrow: bool) -> list[TextExample] | str:
-    """Return the texts of a record, or the reason why it has none."""
+    """Return the texts of a record with all placeholders of its images, or why it has none."""
     if not isinstance(record, Mapping):
         raise TypeError(
             f"a record is a mapping with `messages`, got {type(record).__name__}; wrap a list of "
@@ -115,23 +115,18 @@ def _read(record: Any, setup: ChatSetup, from_arrow: bool) -> list[TextExample] 
     examples = text_examples(record, setup, from_arrow)
     if isinstance(examples, str):
         return examples
-    for example in examples:
+    for i, example in enumerate(examples):
         half = None if example.text.isascii() else _SURROGATE.search(example.text)
         if half is not None:
             raise DataError(
                 f"the text has U+{ord(half[0]):04X}, half of a character cut in two, which no "
                 "tokenizer reads; replace or remove it"
             )
-    if setup.images is None:
-        return examples
-    return [_expanded(example, setup.images) for example in examples]
-
-
-def _expanded(example: TextExample, processing: ImageProcessing) -> TextExample:
-    """Return the example with all placeholders of its images in the text."""
-    images = processing.expand(example.text, example.images)
-    spans = [(images.moved(start), images.moved(end)) for start, end in example.spans]
-    return example._replace(text=images.text, spans=spans, expansion=images)
+        if setup.images is not None:
+            images = setup.images.expand(example.text, example.images)
+            spans = [(images.moved(start), images.moved(end)) for start, end in example.spans]
+            examples[i] = TextExample(images.text, spans, expansion=images)
+    return examples
 
 
 def _encode(tokenizer: Any, texts: list[str]) -> list[tuple[list[int], Any]]:
@@ -151,52 +146,40 @@ def _encode(tokenizer: Any, texts: list[str]) -> list[tuple[list[int], Any]]:
 
 
 def _tokenized(
-    example: TextExample, tokens: tuple[list[int], Any], setup: ChatSetup
+    example: TextExample, input_ids: list[int], encoding: Any, setup: ChatSetup
 ) -> dict[str, Any]:
-    input_ids, encoding = tokens
+    loss_mask = _loss_mask(example, input_ids, encoding, setup.tokenizer)
     images = example.expansion
-    loss_mask = _loss_mask(example, tokens, setup.tokenizer)
-    length = len(input_ids)
-    places: list[tuple[int, int]] = []
-    if images is not None and images.images:
-        places = [_tokens_of(encoding, *span) for span in images.images]
-        for first, stop in places:
-            loss_mask[first:stop] = [0] * (stop - first)
+    places = [_tokens_of(encoding, *span) for span in images.images] if images else []
+    for first, stop in places:
+        loss_mask[first:stop] = [0] * (stop - first)
     if 1 not in loss_mask[1:]:
         return _result(setup, skip_reason="no_trained_tokens")
-    kept = _num_kept_tokens(length, setup)
-    if kept == 0:
+    length, limit = len(input_ids), setup.options.max_length
+    kept = length if limit is None else min(length, limit)
+    if kept < length and setup.overflow == "raise":
+        raise DataError(
+            f"the text has {length} tokens, more than max_length={limit}; raise max_length, "
+            "shorten the record, or pass overflow='drop' or 'truncate'"
+        )
+    if kept < length and setup.overflow == "drop":
         return _result(setup, skip_reason="too_long")
     fields: dict[str, Any] = {}
-    if images is not None and places:
+    if images and places:
         num_images = sum(stop <= kept for _, stop in places)
         num_images = num_kept(images.fields, num_images, of=len(places))
         if num_images < len(places):  # an image is left out as a whole, and what comes after it
             kept = min(kept, places[num_images][0])
         fields = images.first(num_images)
-    if kept < length:
-        input_ids, loss_mask = input_ids[:kept], loss_mask[:kept]
-        if 1 not in loss_mask[1:]:
-            return _result(setup, skip_reason="nothing_left_after_truncation")
-    return {**_result(setup, input_ids, loss_mask, length - kept), **fields}
+    if 1 not in loss_mask[1:kept]:
+        return _result(setup, skip_reason="nothing_left_after_truncation")
+    return {**_result(setup, input_ids[:kept], loss_mask[:kept], length - kept), **fields}
 
 
-def _num_kept_tokens(length: int, setup: ChatSetup) -> int:
-    """Return the number of tokens that ``max_length`` leaves of an example; 0 drops it."""
-    limit = setup.options.max_length
-    if limit is None or length <= limit:
-        return length
-    if setup.overflow == "raise":
-        raise DataError(
-            f"the text has {length} tokens, more than max_length={limit}; raise max_length, "
-            "shorten the record, or pass overflow='drop' or 'truncate'"
-        )
-    return limit if setup.overflow == "truncate" else 0
-
-
-def _loss_mask(example: TextExample, tokens: tuple[list[int], Any], tokenizer: Any) -> list[int]:
+def _loss_mask(
+    example: TextExample, input_ids: list[int], encoding: Any, tokenizer: Any
+) -> list[int]:
     """Return 1 for the tokens of the spans that are trained, and 0 for others."""
-    input_ids, encoding = tokens
     loss_mask = [0] * len(input_ids)
     for start, end in (span for span in example.spans if span[0] < span[1]):
         # A token that crosses the start belongs to the turn, since no prompt ends inside it.
@@ -207,7 +190,7 @@ def _loss_mask(example: TextExample, tokens: tuple[list[int], Any], tokenizer: A
                 first += 1  # a tag of the header that takes the white space after it
         else:
             heads = _encode(tokenizer, [example.text[:start], example.text[:end]])
-            first, stop = (_num_shared(input_ids, head) for head, _ in heads)
+            first, stop = (num_shared(input_ids, head) for head, _ in heads)
         loss_mask[first:stop] = [1] * (stop - first)
     return loss_mask
 
@@ -229,11 +212,6 @@ def _tokens_of(encoding: Any, start: int, end: int) -> tuple[int, int]:
     return first, stop
 
 
-def _num_shared(input_ids: list[int], head: list[int]) -> int:
-    pairs = zip(input_ids, head, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(head), len(input_ids)))
-
-
 def _result(
     setup: ChatSetup,
     ids: Sequence[int] = (),
@@ -241,9 +219,8 @@ def _result(
     cut: int = 0,
     skip_reason: str = "",
 ) -> dict[str, Any]:
+    target = {"loss_mask": list(mask)}
     if setup.options.labels:  # another packer would train the first token, which nothing predicts
         trained = [i if kept else IGNORE_INDEX for i, kept in zip(ids, mask, strict=True)]
         target = {"labels": [IGNORE_INDEX, *trained[1:]] if trained else []}
-    else:
-        target = {"loss_mask": list(mask)}
     return {"input_ids": list(ids), **target, "num_cut_tokens": cut, "skip_reason": skip_reason}

@@ -2,48 +2,43 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
-from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch_collate_kit.chat.content_parts import text_of
 from torch_collate_kit.chat.plain_turn import plain_turn
 from torch_collate_kit.chat.rendering import Rendering
-from torch_collate_kit.chat.template import Messages, Refusal, Spans, shared_prefix
+from torch_collate_kit.chat.template import Messages, Refusal, Spans, num_shared
 
-__all__ = ["turn_spans"]
+__all__ = ["leaves_out", "turn_spans"]
 
 _MAX_KNOWN_TURNS = 10_000
+_ASKED, _TOOL_SAID = {"role": "user", "content": "Q"}, {"role": "tool", "content": "Q"}
 _OPENING, _CLOSING = {"begin", "start", "open"}, {"end", "close"}
 
 
 def turn_spans(rendering: Rendering, turns: list[int]) -> Spans:
     """Return the first character and the last + 1 that the model writes in each turn."""
-    shapes = [_shape(message) for message in rendering.messages]
-    for i, message in enumerate(rendering.messages):
-        if tags := _tags_in(message.get("content"), rendering.template.tags):
-            shapes[i] += tuple(tags)
+    shapes = [_shape(message, rendering.template.tags) for message in rendering.messages]
     spans = [_turn_span(rendering, turn, shapes) for turn in turns]
-    if rendering.tagged is None:
-        return spans
-    return _confirmed(rendering, turns, spans)
+    tagged = rendering.tagged
+    return spans if tagged is None else _confirmed(rendering, turns, spans, tagged)
 
 
 def _turn_span(rendering: Rendering, turn: int, shapes: list[Any]) -> tuple[int, int]:
     own = rendering.own.get(turn)
     if own is None:  # an empty turn: its place is known by its prompt alone
         start = _start(rendering, turn, None)
-        return start, _checked_end(rendering, turn, start, start)
+        return start, _end(rendering, turn, start, start)
     first, last = rendering.occurrences[own[0]].start, rendering.occurrences[own[-1]].end
     known = rendering.template.known_turns
     key = _key(rendering, turn, shapes, first, last)
     if key is None or key not in known:
         start = _start(rendering, turn, first)
         first, last = rendering.occurrences[own[0]].start, rendering.occurrences[own[-1]].end
-        end = _checked_end(rendering, turn, start, last)
+        end = _end(rendering, turn, start, last)
         if key is None or rendering.is_composed:
             return start, end
         if len(known) >= _MAX_KNOWN_TURNS:
@@ -55,23 +50,21 @@ def _turn_span(rendering: Rendering, turn: int, shapes: list[Any]) -> tuple[int,
     return first - width, last + len(tail)
 
 
-def _shape(message: dict[str, Any]) -> tuple[Any, ...]:
-    """Return what of a message decides what a template writes around its texts."""
-    content = message.get("content")
+def _shape(message: dict[str, Any], tags: re.Pattern[str]) -> tuple[Any, ...]:
+    """Return what of a message decides what a template writes around its texts.
+
+    That includes tags that it quotes, since a template may look for them (Qwen3: </think>).
+    """
+    content = text = message.get("content")
     types: tuple[Any, ...] = ()
-    if isinstance(content, list) and not isinstance(text_of(content), str):
-        types = tuple(part.get("type") if isinstance(part, Mapping) else None for part in content)
-    calls = len(message.get("tool_calls", ()))
-    return message["role"], bool(content), bool(message.get("reasoning_content")), calls, types
-
-
-def _tags_in(content: Any, tags: re.Pattern[str]) -> list[str] | None:
-    """Return the tags that a content quotes: a template may look for them (Qwen3: </think>)."""
     if isinstance(content, list):
-        content = "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
-    if not content or ("<" not in content and "[" not in content):
-        return None
-    return tags.findall(content)
+        text = "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+        if not isinstance(text_of(content), str):
+            types = tuple(p.get("type") if isinstance(p, Mapping) else None for p in content)
+    quoted = tags.findall(text) if text and ("<" in text or "[" in text) else ()
+    calls = len(message.get("tool_calls", ()))
+    has_thinking = bool(message.get("reasoning_content"))
+    return message["role"], bool(content), has_thinking, calls, types, *quoted
 
 
 def _key(
@@ -147,38 +140,43 @@ def _compose(rendering: Rendering, turn: int, prompt: str, first: int | None) ->
 
     gpt-oss, for example, drops the thinking before a call once the final answer is there.
     """
-    refusal = _other_prompt(rendering, turn, prompt)
-    before = rendering.render(turn)
-    header = prompt[len(before) :] if prompt.startswith(before) else ""
-    place = rendering.text.rfind(header, rendering.region(turn)[0], first) if header else -1
-    if first is None or place < 0 or turn + 1 < len(rendering.messages):
-        raise refusal
-    if rendering.own[turn][-1] + 1 < len(rendering.occurrences):
-        raise refusal  # another message comes after the last turn
-    if any(
-        part.core not in prompt and json.dumps(part.core, ensure_ascii=False)[1:-1] not in prompt
-        for part in rendering.parts
-        if part.message < 0 or rendering.messages[part.message]["role"] != "assistant"
-    ):
-        raise refusal
-    rendering.move_last_turn(place + len(header), prompt)
-    return len(prompt)
-
-
-def _other_prompt(rendering: Rendering, turn: int, prompt: str) -> Refusal:
     text = rendering.text
-    same = len(shared_prefix(text, prompt))
-    return Refusal(
+    same = num_shared(text, prompt)
+    refusal = Refusal(
         f"messages[{turn}]: the chat template renders what comes before this turn differently once "
         f"it follows: the model would see {prompt[max(same - 20, 0) : same + 40]!r}, the text has "
         f"{text[max(same - 20, 0) : same + 40]!r}",
         "change the record, or set another tokenizer.chat_template",
     )
+    before = rendering.render(turn)
+    header = prompt[len(before) :] if prompt.startswith(before) else ""
+    place = text.rfind(header, rendering.region(turn)[0], first) if header else -1
+    if first is None or place < 0 or turn + 1 < len(rendering.messages):
+        raise refusal
+    if rendering.own[turn][-1] + 1 < len(rendering.occurrences):
+        raise refusal  # another message comes after the last turn
+    for part in rendering.parts:
+        of_others = part.message < 0 or rendering.messages[part.message]["role"] != "assistant"
+        escaped = json.dumps(part.core, ensure_ascii=False)[1:-1]
+        if of_others and part.core not in prompt and escaped not in prompt:
+            raise refusal
+    rendering.move_last_turn(place + len(header), prompt)
+    return len(prompt)
 
 
-def _checked_end(rendering: Rendering, turn: int, start: int, last: int) -> int:
-    """Return the end of the turn's last token, which may not stand inside the turn, too."""
-    end = _end(rendering, turn, start, last)
+def _end(rendering: Rendering, turn: int, start: int, last: int) -> int:
+    """Return the end of the token that ends the turn, which may not stand inside it, too."""
+    alone = rendering.render(turn + 1)
+    end = _end_of_turn(rendering, turn, alone, start, last)
+    known = alone.rstrip() if end is None else alone[:end]
+    if not rendering.text.startswith(known):
+        raise Refusal(
+            f"messages[{turn}]: the chat template renders this turn, or an earlier one, "
+            "differently once more messages follow (does it drop thinking?)",
+            "set a tokenizer.chat_template that does not rewrite earlier turns",
+        )
+    if end is None:
+        end = _end_after(rendering, turn, known)
     *inside, stop = rendering.template.added_token.finditer(rendering.text, start, end)
     spans = [rendering.occurrences[i][1:] for i in rendering.own.get(turn, ())]
     for token in inside:
@@ -189,20 +187,6 @@ def _checked_end(rendering: Rendering, turn: int, start: int, last: int) -> int:
                 "set a tokenizer.chat_template that ends turns with an added token of their own",
             )
     return end
-
-
-def _end(rendering: Rendering, turn: int, start: int, last: int) -> int:
-    """Return the end of the token that ends the turn."""
-    alone = rendering.render(turn + 1)
-    end = _end_of_turn(rendering, turn, alone, start, last)
-    known = alone.rstrip() if end is None else alone[:end]
-    if not rendering.text.startswith(known):
-        raise Refusal(
-            f"messages[{turn}]: the chat template renders this turn, or an earlier one, "
-            "differently once more messages follow (does it drop thinking?)",
-            "set a tokenizer.chat_template that does not rewrite earlier turns",
-        )
-    return _end_after(rendering, turn, known) if end is None else end
 
 
 def _end_of_turn(rendering: Rendering, turn: int, alone: str, start: int, last: int) -> int | None:
@@ -251,51 +235,40 @@ def _end_after(rendering: Rendering, turn: int, known: str) -> int:
 
 def _reply(rendering: Rendering, turn: int) -> Messages:
     """Return messages that may follow a turn: results of its calls, or else a question."""
-    results = [
-        {
-            "role": "tool",
-            "content": "Q",
-            "name": call["function"]["name"],
-            "tool_call_id": call.get("id", ""),
-        }
+    said: Messages = [
+        {**_TOOL_SAID, "name": call["function"]["name"], "tool_call_id": call.get("id", "")}
         for call in rendering.messages[turn].get("tool_calls", ())
     ]
-    question = {"role": "user", "content": "Q"}
-    return [rendering.style.apply(message) for message in results or [question]]
+    return [rendering.style.apply(message) for message in said or [_ASKED]]
 
 
-def _inside(spans: Spans) -> Callable[[int, int], bool]:
-    """Return whether one of ``spans`` holds the characters from a start to an end."""
-    ordered = sorted(spans)
-    firsts = [first for first, _ in ordered]
-    furthest = [0, *itertools.accumulate((last for _, last in ordered), max)]
-    return lambda start, end: end <= furthest[bisect_right(firsts, start)]
+def leaves_out(turn: int) -> Refusal:
+    """Return the refusal of a turn that generation tags do not hold."""
+    return Refusal(
+        f"messages[{turn}]: the {{% generation %}} tags of the chat template leave out a part of "
+        "this turn",
+        "correct the tags, or remove them all",
+    )
 
 
-def _confirmed(rendering: Rendering, turns: list[int], spans: Spans) -> Spans:
+def _confirmed(rendering: Rendering, turns: list[int], spans: Spans, tagged: Spans) -> Spans:
     """Return the spans if generation tags agree about every text; [] if they mark nothing."""
-    inside = _inside(rendering.tagged or [])
-    marks = {
-        turn: [
-            inside(rendering.occurrences[i].start, rendering.occurrences[i].end)
-            for i in rendering.own.get(turn, ())
-        ]
+    held = bytearray(len(rendering.text))
+    for first, last in tagged:
+        held[first:last] = b"\1" * (last - first)
+    found = [
+        (turn, held[rendering.occurrences[i].start : rendering.occurrences[i].end])
         for turn in turns
-    }
-    found = [mark for turn in turns for mark in marks[turn]]
-    if found and not any(found):
+        for i in rendering.own.get(turn, ())
+    ]
+    if found and not any(1 in marks for _, marks in found):
         return []
-    for turn in turns:
-        if not all(marks[turn]):
-            raise Refusal(
-                f"messages[{turn}]: the {{% generation %}} tags of the chat template leave out "
-                "a part of this turn",
-                "correct the tags, or remove them all",
-            )
-    for occurrence in rendering.occurrences:
-        part = occurrence.part
+    for turn, marks in found:
+        if 0 in marks:
+            raise leaves_out(turn)
+    for part, start, end in rendering.occurrences:
         role = rendering.messages[part.message]["role"] if part.message >= 0 else "document"
-        if role != "assistant" and inside(occurrence.start, occurrence.end):
+        if role != "assistant" and 1 in held[start:end]:
             raise Refusal(
                 f"messages[{part.message}]: the {{% generation %}} tags of the chat template hold "
                 f"the text of the role {role!r}",
@@ -305,13 +278,7 @@ def _confirmed(rendering: Rendering, turns: list[int], spans: Spans) -> Spans:
 
 
 def _tag_of(token: str) -> tuple[str, str]:
-    """Return the name of a tag, and whether it opens or closes.
-
-    >>> _tag_of("<|tool_call_end|>"), _tag_of("</think>"), _tag_of("<tool_call|>")
-    (('tool_call', 'close'), ('think', 'close'), ('tool_call', 'close'))
-    >>> _tag_of("<|eot_id|>")
-    ('eot_id', 'open')
-    """
+    """Return the name of a tag, and whether it opens or closes: ("tool_call", "close")."""
     words = re.split(r"[_▁ -]+", token.strip("<>[]|\uff5c/").lower())
     side = "open"
     ends_like_gemma = token.endswith("|>") and not token.startswith("<|")

@@ -20,16 +20,8 @@ from torch_collate_kit.batch.placement import (
     too_wide,
 )
 from torch_collate_kit.batch.rows import PackedValues
-from torch_collate_kit.collators.assembly import (
-    assemble,
-    lost_examples,
-    made_of_images,
-    own_fields,
-    pad_token_id_of,
-    refuse_unpacked,
-    vision_of,
-)
-from torch_collate_kit.collators.trainer import TrainerCollator, check_targets
+from torch_collate_kit.collators.collator import Collator
+from torch_collate_kit.collators.trainer import ForTrainer, check_targets
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing import PackingOptions, PackingPlan, RankPlan
 from torch_collate_kit.packing.options import ParallelLayout, common_options
@@ -45,8 +37,6 @@ from torch_collate_kit.reading.reader import read_columns
 from torch_collate_kit.reading.source import Examples
 from torch_collate_kit.vision import VisionLayout
 
-__all__ = ["PackedCollator", "changed_options"]
-
 _FIELDS = ("input_ids", "position_ids", "attention_mask", "labels", "loss_mask")
 _MADE = (
     "response_mask",
@@ -57,7 +47,7 @@ _MADE = (
 )
 
 
-class PackedCollator:
+class PackedCollator(Collator, ForTrainer):
     """Collate examples, or rollouts, into rows that hold several of them, isolated from each other.
 
     Args:
@@ -107,10 +97,8 @@ class PackedCollator:
         fields: DeclaredFields | None = None,
         vision: VisionLayout | None = None,
     ) -> None:
-        self.pad_token_id = pad_token_id_of(tokenizer)
-        self.vision = vision_of(tokenizer, vision)
-        self._made = made_of_images(self.vision)
-        refuse_unpacked(self.vision)
+        names = (*KNOWN, *ROLLOUT_KEYS, *_FIELDS, *_MADE)
+        super().__init__(tokenizer, normalize_loss, fields, vision, names)
         self.packing = common_options(
             packing,
             max_tokens,
@@ -121,17 +109,16 @@ class PackedCollator:
         )
         if self.packing.strategy is None:
             self.packing = replace(self.packing, strategy="balanced")
-        if self.vision is not None and not self.packing.dummy_image_tokens:
-            tokens = self.vision.smallest_tokens
-            self.packing = replace(self.packing, dummy_image_tokens=tokens)
+        if self.vision is not None:
+            _refuse_unpacked(self.vision)
+            if not self.packing.dummy_image_tokens:
+                tokens = self.vision.smallest_tokens
+                self.packing = replace(self.packing, dummy_image_tokens=tokens)
         self.fixed_width = checked_bool("fixed_width", fixed_width)
-        self.normalize_loss = checked_bool("normalize_loss", normalize_loss)
         self.train_all = checked_bool("train_all", train_all)
-        names = (*KNOWN, *ROLLOUT_KEYS, *_FIELDS, *_MADE)
-        self.fields = own_fields(fields, names, self.vision)
 
     def __repr__(self) -> str:
-        return call_repr(self, str(self.pad_token_id), **changed_options(self))
+        return call_repr(self, str(self.pad_token_id), **self.changed_options())
 
     def plan(
         self, lengths: Sequence[int] | np.ndarray, patches: Patches | ImageLoad | None = None
@@ -141,21 +128,6 @@ class PackedCollator:
         ``patches``: of examples with images, as in :func:`~torch_collate_kit.pack`.
         """
         return pack(lengths, packing=self.packing, patches=patches)
-
-    def for_trainer(self) -> TrainerCollator:
-        """Return the collator for ``transformers.Trainer``: calls return ``batch.model_inputs()``.
-
-        Examples must have a loss target, or the collator ``train_all=True``: Trainer removes a
-        ``loss_mask`` column before the collator sees it.
-
-        Raises:
-            ValueError: the collator declares fields, which model inputs do not have.
-
-        >>> collate = PackedCollator(0, max_tokens=6).for_trainer()
-        >>> sorted(collate([{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}]))[:4]
-        ['cu_seq_lens_k', 'cu_seq_lens_q', 'input_ids', 'labels']
-        """
-        return TrainerCollator(self)
 
     def __call__(self, examples: Examples | PlannedExamples) -> Batch:
         """Collate the examples into a new Batch."""
@@ -221,17 +193,16 @@ class PackedCollator:
     def _check_part(self, part: RankPlan, *, normalize_loss: bool) -> None:
         """Refuse a plan that was made with another collator."""
         plan, own = part.plan, self.packing
-        names = ("max_patches", "dummy_image_tokens") if self.vision is not None else ()
-        dp = own.parallel.dp
-        own_ranks = dp if plan.rows_multiple_of == dp else own.row_multiple  # by rows: those of dp
-        given, mine = (
-            {"max_tokens": by.max_tokens, "align": align, "rows_multiple_of": ranks}
-            | {name: getattr(by, name) for name in names}
-            for by, align, ranks in (
-                (plan, plan.align, plan.rows_multiple_of),
-                (own, own.parallel.align, own_ranks),
-            )
+        given = {"max_tokens": plan.max_tokens, "align": plan.align}
+        mine = {"max_tokens": own.max_tokens, "align": own.parallel.align}
+        is_by_rows = plan.rows_multiple_of == own.parallel.dp
+        given["rows_multiple_of"], mine["rows_multiple_of"] = (
+            plan.rows_multiple_of,
+            own.parallel.dp if is_by_rows else own.row_multiple,
         )
+        if self.vision is not None:
+            for name in ("max_patches", "dummy_image_tokens"):
+                given[name], mine[name] = getattr(plan, name), getattr(own, name)
         if given != mine:
             raise ValueError(
                 f"the batch was planned for {given}, this collator has {mine}; give the sampler "
@@ -272,23 +243,18 @@ class PackedCollator:
         if self.vision is not None:
             placed.counts["examples"] = (pieces.examples < num_examples).astype(np.int64)
         segments = packed(placed.counts, pieces.row_offsets, width=width, align=plan.align)
-        names = dict.fromkeys(
-            (*_FIELDS, *self._made, *columns.names, "sub_seq_lengths", "cu_seq_lens")
-        )
-        return assemble(
+        names = (*_FIELDS, *self._of_images, *columns.names, "sub_seq_lengths", "cu_seq_lens")
+        indices = unchecked(plan.example_indices[part.numbers], part.pieces.row_offsets)
+        longest = longest_segments(segments["starts"], width)
+        return self._batch(
             placed,
             Placement(width, width - 1, self.pad_token_id, True, segments, self.vision),
-            tuple(names),
-            normalize_loss=self.normalize_loss,
+            tuple(dict.fromkeys(names)),
             num_loss_tokens_elsewhere=part.num_loss_tokens_elsewhere(num_trained),
-            row_metadata={
-                "example_indices": unchecked(
-                    plan.example_indices[part.numbers], part.pieces.row_offsets
-                ),
-                "max_segment_length": longest_segments(segments["starts"], width),
-                **per_row,
-            },
+            row_metadata={"example_indices": indices, "max_segment_length": longest, **per_row},
             metadata=self._metadata(part, part.num_examples or num_examples),
+            dropped=plan.dropped,
+            cut=plan.cut,
         )
 
     def _metadata(self, part: RankPlan, num_examples: int) -> dict[str, Any]:
@@ -305,19 +271,32 @@ class PackedCollator:
             images = plan.vision_cost_per_rank.reshape(dp_size, -1).sum(axis=1)
             metadata["vision_cost_per_rank"] = tuple(images.tolist())
             metadata["num_dummy_images"] = int(np.count_nonzero(plan.needs_dummy_image))
-        return metadata | lost_examples(plan.dropped, plan.cut)
+        return metadata
+
+    def changed_options(self) -> dict[str, Any]:
+        """Return the options that differ from their defaults, those of the packing first."""
+        packing, own = self.packing, changed_settings(self)
+        if self.vision is not None and packing.dummy_image_tokens == self.vision.smallest_tokens:
+            packing = replace(packing, dummy_image_tokens=0)  # set by the collator itself
+        if packing.strategy == "balanced":  # the collators' default
+            packing = replace(packing, strategy=None)
+        changed = changed_settings(packing)
+        del own["packing"]
+        common = {"max_tokens", "strategy", "overflow", "parallel", "max_patches"}
+        return {**(changed if changed.keys() <= common else {"packing": packing}), **own}
 
 
-def changed_options(collator: PackedCollator) -> dict[str, Any]:
-    """Return the options that differ from their defaults, those of the packing first."""
-    packing, own = collator.packing, changed_settings(collator)
-    vision = collator.vision
-    if vision is not None and packing.dummy_image_tokens == vision.smallest_tokens:
-        packing = replace(packing, dummy_image_tokens=0)  # set by the collator itself
-    if packing.strategy == "balanced":  # the collators' default
-        packing = replace(packing, strategy=None)
-    changed = changed_settings(packing)
-    del own["packing"]
-    common = ("max_tokens", "strategy", "overflow", "parallel", "max_patches")
-    is_common = changed.keys() <= set(common)
-    return {**(changed if is_common else {"packing": packing}), **own}
+def _refuse_unpacked(vision: VisionLayout) -> None:
+    """Refuse models whose examples cannot be packed exactly, or whose family is ambiguous."""
+    if vision.family.not_packed:
+        raise ValueError(
+            f"examples of {vision.family_name} models are not packed: "
+            f"{vision.family.not_packed}; use PaddedCollator"
+        )
+    if vision.shared_by:
+        raise ValueError(
+            "rows are packed by the rules of one model, and the processor is that of several: "
+            f"{', '.join(vision.shared_by)}; pass the model's config: "
+            "vision=VisionLayout.of(processor, model.config), or config=model.config to "
+            "VisionLanguageCollator (PaddedCollator needs none)"
+        )

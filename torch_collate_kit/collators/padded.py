@@ -1,45 +1,124 @@
-"""One example per row, padded to the longest: for small batches and for generation."""
+"""One example per row: padded to the longest, or rollouts in the layout of RL training."""
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
+import numpy as np
+
 from torch_collate_kit._checks import checked_bool, checked_choice, checked_optional_int
-from torch_collate_kit._reprs import call_repr, changed_settings
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.collators.assembly import (
-    checked_overflow,
-    made_of_images,
-    one_per_row,
-    own_fields,
-    pad_token_id_of,
-    vision_of,
+from torch_collate_kit.batch.placement import (
+    MAX_WIDTH,
+    Pieces,
+    Placement,
+    padded,
+    too_wide,
+    whole_examples,
 )
-from torch_collate_kit.collators.trainer import TrainerCollator, check_targets
+from torch_collate_kit.collators.collator import Collator
+from torch_collate_kit.collators.trainer import ForTrainer, check_targets
+from torch_collate_kit.errors import DataError
 from torch_collate_kit.reading.entries import DeclaredFields
-from torch_collate_kit.reading.keys import KNOWN
+from torch_collate_kit.reading.examples import ExampleColumns
+from torch_collate_kit.reading.keys import KNOWN, ROLLOUT_KEYS
 from torch_collate_kit.reading.reader import read_columns
 from torch_collate_kit.reading.source import Examples
 from torch_collate_kit.vision import VisionLayout
 
-__all__ = ["PaddedCollator"]
-
-_FIELDS = (
-    "input_ids",
-    "position_ids",
-    "attention_mask",
-    "labels",
-    "loss_mask",
-    "sub_seq_lengths",
-)
+_FIELDS = ("input_ids", "position_ids", "attention_mask", "labels", "loss_mask", "sub_seq_lengths")
+_ROLLOUT_FIELDS = ("input_ids", "attention_mask", "position_ids")
+_MADE = ("response_mask", "rollout_logprobs", "router_padding_mask", "sub_seq_lengths", "labels")
 
 
-class PaddedCollator:
+class _OneExamplePerRow(Collator):
+    """Collator of one example per row, of at most ``max_length`` tokens."""
+
+    def _set_lengths(
+        self,
+        max_length: int | None,
+        overflow: str,
+        choices: tuple[str, ...],
+        pad_to_multiple_of: int | None,
+    ) -> None:
+        hint = "None switches it off"
+        self.max_length = checked_optional_int("max_length", max_length, hint=hint)
+        multiple = checked_optional_int("pad_to_multiple_of", pad_to_multiple_of, hint=hint)
+        self.pad_to_multiple_of = multiple
+        checked_choice("overflow", overflow, choices)
+        if overflow != "raise" and max_length is None:
+            raise ValueError(
+                f"overflow={overflow!r} is for examples longer than max_length, which is None; "
+                "pass max_length, too"
+            )
+        self.overflow = overflow
+
+    def _collated(self, examples: ExampleColumns, names: tuple[str, ...], side: str) -> Batch:
+        """Return the Batch of the examples, padded on this side; ``names`` are its fields."""
+        pieces, dropped, cut = self._fit(examples)
+        lengths, multiple = pieces.lengths, self.pad_to_multiple_of or 1
+        width = -(-int(lengths.max()) // multiple) * multiple
+        if width > MAX_WIDTH:
+            way_out = f"shorten example {lengths.argmax()} when tokenizing, or filter it out"
+            raise too_wide(width, way_out)
+        placed = examples.place(pieces)
+        # the widest run of cells from a row's first response token to its end
+        pads = 0 if side == "left" else width - lengths
+        num_actions = placed.counts["responses"]
+        longest = int(np.where(num_actions > 0, num_actions + pads, 0).max())
+        segments = padded(placed.counts, width, padding_side=side)
+        per_example = examples.per_example
+        if len(dropped):
+            per_example = {k: [of[i] for i in pieces.examples] for k, of in per_example.items()}
+        return self._batch(
+            placed,
+            Placement(width, longest, self.pad_token_id, False, segments, self.vision),
+            names,
+            row_metadata=per_example,
+            metadata={"num_examples": len(examples.lengths), "num_dummy_rows": 0},
+            dropped=dropped,
+            cut=cut,
+        )
+
+    def _fit(self, examples: ExampleColumns) -> tuple[Pieces, np.ndarray, np.ndarray]:
+        """Return pieces of at most ``max_length`` tokens; which examples are dropped, and cut."""
+        lengths, max_length = examples.lengths, self.max_length
+        whole, none = whole_examples(lengths), np.zeros(0, dtype=np.int64)
+        if max_length is None or not len(too_long := np.flatnonzero(lengths > max_length)):
+            return whole, none, none
+        i = int(too_long[0])
+        found = f"example {i} has {lengths[i]} tokens, more than max_length={max_length}"
+        if self.overflow == "raise":
+            others = f" ({len(too_long) - 1} more are too long)" if len(too_long) > 1 else ""
+            ways = '"drop"' if examples.are_rollouts else '"truncate" or "drop"'
+            raise DataError(
+                f"{found}{others}; raise max_length, shorten it, or pass overflow={ways}"
+            )
+        if self.overflow == "drop":
+            if len(too_long) == len(lengths):
+                raise DataError(
+                    f"{found}, and so has every other, so nothing of the batch is left; raise "
+                    "max_length"
+                )
+            kept = np.delete(whole.examples, too_long)
+            return whole_examples(lengths[kept])._replace(examples=kept), too_long, none
+        if examples.images is not None and examples.images.units:
+            lengths = examples.images.cuts(max_length, None)[0]
+        lengths = np.minimum(lengths, max_length)
+        if not lengths.all():
+            raise DataError(
+                f"example {lengths.argmin()} begins with an image of more than max_length="
+                f"{max_length} tokens, and an image is never cut; make the image smaller, or pass "
+                'overflow="drop"'
+            )
+        return whole._replace(lengths=lengths), none, too_long
+
+
+class PaddedCollator(_OneExamplePerRow, ForTrainer):
     """Collate examples into rows padded to the longest one.
 
     Args:
-        tokenizer: an int pad id, or anything with ``pad_token_id``; the processor of a
-            vision-language model.
+        tokenizer, normalize_loss, train_all, fields, vision: as in :class:`PackedCollator`.
         padding_side: "left" puts the last token into the last column, as generation needs; "right"
             puts the pads after the tokens, where no causal model reads them. RecurrentGemma, RWKV
             and xLSTM need "right": they read pads on the left as tokens.
@@ -47,15 +126,8 @@ class PaddedCollator:
         max_length: the most tokens of an example; no limit by default.
         overflow: what to do with a longer example: "raise" (default), "truncate" it to its first
             tokens, never through an image, or "drop" it. ``metadata`` counts both.
-        normalize_loss: divide ``loss_mask`` by the batch's number of loss tokens.
-        train_all: train every token of examples that have no loss target.
-        fields: columns to read beside the known ones: a dict of names to PerToken,
-            PerResponseToken or PerExample.
-        vision: how images become tokens: ``VisionLayout.of(processor, model.config)``. By default
-            that of ``tokenizer``, if it is a processor.
 
-    Calling it with a list of examples or a mapping of columns returns a new
-    :class:`~torch_collate_kit.Batch`. Inputs are copied. docs/contract.md lists its fields.
+    Calling it returns a new :class:`~torch_collate_kit.Batch`, as of :class:`PackedCollator`.
 
     Raises:
         DataError: an example is wrong, or too long with ``overflow="raise"``.
@@ -79,48 +151,71 @@ class PaddedCollator:
         fields: DeclaredFields | None = None,
         vision: VisionLayout | None = None,
     ) -> None:
-        self.pad_token_id = pad_token_id_of(tokenizer)
-        self.vision = vision_of(tokenizer, vision)
+        super().__init__(tokenizer, normalize_loss, fields, vision, (*KNOWN, *_FIELDS))
         checked_choice("padding_side", padding_side, ("left", "right"))
-        self.padding_side: Literal["left", "right"] = padding_side
-        hint = "None switches it off"
-        self.pad_to_multiple_of = checked_optional_int(
-            "pad_to_multiple_of", pad_to_multiple_of, hint=hint
-        )
-        self.max_length = checked_optional_int("max_length", max_length, hint=hint)
-        self.overflow = checked_overflow(overflow, ("raise", "truncate", "drop"), self.max_length)
+        self.padding_side = padding_side
+        choices = ("raise", "truncate", "drop")
+        self._set_lengths(max_length, overflow, choices, pad_to_multiple_of)
         self.train_all = checked_bool("train_all", train_all)
-        self.normalize_loss = checked_bool("normalize_loss", normalize_loss)
-        self.fields = own_fields(fields, (*KNOWN, *_FIELDS), self.vision)
-
-    def __repr__(self) -> str:
-        return call_repr(self, str(self.pad_token_id), **changed_settings(self))
-
-    def for_trainer(self) -> TrainerCollator:
-        """Return the collator for ``transformers.Trainer``: calls return ``batch.model_inputs()``.
-
-        Examples must have a loss target, or the collator ``train_all=True``: Trainer removes a
-        ``loss_mask`` column before the collator sees it.
-
-        Raises:
-            ValueError: the collator declares fields, which model inputs do not have.
-
-        >>> collate = PaddedCollator(0).for_trainer()
-        >>> collate([{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}])["labels"].tolist()
-        [[-100, 6, 7]]
-        """
-        return TrainerCollator(self)
 
     def __call__(self, examples: Examples) -> Batch:
         """Collate the examples into a new Batch."""
         return self.make_batch(examples)
 
-    def make_batch(self, examples: Examples, *, for_trainer: bool = False) -> Batch:
+    def make_batch(self, examples: Any, *, for_trainer: bool = False) -> Batch:
         """Return the Batch of the examples; for ``transformers.Trainer`` with its checks."""
         columns = read_columns(
             examples, train_all=self.train_all, fields=self.fields, vision=self.vision
         )
         if for_trainer:
             check_targets(columns, self.train_all)
-        names = (*_FIELDS, *made_of_images(self.vision), *columns.names)
-        return one_per_row(self, columns, names, self.padding_side)
+        return self._collated(
+            columns, (*_FIELDS, *self._of_images, *columns.names), self.padding_side
+        )
+
+
+class RolloutCollator(_OneExamplePerRow):
+    """Collate rollouts into one left-padded block, with right-aligned tensors of the responses.
+
+    A rollout has ``prompt_ids``, ``response_ids``, ``rewards`` (one number, which goes to the last
+    token, or one per response token) and ``loss_mask`` (one weight per response token).
+    docs/contract.md has the keys that it may have, and the fields of the batch.
+
+    Args:
+        tokenizer, normalize_loss, fields, vision: as in :class:`PackedCollator`.
+        max_length: the most tokens of a rollout, prompt and response; no limit by default.
+        overflow: what to do with a longer rollout: "raise" (default), or "drop" it, which
+            ``metadata`` counts. A rollout is never cut.
+        pad_to_multiple_of: round the width up to a multiple of it.
+
+    Calling it returns a new :class:`~torch_collate_kit.Batch`, as of :class:`PackedCollator`.
+
+    Raises:
+        DataError: a rollout is wrong, or too long with ``overflow="raise"``.
+        ValueError, TypeError: an option is wrong.
+
+    >>> good = {"prompt_ids": [5, 6], "response_ids": [7, 8], "rewards": 1.0, "loss_mask": [1, 1]}
+    >>> RolloutCollator(0)([good])["rewards"]
+    tensor([[0., 1.]])
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        max_length: int | None = None,
+        overflow: Literal["raise", "drop"] = "raise",
+        pad_to_multiple_of: int | None = None,
+        normalize_loss: bool = False,
+        fields: DeclaredFields | None = None,
+        vision: VisionLayout | None = None,
+    ) -> None:
+        names = (*ROLLOUT_KEYS, *_ROLLOUT_FIELDS, *_MADE)
+        super().__init__(tokenizer, normalize_loss, fields, vision, names)
+        self._set_lengths(max_length, overflow, ("raise", "drop"), pad_to_multiple_of)
+
+    def __call__(self, examples: Examples) -> Batch:
+        """Collate the examples into a new Batch."""
+        rollouts = read_columns(examples, rollouts=True, fields=self.fields, vision=self.vision)
+        names = (*_ROLLOUT_FIELDS, *self._of_images, *rollouts.names, "sub_seq_lengths")
+        return self._collated(rollouts, names, "left")

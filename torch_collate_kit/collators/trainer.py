@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.reading.entries import DeclaredFields
 from torch_collate_kit.reading.examples import ExampleColumns
 
-__all__ = ["TrainerCollator", "check_targets"]
 
+class ForTrainer:
+    """A collator that ``transformers.Trainer`` can use, through ``for_trainer()``."""
 
-class Collator(Protocol):
-    """A collator of examples, which declares fields beside the known ones."""
+    fields: DeclaredFields
 
-    @property
-    def fields(self) -> DeclaredFields:
-        """The declared fields, by name."""
+    def make_batch(self, examples: Any, *, for_trainer: bool = False) -> Batch:
+        """Return the Batch of the examples; for ``transformers.Trainer`` with its checks."""
+        raise NotImplementedError
 
-    def make_batch(self, examples: Any, *, for_trainer: bool) -> Batch:
-        """Return the Batch of the examples, with the checks of ``for_trainer()``."""
+    def for_trainer(self) -> TrainerCollator:
+        """Return the collator for ``transformers.Trainer``: calls return ``batch.model_inputs()``.
+
+        Examples must have a loss target, or the collator ``train_all=True``: Trainer removes a
+        ``loss_mask`` column before the collator sees it.
+
+        Raises:
+            ValueError: the collator declares fields, which model inputs do not have.
+
+        >>> from torch_collate_kit import PackedCollator
+        >>> collate = PackedCollator(0, max_tokens=6).for_trainer()
+        >>> sorted(collate([{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}]))[:4]
+        ['cu_seq_lens_k', 'cu_seq_lens_q', 'input_ids', 'labels']
+        """
+        return TrainerCollator(self)
 
 
 class TrainerCollator:
@@ -36,7 +49,7 @@ class TrainerCollator:
     tensor([[-100,    6]])
     """
 
-    def __init__(self, collate: Collator) -> None:
+    def __init__(self, collate: ForTrainer) -> None:
         if collate.fields:
             raise ValueError(
                 f"for_trainer() returns what a model reads, so {', '.join(collate.fields)} would "
@@ -48,9 +61,16 @@ class TrainerCollator:
         return f"{self.collate!r}.for_trainer()"
 
     def __call__(self, examples: Any) -> dict[str, Any]:
-        """Collate the examples into model inputs."""
+        """Collate the examples into model inputs; refuse weights that labels cannot express."""
         batch = self.collate.make_batch(examples, for_trainer=True)
-        _refuse_weights(batch)
+        weights = batch.column("loss_weights")
+        if weights is not None and weights.is_floating_point():
+            odd = weights[(weights != 0) & (weights != 1)]
+            if len(odd):
+                raise DataError(
+                    f"for_trainer() passes on labels, no loss_mask, but a token has weight "
+                    f"{float(odd[0]):g}; give masks of 0 and 1, or take the Batch and token_loss"
+                )
         return batch.model_inputs()
 
 
@@ -67,15 +87,3 @@ def check_targets(columns: ExampleColumns, train_all: bool) -> None:
             "column before the collator sees it; give labels (ChatOptions(labels=True)), "
             "or set remove_unused_columns=False, or pass train_all=True to train every token"
         )
-
-
-def _refuse_weights(batch: Batch) -> None:
-    """Refuse loss weights other than 0 and 1, which labels cannot express."""
-    weights = batch.column("loss_weights")
-    if weights is not None and weights.is_floating_point():
-        odd = weights[(weights != 0) & (weights != 1)]
-        if len(odd):
-            raise DataError(
-                f"for_trainer() passes on labels, no loss_mask, but a token has weight "
-                f"{float(odd[0]):g}; give masks of 0 and 1, or take the Batch and token_loss"
-            )

@@ -13,9 +13,9 @@ from torch_collate_kit._reprs import call_repr, changed_settings
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.chat.options import DEFAULT_OPTIONS, ChatOptions, ChatSetup
 from torch_collate_kit.chat.tokenize import tokenize_records
-from torch_collate_kit.collators.packed import PackedCollator, changed_options
+from torch_collate_kit.collators.packed import PackedCollator
 from torch_collate_kit.collators.padded import PaddedCollator
-from torch_collate_kit.collators.trainer import TrainerCollator
+from torch_collate_kit.collators.trainer import ForTrainer
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing import PackingOptions
 from torch_collate_kit.packing.rank_plan import PlannedExamples
@@ -23,8 +23,6 @@ from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.entries import DeclaredFields
 from torch_collate_kit.reading.source import Examples, Source
 from torch_collate_kit.vision import VisionLayout
-
-__all__ = ["ExampleSizes", "VisionLanguageCollator"]
 
 _RECORDS_AT_A_TIME = 1000
 _DROPPED = ("too_long", "nothing_left_after_truncation")  # by max_length
@@ -41,27 +39,22 @@ class ExampleSizes(NamedTuple):
     """Number of trained tokens of each, int64 [N]."""
 
 
-class VisionLanguageCollator:
+class VisionLanguageCollator(ForTrainer):
     """Collate conversations with images: tokenized, images processed, then padded or packed.
 
     Args:
         processor: the transformers processor of the model.
         max_tokens: pack into rows of at most so many cells, as ``PackedCollator``; without it (and
             without ``packing``) pad, as ``PaddedCollator``.
-        max_patches: the most image patches of a packed row; no limit by default.
         overflow: what to do with a conversation longer than a row: "raise" (default), "truncate",
             "drop" or "split". One over ``chat.max_length`` goes by ``chat.overflow``; a plan knows
             only what was cut, so with one, a conversation that ``max_length`` drops raises.
-        packing: a :class:`~torch_collate_kit.PackingOptions` in place of the three options above.
         padding_side: "left" or "right", where rows are padded.
         chat: the :class:`~torch_collate_kit.ChatOptions` that conversations are tokenized with.
         config: the model's config; needed to pack where several models have the processor.
         pixel_dtype: "float32", or "bfloat16" for half the bytes.
         require_images: "all" refuses batches in which a conversation has no image.
-        fixed_width: make every batch ``max_tokens`` wide, not as wide as its fullest row.
-        normalize_loss: divide ``loss_mask`` by the batch's number of loss tokens.
-        fields: columns to read beside the known ones: a dict of names to PerToken,
-            PerResponseToken or PerExample.
+        max_patches, packing, fixed_width, normalize_loss, fields: as in :class:`PackedCollator`.
 
     Calling it with records in any form (docs/chat.md), or with ``PlannedExamples`` of them, returns
     a new :class:`~torch_collate_kit.Batch`. ``metadata`` counts what was cut and dropped.
@@ -99,74 +92,52 @@ class VisionLanguageCollator:
         self.chat, self._processor = chat, processor
         self._setup = ChatSetup(processor, chat)
         _check_chat(chat)
-        options: dict[str, Any] = {"normalize_loss": normalize_loss, "fields": fields}
-        options["vision"] = self.vision
         self.collator: PackedCollator | PaddedCollator
+        options: dict[str, Any] = {
+            "normalize_loss": normalize_loss,
+            "fields": fields,
+            "vision": self.vision,
+        }
         if max_tokens is None and packing is None:
-            if max_patches is not None:
-                raise ValueError(
-                    f"max_patches={max_patches} limits packed rows, and there are none without "
-                    "max_tokens; pass max_tokens, too"
-                )
-            if overflow is not None:
-                raise ValueError(
-                    f"overflow={overflow!r} is for conversations over max_tokens; pass max_tokens, "
-                    "or chat=ChatOptions(max_length=..., overflow=...)"
-                )
-            if fixed_width:
-                raise ValueError("fixed_width=True is for packed rows; pass max_tokens, too")
+            packed_only = {"max_patches": max_patches, "overflow": overflow}
+            for name, value in {**packed_only, "fixed_width": fixed_width or None}.items():
+                if value is not None:
+                    raise ValueError(
+                        f"{name}={value!r} is for packed rows; pass max_tokens, too, or limit "
+                        "conversations by chat=ChatOptions(max_length=..., overflow=...)"
+                    )
             side = "left" if padding_side is None else padding_side
             self.collator = PaddedCollator(processor, padding_side=side, **options)
-        elif padding_side is not None:
-            raise ValueError(
-                f"padding_side={padding_side!r} is for padded rows, and max_tokens= or packing= "
-                "pack; leave one of them out"
-            )
         else:
-            self.collator = PackedCollator(
-                processor,
-                max_tokens=max_tokens,
-                max_patches=max_patches,
-                overflow=overflow,
-                packing=packing,
-                fixed_width=fixed_width,
-                **options,
-            )
+            if padding_side is not None:
+                raise ValueError(
+                    f"padding_side={padding_side!r} is for padded rows, and max_tokens= or "
+                    "packing= pack; leave one of them out"
+                )
+            options |= {"max_tokens": max_tokens, "max_patches": max_patches, "overflow": overflow}
+            options |= {"packing": packing, "fixed_width": fixed_width}
+            self.collator = PackedCollator(processor, **options)
+        self.fields = self.collator.fields
 
     def __repr__(self) -> str:
-        of = f"<{type(self._processor).__name__}>"
         if isinstance(self.collator, PackedCollator):
-            layout = changed_options(self.collator)
+            shown = self.collator.changed_options()
         else:
-            layout = changed_settings(self.collator)
-        images: dict[str, Any] = {} if self.chat == DEFAULT_OPTIONS else {"chat": self.chat}
+            shown = changed_settings(self.collator)
+        del shown["vision"]
+        if self.chat != DEFAULT_OPTIONS:
+            shown["chat"] = self.chat
         if self.require_images:
-            images["require_images"] = "all"
+            shown["require_images"] = "all"
         if self.vision.pixel_dtype != "float32":
-            images["pixel_dtype"] = self.vision.pixel_dtype
-        shown = {k: v for k, v in layout.items() if k not in ("vision", "dummy_image_tokens")}
-        return call_repr(self, of, **shown, **images)
-
-    def for_trainer(self) -> TrainerCollator:
-        """Return the collator for ``transformers.Trainer``: calls return ``batch.model_inputs()``.
-
-        Raises:
-            ValueError: the collator declares fields, which model inputs do not have.
-        """
-        return TrainerCollator(self)
-
-    @property
-    def fields(self) -> DeclaredFields:
-        """The declared fields, by name."""
-        return self.collator.fields
+            shown["pixel_dtype"] = self.vision.pixel_dtype
+        return call_repr(self, f"<{type(self._processor).__name__}>", **shown)
 
     def __call__(self, examples: Examples | PlannedExamples) -> Batch:
         """Collate the records into a new Batch."""
         return self.make_batch(examples)
 
-    def make_batch(
-        self, examples: Examples | PlannedExamples, *, for_trainer: bool = False
-    ) -> Batch:
+    def make_batch(self, examples: Any, *, for_trainer: bool = False) -> Batch:
         """Return the Batch of the records; for ``transformers.Trainer`` with its checks."""
         if isinstance(examples, PlannedExamples):
             if not isinstance(self.collator, PackedCollator):

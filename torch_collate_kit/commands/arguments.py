@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch_collate_kit.chat import ChatOptions, tokenize_chat_dataset
 from torch_collate_kit.errors import DataError
@@ -16,10 +16,8 @@ from torch_collate_kit.vision import load_processor
 
 __all__ = [
     "FILES",
-    "Records",
     "add_command",
     "add_data",
-    "add_numbers",
     "as_flags",
     "chat_options",
     "loaded_tokenizer",
@@ -38,7 +36,6 @@ _FORMS = (
     "rows (input_ids) or rollouts (prompt_ids, response_ids)"
 )
 _OF_CHATS = ("train_on", "image_root", "num_proc", "max_length")
-_DEFAULTS = ("all", "train")
 _FLAGS = {  # of arguments that messages of the library name
     "train_all=True": "--train-all",
     "train_on=": "--train-on ",
@@ -47,13 +44,6 @@ _FLAGS = {  # of arguments that messages of the library name
     "pass image_root": "pass --image-root",
     "another image_root": "another --image-root",
 }
-
-
-class Records(NamedTuple):
-    """A ``datasets.Dataset``, and the kind of its records: "chats", "tokens" or "rollouts"."""
-
-    rows: Any
-    kind: str
 
 
 def as_flags(text: str) -> str:
@@ -94,38 +84,38 @@ _SHARED: dict[str, dict[str, Any]] = {  # options of several commands
     "--image-root": {"metavar": "FOLDER", "help": "where paths of images start"},
     "--json": {"action": "store_true", "help": "print JSON"},
     "--allow-empty": {"action": "store_true", "help": "answers without text are trained, too"},
-    "--train-all": {
-        "action": "store_true",
-        "help": "tokenized rows without a loss target are meant",
-    },
+    "--train-all": {"action": "store_true", "help": "rows without a loss target are meant"},
 }
 _ALWAYS = ("--split", "--limit", "--tokenizer", "--train-on", "--image-root", "--json")
 
 
-def add_numbers(parser: argparse.ArgumentParser, **helps: str) -> None:
-    """Add options that take a whole number of at least 1; their default is None."""
-    for name, text in helps.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=number, metavar="N", help=text)
-
-
 def add_command(
-    commands: Any, name: str, run: Callable[[argparse.Namespace], int], summary: str, about: str
+    commands: Any, name: str, run: Callable[[argparse.Namespace], int], summary: str
 ) -> argparse.ArgumentParser:
     """Return the parser of a new command."""
+    about = f"{summary[0].upper()}{summary[1:]}."
     parser: argparse.ArgumentParser = commands.add_parser(name, help=summary, description=about)
     parser.set_defaults(run=run)
     return parser
 
 
-def add_data(parser: argparse.ArgumentParser, *others: str, what: str = FILES) -> None:
-    """Add DATA and the options with which it is read; ``others`` are further shared ones."""
+def add_data(
+    parser: argparse.ArgumentParser, *others: str, what: str = FILES, **numbers: str
+) -> None:
+    """Add DATA and the options with which it is read.
+
+    ``others`` are further shared ones. ``numbers`` take a whole number of at least 1; their default
+    is None.
+    """
     parser.add_argument("data", metavar="DATA", help=what)
     for name in (*_ALWAYS, *others):
         parser.add_argument(name, **_SHARED[name])
+    for name, text in numbers.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=number, metavar="N", help=text)
 
 
-def read_data(options: argparse.Namespace) -> Records:
-    """Read the dataset of the arguments.
+def read_data(options: argparse.Namespace) -> tuple[Any, str]:
+    """Return the ``datasets.Dataset`` of the arguments, and "chats", "tokens" or "rollouts".
 
     Raises:
         DataError: it cannot be read, is empty, or holds another kind of records.
@@ -142,12 +132,10 @@ def read_data(options: argparse.Namespace) -> Records:
         raise DataError(f"{options.data}: there is no record in it")
     if options.limit is not None:
         rows = rows.select(range(min(options.limit, len(rows))))
-    names = rows.column_names
-    kind = kind_of(names)
+    kind = kind_of(rows.column_names)
     if kind is None:
-        raise DataError(
-            f"{options.data}: has the columns {', '.join(names)}; it must hold {_FORMS}"
-        )
+        names = ", ".join(rows.column_names)
+        raise DataError(f"{options.data}: has the columns {names}; it must hold {_FORMS}")
     if kind == "chats" and options.tokenizer is None:
         raise DataError(
             f"{options.data} holds chats, which only a tokenizer makes tokens of; pass --tokenizer "
@@ -155,12 +143,12 @@ def read_data(options: argparse.Namespace) -> Records:
         )
     if kind != "chats":
         note_unused(options, _OF_CHATS, {"tokens": "tokenized rows"}.get(kind, kind))
-    return Records(rows, kind)
+    return rows, kind
 
 
 def note_unused(options: argparse.Namespace, names: Iterable[str], kind: str) -> None:
     """Print a note if options were given that change nothing for data of this ``kind``."""
-    given = [name for name in names if getattr(options, name, None) not in (None, *_DEFAULTS)]
+    given = [name for name in names if getattr(options, name, None) not in (None, "all", "train")]
     if given:
         flags = ", ".join("--" + name.replace("_", "-") for name in given)
         print(f"note: {options.data} holds {kind}; not used: {flags}", file=sys.stderr)

@@ -13,7 +13,6 @@ from torch_collate_kit.commands.arguments import (
     FILES,
     add_command,
     add_data,
-    add_numbers,
     as_flags,
     chat_options,
     loaded_tokenizer,
@@ -34,14 +33,19 @@ _OF_RECORDS = ("split", "tokenizer", "train_on", "image_root", "num_proc")
 
 def add_report(commands: Any) -> None:
     """Add the command ``report``."""
-    parser = add_command(
-        commands,
-        "report",
-        _report,
-        "compare padding and packing on your data, and recommend a row length",
-        "Compare padded rows with packed ones, and recommend a row length.",
+    summary = "compare padding and packing on your data, and recommend a row length"
+    parser = add_command(commands, "report", _report, summary)
+    add_data(
+        parser,
+        "--allow-empty",
+        what=f"{FILES}; or an .npy file of lengths",
+        batch_size="examples packed together (all)",
+        dp="data-parallel size (1)",
+        tp="tensor-parallel size (1)",
+        cp="context-parallel size (1)",
+        num_proc="processes that tokenize",
     )
-    add_data(parser, "--allow-empty", what=f"{FILES}; or an .npy file of lengths")
+    parser.set_defaults(dp=1, tp=1, cp=1)
     parser.add_argument(
         "--max-tokens", type=number, nargs="+", metavar="N", help="row lengths to compare"
     )
@@ -58,20 +62,17 @@ def add_report(commands: Any) -> None:
         default="drop",
         help="what becomes of an example longer than a row (drop)",
     )
-    parser.set_defaults(dp=1, tp=1, cp=1)
-    add_numbers(
-        parser,
-        batch_size="examples packed together (all)",
-        dp="data-parallel size (1)",
-        tp="tensor-parallel size (1)",
-        cp="context-parallel size (1)",
-        num_proc="processes that tokenize",
-    )
 
 
 def _report(options: argparse.Namespace) -> int:
+    if Path(options.data).suffix == ".npy":
+        data = _lengths(options)
+    else:
+        data, kind = read_data(options)
+        if kind == "chats":
+            data = tokenized_chats(data, options, num_proc=options.num_proc)
     report = packing_report(
-        _lengths(options) if Path(options.data).suffix == ".npy" else _tokens(options),
+        data,
         options.max_tokens,
         strategies=options.strategy,
         parallel=ParallelLayout(dp=options.dp, tp=options.tp, cp=options.cp),
@@ -104,30 +105,22 @@ def _lengths(options: argparse.Namespace) -> Any:
     return lengths[: options.limit]
 
 
-def _tokens(options: argparse.Namespace) -> Any:
-    rows, kind = read_data(options)
-    return tokenized_chats(rows, options, num_proc=options.num_proc) if kind == "chats" else rows
-
-
 def add_audit(commands: Any) -> None:
     """Add the command ``audit``."""
     parser = add_command(
         commands,
         "audit",
         _audit,
-        "find training targets that look right and are not",
-        "Find training targets that look right and are not. Exits with 1 if there are errors or "
-        "warnings.",
+        "find training targets that look right and are not; exit with 1 if there are any",
     )
-    add_data(parser, "--train-all")
-    add_numbers(parser, max_tokens="the length at which examples are cut")
+    add_data(parser, "--train-all", max_tokens="the length at which examples are cut")
 
 
 def _audit(options: argparse.Namespace) -> int:
-    data = read_data(options)
+    rows, _ = read_data(options)
     loaded = loaded_tokenizer(options)
     report = audit(
-        data.rows,
+        rows,
         loaded,
         max_tokens=options.max_tokens,
         train_all=options.train_all,

@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,8 @@ from torch_collate_kit.chat.preview import preview, verdict_table
 from torch_collate_kit.chat.tokenize import tokenize_records
 from torch_collate_kit.collators import PackedCollator, PaddedCollator, RolloutCollator
 from torch_collate_kit.commands.arguments import (
-    Records,
     add_command,
     add_data,
-    add_numbers,
     chat_options,
     loaded_tokenizer,
     number,
@@ -34,16 +31,10 @@ _ROW = "row 0 of 1"
 
 def add_explain(commands: Any) -> None:
     """Add the command ``explain``."""
-    parser = add_command(
-        commands,
-        "explain",
-        _explain,
-        "show a record token by token: text, label, weight",
-        "Show a record token by token, as a collator makes a row of it.",
-    )
-    add_data(parser, "--train-all", "--allow-empty")
+    summary = "show a record token by token: text, label, weight"
+    parser = add_command(commands, "explain", _explain, summary)
+    add_data(parser, "--train-all", "--allow-empty", max_tokens="cut it to N tokens")
     parser.add_argument("--row", type=int, default=0, metavar="N", help="which record (0)")
-    add_numbers(parser, max_tokens="cut it to N tokens")
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument(
         "--show", type=number, default=60, metavar="N", help="tokens to show, first and last (60)"
@@ -52,8 +43,8 @@ def add_explain(commands: Any) -> None:
 
 
 def _explain(options: argparse.Namespace) -> int:
-    data = read_data(options)
-    num_records = len(data.rows)
+    rows, kind = read_data(options)
+    num_records = len(rows)
     if not -num_records <= options.row < num_records:
         raise DataError(
             f"--row {options.row}: {options.data} has {num_records:,} records, 0 to "
@@ -62,7 +53,7 @@ def _explain(options: argparse.Namespace) -> int:
     number = options.row % num_records
     tokenizer = loaded_tokenizer(options)
     most = None if options.all else options.show
-    batches = _batches(data, number, options, tokenizer)
+    batches = _batches(rows[number], kind, number, options, tokenizer)
     found = [batch.explain(0, tokenizer, max_tokens=most) for batch in batches]
     for i, one in enumerate(found):
         of = f", example {i + 1} of {len(found)} of it" if len(found) > 1 else ""
@@ -78,21 +69,25 @@ def _explain(options: argparse.Namespace) -> int:
 
 
 def _batches(
-    data: Records, number: int, options: argparse.Namespace, tokenizer: Any
+    record: Any, kind: str, number: int, options: argparse.Namespace, tokenizer: Any
 ) -> list[Batch]:
     """Return a batch of one row for each example that the record makes."""
-    record = data.rows[number]
     try:
-        if data.kind == "rollouts":
+        if kind == "rollouts":
             if options.max_tokens is not None:
                 print(
                     "note: rollouts are never cut, so --max-tokens changes nothing", file=sys.stderr
                 )
             return [RolloutCollator(0)([record])]
-        if data.kind == "tokens":
-            return [_collated(record, options)]
-        setup = ChatSetup(tokenizer, chat_options(tokenizer, options))
-        return [_collated(example, options) for example in _tokenized(record, setup)]
+        examples = [record]
+        if kind == "chats":
+            examples = _tokenized(record, ChatSetup(tokenizer, chat_options(tokenizer, options)))
+        shared: dict[str, Any] = {"train_all": options.train_all}
+        collate: Any = PaddedCollator(0, **shared)
+        if options.max_tokens is not None:
+            shared |= {"max_tokens": options.max_tokens, "overflow": "truncate"}
+            collate = PackedCollator(0, **shared)
+        return [collate([example]) for example in examples]
     except DataError as error:
         text = str(error).removeprefix("example 0: ").removeprefix("example 0 ")
         raise DataError(f"record {number}: {text}") from error
@@ -109,20 +104,10 @@ def _tokenized(record: Mapping[str, Any], setup: ChatSetup) -> list[dict[str, An
     return [{name: example[name] for name in ("input_ids", "loss_mask")} for example in kept]
 
 
-def _collated(example: Mapping[str, Any], options: argparse.Namespace) -> Batch:
-    if options.max_tokens is None:
-        return PaddedCollator(0, train_all=options.train_all)([example])
-    collate = PackedCollator(
-        0, max_tokens=options.max_tokens, overflow="truncate", train_all=options.train_all
-    )
-    return collate([example])
-
-
 def add_template(commands: Any) -> None:
     """Add the command ``template``."""
-    parser = commands.add_parser(
-        "template", help="show what is trained with a chat template, and what it drops"
-    )
+    summary = "show what is trained with a chat template, and what it drops"
+    parser = add_command(commands, "template", _template, summary)
     parser.add_argument(
         "names",
         nargs="*",
@@ -132,10 +117,9 @@ def add_template(commands: Any) -> None:
     parser.add_argument(
         "--all", type=Path, metavar="FOLDER", help="print a table of the .jinja files in a folder"
     )
-    parser.set_defaults(run=partial(_template, parser))
 
 
-def _template(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+def _template(options: argparse.Namespace) -> int:
     names = list(options.names)
     if options.all is not None:
         found = sorted(map(str, options.all.glob("*.jinja")))
@@ -143,7 +127,7 @@ def _template(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
             raise DataError(f"{options.all}: there is no .jinja file in it")
         names += found
     if not names:
-        parser.error("no template given: name a tokenizer or a .jinja file")
+        raise DataError("no template given: name a tokenizer or a .jinja file")
     one = len(names) == 1 and options.all is None
     print(preview(names[0]) if one else verdict_table(names), end="")
     return 0

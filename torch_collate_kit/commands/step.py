@@ -14,10 +14,8 @@ import numpy as np
 from torch_collate_kit._reprs import plural
 from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.commands.arguments import (
-    Records,
     add_command,
     add_data,
-    add_numbers,
     read_data,
     tokenized_chats,
 )
@@ -39,13 +37,8 @@ _KEYS = {"epoch", "step", "seed", "tail", "shuffle"}
 
 def add_step(commands: Any) -> None:
     """Add the command ``step``."""
-    parser = add_command(
-        commands,
-        "step",
-        _run,
-        "show the examples of any step of a saved run",
-        "Show the examples of any step of a saved run, past or future.",
-    )
+    summary = "show the examples of any step of a saved run, past or future"
+    parser = add_command(commands, "step", _run, summary)
     parser.add_argument(
         "state",
         metavar="STATE",
@@ -53,7 +46,15 @@ def add_step(commands: Any) -> None:
         help="a JSON file with the state of a sampler or loader, or a checkpoint's folder",
     )
     what = "what the run read: tokenized rows, or the chats that they were made of, in its order"
-    add_data(parser, "--train-all", "--allow-empty", what=what)
+    add_data(
+        parser,
+        "--train-all",
+        "--allow-empty",
+        what=what,
+        max_length="chats over N tokens were dropped or cut",
+        show="characters of each example (200)",
+    )
+    parser.set_defaults(show=200)
     parser.add_argument("--epoch", type=int, default=0, metavar="N", help="from 0 (0)")
     parser.add_argument("--step", type=int, required=True, metavar="N", help="of the epoch, from 0")
     parser.add_argument(
@@ -62,20 +63,17 @@ def add_step(commands: Any) -> None:
         default="drop",
         help="whether chats over --max-length were dropped or cut (drop)",
     )
-    parser.set_defaults(show=200)
-    add_numbers(
-        parser,
-        max_length="chats over N tokens were dropped or cut",
-        show="characters of each example (200)",
-    )
 
 
 def _run(options: argparse.Namespace) -> int:
     state = _saved_state(options.state)
-    records = read_data(options)
-    if records.kind == "rollouts":
+    rows, kind = read_data(options)
+    if kind == "rollouts":
         raise DataError(f"{options.data} holds rollouts, which no sampler has an order of")
-    data = _tokenized(records, options)
+    if kind == "tokens":
+        data = TokenizedDataset(rows, train_all=options.train_all)
+    else:
+        data = tokenized_chats(rows, options)
     sampler = _sampler_of(state, data)
     indices = sampler.examples(options.epoch, options.step).tolist()
     found = _described(data, indices, options)
@@ -91,12 +89,6 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _tokenized(records: Records, options: argparse.Namespace) -> TokenizedDataset:
-    if records.kind == "tokens":
-        return TokenizedDataset(records.rows, train_all=options.train_all)
-    return tokenized_chats(records.rows, options)
-
-
 def _described(
     data: TokenizedDataset, indices: list[int], options: argparse.Namespace
 ) -> list[dict[str, Any]]:
@@ -104,14 +96,14 @@ def _described(
     loaded = None if options.tokenizer is None else load_processor(options.tokenizer)
     tokenizer = getattr(loaded, "tokenizer", loaded)
     rows = [data[index] for index in indices]
-    alone = TokenizedDataset(rows, vision=data.vision)
+    num_trained = TokenizedDataset(rows, vision=data.vision).num_loss_tokens.tolist()
     found = []
-    for index, row, trained in zip(indices, rows, alone.num_loss_tokens.tolist(), strict=True):
+    for index, row, trained in zip(indices, rows, num_trained, strict=True):
         ids = row["input_ids"].tolist()
         text = " ".join(map(str, ids)) if tokenizer is None else tokenizer.decode(ids)
-        shown = text if len(text) <= options.show else text[: options.show] + "..."
+        text = text if len(text) <= options.show else text[: options.show] + "..."
         counts = {"num_tokens": len(ids), "num_trained": trained}
-        found.append({"index": index, **counts, "text": shown})
+        found.append({"index": index, **counts, "text": text})
     return found
 
 

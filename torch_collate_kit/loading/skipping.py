@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -41,13 +41,6 @@ class SkipPolicy:
         self.skips = on_error == "skip"
         self.max_skipped = checked_int("max_skipped", max_skipped)
         self.max_skipped_in_a_row = checked_int("max_skipped_in_a_row", max_skipped_in_a_row)
-
-    def settings(self) -> dict[str, Any]:
-        """Return the options that are not the default, by name."""
-        limits = {"max_skipped": (100, self.max_skipped)}
-        limits["max_skipped_in_a_row"] = (10, self.max_skipped_in_a_row)
-        changed = {name: limit for name, (default, limit) in limits.items() if limit != default}
-        return {"on_error": "skip", **changed} if self.skips else {}
 
     def counted(
         self, num_skipped: int, num_in_a_row: int, outcomes: Iterable[Skipped | None]

@@ -13,11 +13,7 @@ from torch import Tensor
 
 from torch_collate_kit._checks import checked_bool
 from torch_collate_kit.batch import IGNORE_INDEX, Batch
-from torch_collate_kit.batch.unpacking import (
-    cells_by_example,
-    response_cells,
-    values_of_cells,
-)
+from torch_collate_kit.batch.unpacking import cells_by_example, response_cells, values_of_cells
 from torch_collate_kit.losses.linear_nll import linear_nll
 from torch_collate_kit.losses.loss_tokens import check_labels
 

@@ -104,13 +104,13 @@ class ModelCost:
         >>> ModelCost.of(SimpleNamespace(intermediate_size=256, **sizes))
         ModelCost(language_linear=16384, language_quadratic=16, vision_linear=0, vision_quadratic=0)
         """
-        language = language_flops(getattr(config, "text_config", None) or config)
-        vision = getattr(config, "vision_config", None)
+        text, vision = getattr(config, "text_config", None), getattr(config, "vision_config", None)
+        linear, quadratic, windowed, window = language_flops(text or config)
         images = (0, 0) if vision is None else vision_flops(vision)
-        squared = [n for n in (language.quadratic, language.windowed, images[1]) if n]
+        squared = [n for n in (quadratic, windowed, images[1]) if n]
         unit = Fraction(_LEAST, min(squared, default=_LEAST))
-        flops = (language.linear, language.quadratic, *images, language.windowed)
-        return cls(*[round(n * unit) for n in flops] + [language.window])
+        numbers = [round(n * unit) for n in (linear, quadratic, *images, windowed)]
+        return cls(*[*numbers, window])
 
     def as_state(self) -> list[int]:
         """Return the numbers for a state; those of the window only if there is one."""

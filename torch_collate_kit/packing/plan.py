@@ -172,6 +172,10 @@ class PackingPlan:
         Raises:
             TypeError: ``rank`` is not an int.
             ValueError: ``rank`` is not in ``range(rows_multiple_of)``.
+
+        >>> from torch_collate_kit import ParallelLayout, pack
+        >>> pack([3, 3, 2, 2], max_tokens=5, parallel=ParallelLayout(dp=2)).rank_rows(1)
+        range(1, 2)
         """
         num_ranks = self.rows_multiple_of
         hint = f"this plan has ranks 0 to {num_ranks - 1}"

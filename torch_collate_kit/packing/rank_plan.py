@@ -103,6 +103,15 @@ class RankPlan:
 
         The width stays, the rest of a row moves up, and a row may be left without a piece. Other
         ranks do not know, so numbers of the whole batch stay as planned.
+
+        Raises:
+            IndexError: a position that is not of ``indices``.
+
+        >>> from torch_collate_kit import pack
+        >>> lengths = np.array([3, 2, 4])
+        >>> part = RankPlan(pack(lengths, max_tokens=5), 0, np.arange(10, 13), lengths)
+        >>> part.without([1]).indices, len(part.without([1]).rows)
+        ([10, 12], 2)
         """
         is_read = np.ones(len(self.indices), dtype=bool)
         is_read[[int(position) for position in positions]] = False

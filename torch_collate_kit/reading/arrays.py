@@ -19,8 +19,6 @@ from torch_collate_kit.reading.source import is_sequence
 from torch_collate_kit.vision.families import PIXEL_FIELDS, ImageField
 from torch_collate_kit.vision.layout import ImageUnits, VisionLayout, is_no_image
 
-__all__ = ["read_images", "route_column"]
-
 _OPTIONAL = ("pixel_attention_mask",)  # without it a tile is seen as a whole
 _MOST_EXPERTS = np.iinfo(np.int16).max
 _SHAPES = {
@@ -71,31 +69,27 @@ def read_images(raw: Mapping[str, Any], layout: VisionLayout, input_ids: Numbers
         name: {i: entry for i, entry in enumerate(raw.get(name, ())) if not is_no_image(entry)}
         for name in fields
     }
+    needed = () if layout.other_fields else [name for name in fields if name not in _OPTIONAL]
     owners = sorted({i for entries in given.values() for i in entries})
     for i in owners:
-        needed = [name for name in fields if name not in _OPTIONAL and not layout.other_fields]
-        missing = [name for name in needed if i not in given[name]]
-        if missing:
+        if missing := [name for name in needed if i not in given[name]]:
             raise DataError(
                 f"example {i} has {', '.join(name for name in fields if i in given[name])} and no "
                 f"{', '.join(missing)}; give all that the processor returned, or none of them "
                 "without an image"
             )
-    arrays = {
-        name: _image_arrays(name, entries, field)
-        for (name, field), entries in zip(fields.items(), given.values(), strict=True)
-    }
+    arrays = {name: _image_arrays(name, given[name], field) for name, field in fields.items()}
     units: dict[int, ImageUnits] = {}
-    laid: dict[str, dict[int, np.ndarray]] = {name: {} for name in fields}
     for i in owners:
         own = {name: of[i] for name, of in arrays.items() if i in of}
-        if "pixel_attention_mask" in fields and "pixel_attention_mask" not in own:
-            shape = own["pixel_values"].shape
-            own["pixel_attention_mask"] = np.ones((*shape[:-3], *shape[-2:]), dtype=bool)
-        own, units[i] = _checked_images(i, own, layout)
+        if not layout.other_fields:  # of which nothing is known
+            own = _laid_flat(i, own, layout)
+        units[i] = layout.units(own)
         for name, array in own.items():
-            laid[name][i] = array
-    images = Images(layout, input_ids, units, laid)
+            arrays[name][i] = array
+            if not layout.other_fields:
+                _check_number(i, name, array, layout.fields[name].per, units[i], own)
+    images = Images(layout, input_ids, units, arrays)
     _check_placeholders(images)
     return images
 
@@ -139,99 +133,82 @@ def _image_arrays(
     return arrays
 
 
-def _checked_images(
-    index: int, fields: dict[str, np.ndarray], layout: VisionLayout
-) -> tuple[dict[str, np.ndarray], ImageUnits]:
-    """Return the fields of one example with tiles laid flat, and its images."""
-    if layout.other_fields:  # of which nothing is known
-        return fields, layout.units(fields)
-    grid = fields.get("image_grid_thw")
-    if grid is not None:
-        _check_grid(index, grid, fields["pixel_values"], layout)
-    sizes = fields.get("image_sizes")
+def _laid_flat(i: int, own: dict[str, np.ndarray], layout: VisionLayout) -> dict[str, np.ndarray]:
+    """Return the fields of an example, checked, without padding to the same number of tiles."""
+    pixels, sizes = own["pixel_values"], own.get("image_sizes")
+    if "image_grid_thw" in own:
+        _check_grid(i, own["image_grid_thw"], pixels, layout)
     if sizes is not None and (sizes.shape[1] != 2 or (sizes < 1).any()):
         raise DataError(
-            f"example {index}: image_sizes is {sizes.tolist()!r:.60}; give height and width of "
-            "each image, as the processor returned them"
+            f"example {i}: image_sizes is {sizes.tolist()!r:.60}; give height and width of each "
+            "image, as the processor returned them"
         )
-    units = None if sizes is None else layout.units(fields)
-    fields = _laid_flat(index, fields, units)
-    units = layout.units(fields) if units is None else units
-    for name, array in fields.items():
-        what = layout.fields[name].per
-        expected = int(units.entries(what).sum())
-        if what == "example":
-            if array.tolist() != [len(units.tokens)]:
-                raise DataError(
-                    f"example {index}: {name} is {array.tolist()}, but the example has "
-                    f"{len(units.tokens)} images; give what the processor returned for it alone"
-                )
-        elif len(array) != expected:
-            described = "the sizes of its images describe"
-            if grid is not None:
-                described = f"image_grid_thw of shape {grid.shape} describes"
-            raise DataError(
-                f"example {index}: {name} has {len(array)} {what}{'e' * (what == 'patch')}s"
-                f", {described} {expected}; give what the processor returned"
-            )
-    return fields, units
+    mask_shape = (*pixels.shape[:-3], *pixels.shape[-2:])
+    mask = own.get("pixel_attention_mask")
+    if mask is None and "pixel_attention_mask" in layout.fields:
+        mask = own["pixel_attention_mask"] = np.ones(mask_shape, dtype=bool)
+    if mask is not None and mask.shape != mask_shape:
+        raise _unlike(
+            i, f"pixel_attention_mask has shape {mask.shape}, pixel_values has {pixels.shape}"
+        )
+    if pixels.ndim != 5:
+        return own
+    rows, columns = pixels.shape[:2]
+    is_real: Any = np.ones((rows, columns), dtype=bool)
+    if sizes is not None:  # LLaVA
+        tiles = layout.units(own).tiles
+        if rows != len(tiles):
+            raise _unlike(i, f"pixel_values has {rows} images, image_sizes has {len(tiles)}")
+        is_real = np.arange(columns) < tiles[:, None]
+    elif mask is not None:
+        is_real = mask.reshape(rows, columns, -1).any(axis=2)
+    for name in own.keys() & {*PIXEL_FIELDS}:
+        array = own[name]
+        whole = array.reshape(-1, *array.shape[2:])
+        own[name] = whole if is_real.all() else whole[is_real.ravel()]
+    return own
 
 
-def _check_grid(index: int, grid: np.ndarray, pixels: np.ndarray, layout: VisionLayout) -> None:
+def _check_grid(i: int, grid: np.ndarray, pixels: np.ndarray, layout: VisionLayout) -> None:
     if (grid < 1).any():
-        raise DataError(
-            f"example {index}: image_grid_thw has the size {grid.min()}, and sizes are 1 or more; "
-            "give what the processor returned"
-        )
+        raise _unlike(i, f"image_grid_thw has the size {grid.min()}, and sizes are 1 or more")
     if grid.shape[1] != 3:
-        raise DataError(
-            f"example {index}: image_grid_thw has shape {grid.shape}; give [images, 3], as the "
-            "processor returned it"
-        )
+        raise _unlike(i, f"image_grid_thw has shape {grid.shape}, not [images, 3]")
+    way_out = "use the processor of the model"
     if (grid[:, 1:] % layout.merge_size).any():
         raise DataError(
-            f"example {index}: image_grid_thw has {grid.tolist()!r:.60}, whose height or width is "
-            f"no multiple of merge_size={layout.merge_size}; use the processor of the model"
+            f"example {i}: image_grid_thw has {grid.tolist()!r:.60}, whose height or width is "
+            f"no multiple of merge_size={layout.merge_size}; {way_out}"
         )
     channels, num_frames, size = layout.patch_shape
     if num_frames > 1 and pixels.shape[1] != channels * num_frames * size:
         raise DataError(
-            f"example {index}: pixel_values has patches of {pixels.shape[1]} numbers, the model's "
-            f"have {channels * num_frames * size}; use the processor of the model"
+            f"example {i}: pixel_values has patches of {pixels.shape[1]} numbers, the model's "
+            f"have {channels * num_frames * size}; {way_out}"
         )
 
 
-def _laid_flat(
-    index: int, fields: dict[str, np.ndarray], units: ImageUnits | None
-) -> dict[str, np.ndarray]:
-    """Remove the padding of images to the same number of tiles."""
-    pixels, mask = fields["pixel_values"], fields.get("pixel_attention_mask")
-    if mask is not None and mask.shape != (*pixels.shape[:-3], *pixels.shape[-2:]):
-        raise DataError(
-            f"example {index}: pixel_attention_mask has shape {mask.shape}, pixel_values has "
-            f"{pixels.shape}; give what the processor returned"
-        )
-    if pixels.ndim != 5:
-        return fields
-    rows, columns = pixels.shape[:2]
-    is_real: Any = np.ones((rows, columns), dtype=bool)
-    if units is not None:  # LLaVA
-        if rows != len(units.tiles):
+def _check_number(
+    i: int, name: str, array: np.ndarray, per: str, units: ImageUnits, own: Mapping[str, np.ndarray]
+) -> None:
+    """Check that a field has an entry for each patch, tile or image of the example."""
+    if per == "example":
+        if array.tolist() != [len(units.tokens)]:
             raise DataError(
-                f"example {index}: pixel_values has {rows} images, image_sizes has "
-                f"{len(units.tiles)}; give what the processor returned"
+                f"example {i}: {name} is {array.tolist()}, but the example has "
+                f"{len(units.tokens)} images; give what the processor returned for it alone"
             )
-        is_real = np.arange(columns) < units.tiles[:, None]
-    elif mask is not None:
-        is_real = mask.reshape(rows, columns, -1).any(axis=2)
-    return {
-        name: _real(array, is_real) if name in PIXEL_FIELDS else array
-        for name, array in fields.items()
-    }
+    elif len(array) != (expected := int(units.entries(per).sum())):
+        by = "the sizes of its images describe"
+        if "image_grid_thw" in own:
+            by = f"image_grid_thw of shape {own['image_grid_thw'].shape} describes"
+        plural = "es" if per == "patch" else "s"
+        raise _unlike(i, f"{name} has {len(array)} {per}{plural}, {by} {expected}")
 
 
-def _real(array: np.ndarray, is_real: np.ndarray) -> np.ndarray:
-    return array.reshape(-1, *array.shape[2:]) if is_real.all() else array[is_real]
+def _unlike(i: int, found: str) -> DataError:
+    """Return the error for fields that do not fit each other."""
+    return DataError(f"example {i}: {found}; give what the processor returned")
 
 
 def _check_placeholders(images: Images) -> None:
@@ -276,36 +253,34 @@ def _arrays(
             raise DataError(
                 f"example {i}: {name} has shape {array.shape} and dtype {array.dtype}; give {shape}"
             )
-        first = next(iter(arrays), i)
-        trailing = array.shape[array.ndim - num_dims + 1 :]
-        other = arrays.get(first, array)
-        if trailing != other.shape[other.ndim - num_dims + 1 :]:
-            raise DataError(
-                f"example {i}: {name} has shape {array.shape}, example {first} has "
-                f"{arrays[first].shape}; only the first dimension may differ"
-            )
         arrays[i] = array
+        first, other = next(iter(arrays.items()))
+        skipped = 1 - num_dims  # but for a dimension of padding
+        if array.shape[array.ndim + skipped :] != other.shape[other.ndim + skipped :]:
+            raise DataError(
+                f"example {i}: {name} has shape {array.shape}, example {first} has {other.shape}; "
+                "only the first dimension may differ"
+            )
     return arrays
 
 
 def _as_array(name: str, index: int, entry: Any, shape: str) -> np.ndarray:
-    if isinstance(entry, Tensor):
-        return tensor_to_numpy(name, index, entry)
-    parts = entry if is_sequence(entry) else [entry]
-    if any(isinstance(part, MaskedArray) for part in parts):
-        raise DataError(
-            f"example {index}: {name} is a masked array, whose mask would be lost; give "
-            ".filled(value)"
-        )
-    if isinstance(entry, np.ndarray):
-        return entry
+    parts = list(entry) if is_sequence(entry) else [entry]
+    for j, part in enumerate(parts):
+        if isinstance(part, Tensor):
+            parts[j] = tensor_to_numpy(name, index, part)
+        elif isinstance(part, MaskedArray):
+            raise DataError(
+                f"example {index}: {name} is a masked array, whose mask would be lost; give "
+                ".filled(value)"
+            )
+    if isinstance(entry, np.ndarray | Tensor):
+        return parts[0]
     if not is_sequence(entry):
         kind = "None" if entry is None else type(entry).__name__
         raise DataError(f"example {index}: {name} is {kind}; give {shape}")
-    if entry and all(isinstance(part, Tensor) for part in entry):
-        entry = [tensor_to_numpy(name, index, part) for part in entry]
     try:
-        return np.asarray(entry)
+        return np.asarray(parts)
     except (TypeError, ValueError, RuntimeError):
         raise DataError(
             f"example {index}: {name} is a list whose parts differ in shape or are no numbers; "

@@ -31,22 +31,6 @@ from torch_collate_kit.reading.columns import (
     wrapped_label,
 )
 
-__all__ = [
-    "DeclaredFields",
-    "FieldColumn",
-    "are_int32_ids",
-    "as_tensor",
-    "count_trained",
-    "first_bad",
-    "joined",
-    "own_copy",
-    "placed_ids",
-    "placed_labels",
-    "placed_weights",
-    "taken",
-    "with_row",
-]
-
 DeclaredFields = Mapping[str, PerToken | PerResponseToken | PerExample]
 # Type codes of arrays that torch takes; not of the other 64-bit integers, nor of a longer float.
 _TORCH_CODES = "?bhilBHILefd"
@@ -143,9 +127,10 @@ def placed_ids(column: Numbers, pieces: Pieces, num_actions: np.ndarray | None) 
     values = taken(column, pieces)
     if are_int32_ids(values):
         return values.astype(np.int32)
-    if int(values.min()) >= 0 and int(values.max()) <= np.iinfo(np.int64).max:
-        return values.astype(np.int64)
-    is_bad = values.astype(np.int64) < 0
+    ids = values.astype(np.int64)  # beyond int64 they become negative numbers
+    is_bad = ids < 0
+    if not is_bad.any():
+        return ids
     example, token = first_bad(is_bad, pieces)
     name, wanted = "input_ids", "token ids are 0 or more (-100 belongs into labels)"
     if num_actions is not None:
@@ -268,24 +253,22 @@ class FieldColumn:
         return cast, entries
 
     def _bad_number(self, number: Any, example: int, entry: int) -> DataError:
-        if self.key is not None:
-            is_logprob = self.key == "logprobs"
-            if self.most < float(number) < math.inf:
-                return DataError(
-                    f"example {example}: {self.key} is {number} at response token {entry}; a "
-                    "log-probability is 0 or less (rounding may add 0.001): give the logarithm of "
-                    "the probability, with its sign"
-                )
-            hint = "of a token that the policy did not sample give 0.0, or " if is_logprob else ""
+        if self.key is None:
+            at = "" if isinstance(self.spec, PerExample) else f"[{entry}]"
             return DataError(
-                f"example {example}: {self.key} is {number} at response token {entry}; it must be "
-                f"finite in float32: {hint}filter such rollouts out"
+                f"example {example}: {self.name}{at} is {number}, which {self.spec.dtype} does not "
+                "hold; declare another dtype, or give other numbers"
             )
-        at = "" if isinstance(self.spec, PerExample) else f"[{entry}]"
-        return DataError(
-            f"example {example}: {self.name}{at} is {number}, which {self.spec.dtype} does not "
-            "hold; declare another dtype, or give other numbers"
-        )
+        found = f"example {example}: {self.key} is {number} at response token {entry}"
+        if self.most < float(number) < math.inf:
+            return DataError(
+                f"{found}; a log-probability is 0 or less (rounding may add 0.001): give the "
+                "logarithm of the probability, with its sign"
+            )
+        hint = ""
+        if self.key == "logprobs":
+            hint = "of a token that the policy did not sample give 0.0, or "
+        return DataError(f"{found}; it must be finite in float32: {hint}filter such rollouts out")
 
 
 def _is_lost(values: np.ndarray, cast: Tensor) -> np.ndarray | None:

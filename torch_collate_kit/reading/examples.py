@@ -16,6 +16,7 @@ from torch_collate_kit.batch import IGNORE_INDEX
 from torch_collate_kit.batch.fields import FieldSpec, PerResponseToken, PerToken
 from torch_collate_kit.batch.placement import Pieces, whole_examples
 from torch_collate_kit.ragged import Ragged, span_indices, unchecked
+from torch_collate_kit.reading.arrays import read_images
 from torch_collate_kit.reading.columns import Numbers
 from torch_collate_kit.reading.entries import (
     DeclaredFields,
@@ -29,8 +30,6 @@ from torch_collate_kit.reading.entries import (
 )
 from torch_collate_kit.reading.images import Images
 from torch_collate_kit.vision import VisionLayout
-
-__all__ = ["ExampleColumns", "PlacedColumns"]
 
 _Placed = tuple[FieldSpec, np.ndarray | Tensor, Pieces]  # values, and which entries they are
 
@@ -73,10 +72,8 @@ class ExampleColumns:
         """Return the columns for a rank without examples of a batch."""
         empty = Ragged(np.zeros(0, dtype=np.int64), [0])
         columns = [FieldColumn(name, spec, empty) for name, spec in fields.items()]
-        images = (
-            None if vision is None else Images(vision, empty, {}, {n: {} for n in vision.fields})
-        )
-        names = (*fields, *(() if vision is None else vision.fields))
+        images = None if vision is None else read_images({}, vision, empty)
+        names = (*fields, *(() if images is None else images.arrays))
         return cls(empty, None, None, columns, names, images)
 
     def with_dummy_images(self, pieces: Pieces, rows: np.ndarray) -> tuple[ExampleColumns, Pieces]:
@@ -112,14 +109,14 @@ class ExampleColumns:
         image_token_id = None if self.images is None else self.images.layout.image_token_id
         is_image = None if image_token_id is None else ids == image_token_id
         target, responses, num_trained = self._target(pieces, is_image)
+        counts = {"lengths": pieces.lengths, "responses": responses.lengths}
         placed: dict[str, _Placed] = {"input_ids": (PerToken(torch.int64), ids, pieces)}
-        if self.target is not None and self.target.name == "labels":
+        if self._has_labels:
             placed["labels"] = PerToken(torch.int64, IGNORE_INDEX), target, pieces
         elif self.are_rollouts:
             placed["loss_weights"] = PerResponseToken(torch.float32), target, responses
         else:
             placed["loss_weights"] = PerToken(torch.float32), target, pieces
-        counts = {"lengths": pieces.lengths, "responses": responses.lengths}
         for column in self.fields:
             values, entries = column.place(pieces, responses)
             placed[column.name] = column.spec, values, entries
@@ -157,14 +154,15 @@ class ExampleColumns:
         self, pieces: Pieces, is_image: np.ndarray | None
     ) -> tuple[np.ndarray, Pieces, np.ndarray]:
         """Return labels or weights, the response tokens, and trained tokens per piece."""
+        untrained = IGNORE_INDEX if self._has_labels else 0
         if self.num_actions is None:
             responses, most = pieces, pieces.lengths - 1
-            target, untrained = self._given(pieces)
+            target = self._given(pieces)
             target[np.cumsum(pieces.lengths) - pieces.lengths] = untrained
         else:
             responses = _last_of_examples(pieces, self.lengths, self.num_actions)
             most = responses.lengths
-            target, untrained = self._given(responses)
+            target = self._given(responses)
             if is_image is not None:
                 is_image = is_image[_last_tokens(pieces, most)]
         if is_image is not None and is_image.any():  # no model and no processor excludes them
@@ -186,27 +184,25 @@ class ExampleColumns:
 
     def _responses_of_split(self, pieces: Pieces, num_responses: np.ndarray) -> np.ndarray:
         """Return ``num_responses`` int64 [S], in pieces of split examples by the whole example."""
-        is_split = np.zeros(len(self.lengths), dtype=np.bool_)
-        is_split[pieces.examples[pieces.starts > 0]] = True
-        split = np.flatnonzero(is_split)
-        lengths = self.lengths[split]
-        whole = Pieces(split, np.zeros_like(split), lengths, np.zeros(0))
-        target, untrained = self._given(whole)
-        target[np.cumsum(lengths) - lengths] = untrained
-        trained = target if target.dtype == np.bool_ else target != untrained
+        split = np.unique(pieces.examples[pieces.starts > 0])
+        whole = Pieces(split, np.zeros_like(split), self.lengths[split], np.zeros(0))
         num_actions = np.zeros_like(self.lengths)
-        num_actions[split] = count_trained(trained, lengths)[1]
+        num_actions[split] = self._target(whole, None)[1].lengths
         of_whole = _last_of_examples(pieces, self.lengths, num_actions).lengths
-        return np.where(is_split[pieces.examples], of_whole, num_responses)
+        return np.where(np.isin(pieces.examples, split), of_whole, num_responses)
 
-    def _given(self, entries: Pieces) -> tuple[np.ndarray, int]:
-        """Return the target of these entries as it was given, a copy, and its untrained value."""
+    @property
+    def _has_labels(self) -> bool:
+        return self.target is not None and self.target.name == "labels"
+
+    def _given(self, entries: Pieces) -> np.ndarray:
+        """Return the labels or weights of these entries as they were given, a copy."""
         if self.target is None:
-            return np.ones(int(entries.lengths.sum()), dtype=np.bool_), 0
-        if self.target.name == "labels":
-            return placed_labels(self.target.values, entries), IGNORE_INDEX
+            return np.ones(int(entries.lengths.sum()), dtype=np.bool_)
+        if self._has_labels:
+            return placed_labels(self.target.values, entries)
         unit = "token" if self.num_actions is None else "response token"
-        return placed_weights(self.target.name, self.target.values, entries, unit), 0
+        return placed_weights(self.target.name, self.target.values, entries, unit)
 
 
 def _last_of_examples(pieces: Pieces, lengths: np.ndarray, num_actions: np.ndarray) -> Pieces:

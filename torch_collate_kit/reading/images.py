@@ -18,8 +18,6 @@ from torch_collate_kit.reading.entries import as_tensor
 from torch_collate_kit.vision.families import ImageField, num_kept
 from torch_collate_kit.vision.layout import ImageUnits, VisionLayout
 
-__all__ = ["Images"]
-
 _PATCHES_IN_CACHE = 128  # 0.8 MB of float32; fewer at a time take longer (measured)
 
 
@@ -50,11 +48,11 @@ class Images:
         return patches
 
     def _ends(self, example: int) -> np.ndarray:
-        """int64 [U], the token after the last placeholder of each image of an example."""
+        """Return the token after the last placeholder of each image of an example: int64 [U]."""
         return self._places(example)[np.cumsum(self.units[example].tokens) - 1] + 1
 
     def _places(self, example: int) -> np.ndarray:
-        """int64, the tokens of an example that are placeholders."""
+        """Return the tokens of an example that are placeholders: int64."""
         return np.flatnonzero(self.input_ids[example] == self.layout.image_token_id)
 
     def cut_before(self, example: int, limit: int) -> int:
@@ -115,42 +113,43 @@ class Images:
 
     def place(self, pieces: Pieces) -> dict[str, tuple[PerImage, Tensor, Pieces]]:
         """Return by field the entries of the pieces, a copy in one pass; and which they are."""
-        kept = self.kept(pieces)
-        placed = {}
+        kept, placed = self.kept(pieces), {}
         for name in self.arrays:
             parts = self._parts(name, pieces, kept)
             lengths = np.zeros_like(kept)
-            for piece, part in parts.items():
-                lengths[piece] = len(part)
-            owners = [(int(pieces.examples[piece]), part) for piece, part in parts.items()]
+            lengths[list(parts)] = [len(array) for _, array in parts.values()]
             entries = pieces._replace(starts=np.zeros_like(kept), lengths=lengths)
-            placed[name] = (self._spec(name), self._column(name, owners), entries)
+            placed[name] = (self._spec(name), self._column(name, list(parts.values())), entries)
         return placed
 
-    def _parts(self, name: str, pieces: Pieces, kept: np.ndarray) -> dict[int, np.ndarray]:
-        """Return the array of a field for each piece that has one, by its number."""
+    def _parts(
+        self, name: str, pieces: Pieces, kept: np.ndarray
+    ) -> dict[int, tuple[int, np.ndarray]]:
+        """Return the example of each piece that has a field, and its part of the array."""
         per, parts = self.layout.fields[name].per, {}
         for piece in np.flatnonzero(kept).tolist():
             i, number = int(pieces.examples[piece]), int(kept[piece])
-            if i not in self.arrays[name]:
+            if (array := self.arrays[name].get(i)) is None:
                 continue
-            array, unit = self.arrays[name][i], self.units[i]
             if per == "example":  # how many images are kept, not how many there were
                 array = kept[piece : piece + 1]
             elif per != "unknown":
-                array = array[: int(unit.entries(per)[:number].sum())]
-            parts[piece] = array
+                array = array[: int(self.units[i].entries(per)[:number].sum())]
+            parts[piece] = i, array
         return parts
 
     def _column(self, name: str, parts: Sequence[tuple[int, np.ndarray]]) -> Tensor:
-        """Parts of examples, one after the other."""
+        """Return parts of examples, one after the other."""
         spec, field = self._spec(name), self.layout.fields[name]
         shape = parts[0][1].shape[1:] if parts else _shape_of_none(name, field, self.layout)
         dtype = torch.bool if field.per == "tile" and field.num_dims == 3 else spec.dtype
         frames = spec.patch_shape
         if frames is not None:  # of a still image one of the equal frames is kept
             shape = (frames[0] * frames[2],)
-        column = _fresh((sum(len(part) for _, part in parts), *shape), dtype)
+        shape = (sum(len(part) for _, part in parts), *shape)
+        column = torch.empty(shape, dtype=dtype)
+        if column.nbytes:
+            column = torch.from_numpy(fresh_bytes(column.nbytes)).view(dtype).view(shape)
         end = 0
         for example, array in parts:
             part = column[end : end + len(array)]
@@ -175,13 +174,6 @@ def _write_first_frames(example: int, patches: np.ndarray, column: Tensor) -> No
                 f"example {example}: the frames of a patch of pixel_values differ, so it is no "
                 "still image (or holds NaN); videos are not supported, give images"
             )
-
-
-def _fresh(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    size = int(np.prod(shape)) * dtype.itemsize
-    if not size:
-        return torch.empty(shape, dtype=dtype)
-    return torch.from_numpy(fresh_bytes(size)).view(dtype).view(shape)
 
 
 def _shape_of_none(name: str, field: ImageField, layout: VisionLayout) -> tuple[int, ...]:

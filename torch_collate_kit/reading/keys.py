@@ -11,27 +11,13 @@ import torch
 from numpy.ma import MaskedArray
 from torch import Tensor
 
-from torch_collate_kit._checks import bare_key, respelt
+from torch_collate_kit._checks import bare_key, respelt, type_name
 from torch_collate_kit.batch.fields import PerToken
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
-from torch_collate_kit.reading.source import Examples, Source, num_rows
+from torch_collate_kit.reading.source import Examples, Source, check_even, num_rows
 from torch_collate_kit.vision import VisionLayout
 from torch_collate_kit.vision.families import IMAGE_FIELDS
-
-__all__ = [
-    "IMAGES",
-    "KNOWN",
-    "MEDIA",
-    "ROLLOUT_KEYS",
-    "TARGETS",
-    "TOKEN_TYPES",
-    "VIDEOS",
-    "check_keys",
-    "first_with",
-    "raw_columns",
-    "unknown_images",
-]
 
 TARGETS = ("loss_mask", "labels", "assistant_masks", "completion_mask")
 KNOWN = ("input_ids", *TARGETS, "num_actions", "attention_mask")
@@ -120,7 +106,7 @@ def _first_example(examples: Sequence[Any], ids: str) -> Mapping[str, Any]:
         for i, example in enumerate(examples):
             if not isinstance(example, Mapping):
                 raise DataError(
-                    f"example {i} is a {type(example).__name__}; an example is a mapping with "
+                    f"example {i} is {type_name(example)}; an example is a mapping with "
                     f"{ids} (of a pandas row pass row.to_dict())"
                 )
     first: Mapping[str, Any] = examples[0]
@@ -153,12 +139,10 @@ def _columns(given: Mapping[str, Any], names: Sequence[str], ids: str) -> dict[s
                 f"column {key} is {type(column).__name__}, which has no rows; a mapping is taken "
                 "as columns, with one entry per example"
             )
-    num_examples = len(raw[ids]) if ids in raw else 0
-    if ids in raw and not num_examples:
-        raise DataError("the batch is empty (0 examples); give at least one")
-    for key, column in raw.items():
-        if ids in raw and len(column) != num_examples:
-            raise DataError(f"column {key} has {len(column)} rows, {ids} has {num_examples}")
+    if ids in raw:
+        if not len(raw[ids]):
+            raise DataError("the batch is empty (0 examples); give at least one")
+        check_even(raw, ids)
     return raw
 
 
@@ -224,12 +208,11 @@ def check_keys(
         name = respelt(str(key), (*KNOWN, *declared))
         if name is not None and name not in owners:
             raise _looks_like(owners[key], name, key)
-    targets = owners.keys() & {*TARGETS}
+    targets = [name for name in TARGETS if name in owners]
     if train_all and targets:
-        target = min(targets, key=TARGETS.index)
         raise DataError(
-            f"{owners[target]} has {target}, and train_all=True trains every token; keep one of "
-            "the two"
+            f"{owners[targets[0]]} has {targets[0]}, and train_all=True trains every token; keep "
+            "one of the two"
         )
     if others and not targets and not train_all:
         raise DataError(
@@ -241,8 +224,7 @@ def check_keys(
 
 
 def _check_rollout_keys(raw: Mapping[str, Any], given: list[str]) -> None:
-    missing = [key for key in _REQUIRED if key not in raw]
-    if missing:
+    if missing := [key for key in _REQUIRED if key not in raw]:
         raise DataError(
             f"no {' and no '.join(missing)} in example 0, got keys {sorted(given)}; a "
             f"rollout has {', '.join(_REQUIRED)}"

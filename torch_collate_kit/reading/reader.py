@@ -1,7 +1,4 @@
-"""Examples in any form -> checked columns. A rollout is an example in other words.
-
-Its prompt and response are one sequence, whose response tokens are the last ``num_actions``.
-"""
+"""Examples in any form -> checked columns; a rollout's response is its last ``num_actions``."""
 
 from __future__ import annotations
 
@@ -25,24 +22,12 @@ from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.arrays import read_images, route_column
 from torch_collate_kit.reading.columns import Kind, Numbers, number_column
-from torch_collate_kit.reading.entries import (
-    DeclaredFields,
-    FieldColumn,
-    are_int32_ids,
-    joined,
-)
+from torch_collate_kit.reading.entries import DeclaredFields, FieldColumn, are_int32_ids, joined
 from torch_collate_kit.reading.examples import ExampleColumns
 from torch_collate_kit.reading.keys import IMAGES, TARGETS, raw_columns
 from torch_collate_kit.reading.source import Examples
-from torch_collate_kit.reading.values import (
-    flag_column,
-    id_column,
-    scalar_column,
-    spread_numbers,
-)
+from torch_collate_kit.reading.values import flag_column, id_column, scalar_column, spread_numbers
 from torch_collate_kit.vision import VisionLayout
-
-__all__ = ["read_columns"]
 
 _SFT_FIELDS: Mapping[str, FieldSpec] = {
     **dict.fromkeys((*TARGETS, "attention_mask"), PerToken(torch.float32)),
@@ -150,8 +135,9 @@ def _rollout_ids(raw: dict[str, Any]) -> tuple[Ragged, np.ndarray]:
 
 def _ids(name: str, column: Any) -> Numbers:
     ids = number_column(name, column, "ids")
-    if not (ids.offsets[1:] > ids.offsets[:-1]).all():
-        i = int((ids.offsets[1:] == ids.offsets[:-1]).argmax())
+    is_empty = ids.offsets[1:] == ids.offsets[:-1]
+    if is_empty.any():
+        i = int(is_empty.argmax())
         if name == "input_ids":
             raise DataError(f"example {i} is empty (input_ids has 0 tokens); filter it out")
         hint = "filter it out"
@@ -194,30 +180,28 @@ def _field(
     kind: Kind = "labels" if key == "labels" else "numbers" if is_float else "whole numbers"
     rows = number_column(key, raw[key], kind)
     if is_response or not np.array_equal(rows.offsets, ids.offsets):
-        lengths, expected = rows.lengths, num_actions if is_response else ids.lengths
-        wrong = np.flatnonzero(lengths != expected)
+        expected = np.asarray(num_actions if is_response else ids.lengths)
+        wrong = np.flatnonzero(rows.lengths != expected)
         if len(wrong):
-            i, expected = int(wrong[0]), np.asarray(expected)
-            found, wanted = _wanted_entries(key, int(expected[i]), is_response, are_rollouts)
-            raise DataError(f"example {i}: {key} has {lengths[i]} entries, {found}; give {wanted}")
+            i = int(wrong[0])
+            wanted = _wanted_entries(key, int(expected[i]), is_response, are_rollouts)
+            raise DataError(f"example {i}: {key} has {rows.lengths[i]} entries, {wanted}")
     return rows
 
 
-def _wanted_entries(
-    key: str, expected: int, is_response: bool, are_rollouts: bool
-) -> tuple[str, str]:
+def _wanted_entries(key: str, expected: int, is_response: bool, are_rollouts: bool) -> str:
     """Return what the example has, and how many entries a field needs, for an error."""
     if not is_response:
-        found = f"{'the rollout' if are_rollouts else 'input_ids'} has {expected} tokens"
+        hint = ""
         if key == "loss_mask":
-            pass_too = "(or pass num_actions too, if it is the mask of the last tokens)"
-            return found, f"one entry per token {pass_too}"
-        return found, "one entry per token"
+            hint = " (or pass num_actions too, if it is the mask of the last tokens)"
+        owner = "the rollout" if are_rollouts else "input_ids"
+        return f"{owner} has {expected} tokens; give one entry per token{hint}"
     if not are_rollouts:
-        return f"num_actions={expected}", "one entry for each of the last num_actions tokens"
+        return f"num_actions={expected}; give one entry for each of the last num_actions tokens"
     numbers = {"rewards": "one number for the last token, or ", "advantages": "one number, or "}
     wanted = f"{numbers.get(key, '')}one entry per response token"
-    return f"response_ids has {expected} tokens", wanted
+    return f"response_ids has {expected} tokens; give {wanted}"
 
 
 def _check_attention_mask(mask: Ragged) -> None:

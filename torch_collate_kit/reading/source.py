@@ -10,24 +10,13 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 from torch import Tensor
 
-from torch_collate_kit._checks import needed_package
+from torch_collate_kit._checks import needed_package, type_name
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged, unchecked
 
 if TYPE_CHECKING:
     import pyarrow as pa  # type: ignore[import-untyped,unused-ignore]
-
-__all__ = [
-    "ArrowFiles",
-    "Examples",
-    "Source",
-    "check_even",
-    "is_a",
-    "is_sequence",
-    "kind_of",
-    "num_rows",
-]
 
 _CHAT_KEYS = ("messages", "conversations", "instruction", "prompt")
 _FORMS = (
@@ -89,8 +78,7 @@ class Source:
         is_other = isinstance(data, no_examples) or is_a(data, "datasets", "DatasetDict")
         is_map_style = hasattr(data, "__len__") and hasattr(data, "__getitem__")
         if is_other or not (is_map_style or isinstance(data, ArrowFiles)):
-            what = f"a {type(data).__name__}"
-            raise TypeError(f"{name} is {what}; pass {others}{_FORMS}")
+            raise TypeError(f"{name} is {type_name(data)}; pass {others}{_FORMS}")
         self.data = data
         self.is_arrow = isinstance(data, ArrowFiles) or (
             is_a(data, "pyarrow", "Table")
@@ -224,17 +212,16 @@ class ArrowFiles:
             raise ValueError("the source mixes Parquet and Arrow files; make two datasets of them")
         self._paths = [os.path.abspath(path) for path in paths]  # a worker may start elsewhere
         (self._is_parquet,) = are_parquet
-        self.column_names = list(dict.fromkeys(name for of in self._names() for name in of))
-
-    def _names(self) -> list[list[str]]:
-        if not self._is_parquet:
-            return [_mapped(path).column_names for path in self._paths]
-        parquet = needed_package("pyarrow.parquet", "reading Parquet files")
-        return [parquet.read_schema(path).names for path in self._paths]
+        if self._is_parquet:
+            parquet = needed_package("pyarrow.parquet", "reading Parquet files")
+            self._names = [parquet.read_schema(path).names for path in paths]
+        else:
+            self._names = [_mapped(path).column_names for path in paths]
+        self.column_names = list(dict.fromkeys(name for of in self._names for name in of))
 
     def select(self, names: list[str]) -> Any:
         """Return the files with these columns alone; of Parquet files a ``datasets.Dataset``."""
-        kept = [[name for name in names if name in found] for found in self._names()]
+        kept = [[name for name in names if name in found] for found in self._names]
         for path, found in zip(self._paths, kept, strict=True):
             if found != kept[0]:
                 raise ValueError(

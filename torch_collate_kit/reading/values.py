@@ -15,8 +15,6 @@ from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.columns import tensor_to_numpy
 from torch_collate_kit.reading.source import is_sequence
 
-__all__ = ["flag_column", "id_column", "is_number", "scalar_column", "spread_numbers"]
-
 _TYPES = {bool: "b", int: "i", float: "f"}  # and the kinds of their dtypes
 
 
@@ -33,11 +31,7 @@ def _one_value(value: Any) -> Any:
 
 def scalar_column(name: str, column: Any, kinds: str, wanted: str) -> np.ndarray:
     """Return numbers of these kinds of dtypes: [N]; Python's own where one is beyond 64 bits."""
-    if (
-        isinstance(column, Tensor)
-        and column.layout is torch.strided
-        and column.device.type == "cpu"
-    ):
+    if isinstance(column, Tensor):
         column = tensor_to_numpy(name, None, column)
     if isinstance(column, np.ndarray) and column.ndim == 1 and column.dtype.kind in kinds:
         return column
@@ -96,14 +90,14 @@ def spread_numbers(name: str, column: Any, lengths: np.ndarray) -> Any:
     """Return rows: a single reward goes to the last token, an advantage to every token."""
     if isinstance(column, Ragged):
         return column
-    if isinstance(column, np.ndarray | Tensor) and column.ndim == 1:
-        column = tensor_to_numpy(name, None, column) if isinstance(column, Tensor) else column
+    if isinstance(column, Tensor) and column.ndim == 1:
+        column = tensor_to_numpy(name, None, column)
+    if isinstance(column, np.ndarray) and column.ndim == 1:
         if column.dtype.kind in "iufb":
             return _spread(name, column, lengths)
         column = column.tolist()
     types = set(map(type, column))
-    are_arrays = types == {np.ndarray} or types == {Tensor}
-    if types == {list} or (are_arrays and all(value.ndim for value in column)):
+    if types == {list} or (types <= {np.ndarray, Tensor} and all(v.ndim for v in column)):
         return column
     are_numbers = [is_number(value) for value in column]
     numbers = np.zeros(len(lengths))

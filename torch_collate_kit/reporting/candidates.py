@@ -173,7 +173,13 @@ def recommended(candidates: Sequence[Mapping[str, Any]], num_tokens: int) -> dic
     """
     packed = [c for c in candidates if c["strategy"] != PADDED]
     if all(c["num_dropped_tokens"] >= num_tokens for c in packed):
-        return _nothing_fits(packed)
+        largest = max(packed, key=lambda candidate: candidate["max_tokens"])
+        return {
+            "max_tokens": largest["max_tokens"],
+            "strategy": largest["strategy"],
+            "reason": "no example fits, so every one is dropped; give a larger max_tokens",
+            "notes": [],
+        }
     fewest = min(map(_num_lost, packed))
     complete = [c for c in packed if _num_lost(c) == fewest]
     lean = [c for c in complete if c["padding"] <= _MOST_PADDING]
@@ -190,17 +196,6 @@ def recommended(candidates: Sequence[Mapping[str, Any]], num_tokens: int) -> dic
         "strategy": best["strategy"],
         "reason": reason,
         "notes": _notes(packed, best, num_tokens),
-    }
-
-
-def _nothing_fits(packed: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the largest ``max_tokens`` that was tried, as there is nothing to choose by."""
-    largest = max(packed, key=lambda candidate: candidate["max_tokens"])
-    return {
-        "max_tokens": largest["max_tokens"],
-        "strategy": largest["strategy"],
-        "reason": "no example fits, so every one is dropped; give a larger max_tokens",
-        "notes": [],
     }
 
 
@@ -222,14 +217,11 @@ def _notes(
     notes = []
     if _num_lost(best):
         notes.append(f"note: {losses(best, num_tokens)}; a larger max_tokens keeps more")
-    smaller = [
-        candidate
-        for candidate in packed
-        if candidate["max_tokens"] < best["max_tokens"]
-        and candidate["padding"] <= _MOST_PADDING  # so it loses more, or it would be the best
-    ]
+    # A smaller one with as little padding loses more, or it would be the best
+    smaller = [c for c in packed if c["max_tokens"] < best["max_tokens"]]
+    smaller = [c for c in smaller if c["padding"] <= _MOST_PADDING]
     if smaller:
-        other = min(smaller, key=lambda candidate: (_num_lost(candidate), candidate["max_tokens"]))
+        other = min(smaller, key=lambda c: (_num_lost(c), c["max_tokens"]))
         notes.append(f"note: max_tokens={other['max_tokens']} {losses(other, num_tokens)}")
     return notes
 

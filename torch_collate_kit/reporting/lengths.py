@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from torch_collate_kit._checks import checked_int, checked_lengths
+from torch_collate_kit._checks import checked_lengths
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.loading import TokenizedDataset
@@ -16,7 +16,7 @@ from torch_collate_kit.packing.pieces import Patches
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.source import Source, check_even, is_sequence
 
-__all__ = ["DataLengths", "checked_limits", "data_lengths"]
+__all__ = ["data_lengths"]
 
 _IDS = (("input_ids",), ("prompt_ids", "response_ids"))
 _NO_NUMBERS = (Mapping, str, os.PathLike)
@@ -45,61 +45,39 @@ def data_lengths(data: Any) -> DataLengths:
     >>> data_lengths([{"input_ids": [5, 6, 7]}, {"input_ids": [8]}]).lengths.tolist()
     [3, 1]
     """
-    found = _found(data)
-    lengths = checked_lengths(found.lengths)
-    if not len(lengths):
-        raise DataError("there are no examples (0 lengths), so nothing to report; pass at least 1")
-    return found._replace(lengths=lengths)
-
-
-def checked_limits(max_tokens: int | Sequence[int]) -> list[int]:
-    """Return one ``max_tokens`` or several, each once, in the order given.
-
-    Raises:
-        TypeError, ValueError: no ints, ints below 1, or none.
-
-    >>> checked_limits(8), checked_limits([8, 16, 8])
-    ([8], [8, 16])
-    """
-    is_one = isinstance(max_tokens, str) or not isinstance(max_tokens, Sequence | np.ndarray)
-    given: Any = [max_tokens] if is_one else max_tokens
-    if not len(given):
-        raise ValueError("max_tokens is empty; give at least one")
-    return list(dict.fromkeys(checked_int("max_tokens", limit) for limit in given))
-
-
-def _found(data: Any) -> DataLengths:
+    patches, smallest = None, 0
     if isinstance(data, Batch):
         raise TypeError(
             "data is a Batch, whose rows are padded or packed already; pass the examples that the "
             "batch was made of"
         )
     if isinstance(data, Ragged):
-        return DataLengths(data.lengths)
-    if _are_numbers(data):
-        return DataLengths(data)
-    source = Source(data, "data", "lengths, or ")
-    if source.is_arrow and "input_ids" in source.names:
-        names = [name for name in ("input_ids", "attention_mask") if name in source.names]
-        data = TokenizedDataset(data, columns=names)
-    if not isinstance(data, TokenizedDataset):
-        return DataLengths(_num_tokens(source))
+        data = data.lengths
+    begins_with_number = is_sequence(data) and not isinstance(next(iter(data), 0), _NO_NUMBERS)
+    if hasattr(data, "dtype") or isinstance(data, range) or begins_with_number:
+        lengths = checked_lengths(data)
+    else:
+        source = Source(data, "data", "lengths, or ")
+        if source.is_arrow and "input_ids" in source.names:
+            names = [name for name in ("input_ids", "attention_mask") if name in source.names]
+            data = TokenizedDataset(data, columns=names)
+        if isinstance(data, TokenizedDataset) and data.vision is not None:
+            patches, smallest = data.patches, data.vision.smallest_tokens
+        is_dataset = isinstance(data, TokenizedDataset)
+        lengths = checked_lengths(_of_dataset(data) if is_dataset else _of_source(source))
+    if not len(lengths):
+        raise DataError("there are no examples (0 lengths), so nothing to report; pass at least 1")
+    return DataLengths(lengths, patches, smallest)
+
+
+def _of_dataset(data: TokenizedDataset) -> np.ndarray:
     for start in range(0, len(data), _ROWS):
         rows = np.arange(start, min(start + _ROWS, len(data)))
         _check_masks(data._column_at("attention_mask", rows), start)
-    if data.vision is None:
-        return DataLengths(data.lengths)
-    return DataLengths(data.lengths, data.patches, data.vision.smallest_tokens)
+    return data.lengths
 
 
-def _are_numbers(data: Any) -> bool:
-    """Return whether data may be lengths: a sequence or an array that begins with a number."""
-    if hasattr(data, "dtype") or isinstance(data, range):
-        return True
-    return is_sequence(data) and not isinstance(next(iter(data), 0), _NO_NUMBERS)
-
-
-def _num_tokens(source: Source) -> np.ndarray:
+def _of_source(source: Source) -> np.ndarray:
     """Return int64 [N], the tokens of each example or rollout; reads some rows at a time."""
     names = next((names for names in _IDS if all(name in source.names for name in names)), _IDS[0])
     if source.is_arrow or isinstance(source.data, Mapping):

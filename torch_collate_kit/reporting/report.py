@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from html import escape
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,7 +31,7 @@ from torch_collate_kit.reporting.candidates import (
     histogram,
     recommended,
 )
-from torch_collate_kit.reporting.lengths import checked_limits, data_lengths
+from torch_collate_kit.reporting.lengths import data_lengths
 from torch_collate_kit.reporting.plots import PLOTS
 
 if TYPE_CHECKING:
@@ -216,15 +217,15 @@ def _packings(
     packing: PackingOptions, max_tokens: int | Sequence[int], strategies: Sequence[str]
 ) -> list[PackingOptions]:
     """Return every ``max_tokens`` with every strategy, each once, in the order given."""
-    if isinstance(strategies, str):
-        strategies = [strategies]
-    if not len(strategies):
-        raise ValueError("strategies is empty; give at least one")
-    return [
-        replace(packing, max_tokens=limit, strategy=strategy)
-        for limit in checked_limits(max_tokens)
-        for strategy in dict.fromkeys(strategies)
-    ]
+    is_one = isinstance(max_tokens, str) or not isinstance(max_tokens, Sequence | np.ndarray)
+    limits: Any = [max_tokens] if is_one else max_tokens
+    names = [strategies] if isinstance(strategies, str) else strategies
+    for option, given in (("max_tokens", limits), ("strategies", names)):
+        if not len(given):
+            raise ValueError(f"{option} is empty; give at least one")
+    limits = dict.fromkeys(checked_int("max_tokens", limit) for limit in limits)
+    pairs = product(limits, dict.fromkeys(names))
+    return [replace(packing, max_tokens=limit, strategy=strategy) for limit, strategy in pairs]
 
 
 def _report(
@@ -237,8 +238,7 @@ def _report(
     candidates = list(candidates_of(lengths, packings, images, batch_size, padded_batch_size))
     num_tokens = int(lengths.sum())
     options = packings[0].as_state()
-    for name in ("max_tokens", "strategy"):
-        del options[name]
+    del options["max_tokens"], options["strategy"]
     return PackingReport(
         data={
             "num_examples": len(lengths),
@@ -297,13 +297,10 @@ def _table(report: PackingReport) -> tuple[list[str], list[list[str]]]:
         columns["rank cost"] = [f"{c['cost_max_over_mean']:.2f}" for c in candidates]
     columns["plan"] = [_time(c["plan_seconds"]) for c in candidates]
     for name in ("efficiency", "plan"):  # the former is 100% less the padding
-        if _width(columns) > _WIDTH:
+        widths = [max(map(len, (title, *cells))) for title, cells in columns.items()]
+        if sum(widths) + 2 * (len(widths) - 1) > _WIDTH:
             del columns[name]
     return list(columns), [list(row) for row in zip(*columns.values(), strict=True)]
-
-
-def _width(columns: Mapping[str, Sequence[str]]) -> int:
-    return sum(2 + max(map(len, (title, *cells))) for title, cells in columns.items()) - 2
 
 
 def _time(seconds: float) -> str:
@@ -317,4 +314,4 @@ def _recommendation(report: PackingReport) -> list[str]:
     if fits_nothing(report):
         return [f"recommended: nothing; {best['reason']}"]
     first = f"recommended: max_tokens={best['max_tokens']}, {best['strategy']}"
-    return [first, f"  {best['reason']}", *(f"  {note}" for note in best["notes"])]
+    return [first, *(f"  {line}" for line in (best["reason"], *best["notes"]))]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torch_collate_kit.rl.advantages import compute_advantages
-from torch_collate_kit.rl.boundaries import mini_batch_boundaries, prompt_boundaries
+from torch_collate_kit.rl.groups import mini_batch_boundaries, prompt_boundaries
 from torch_collate_kit.rl.merging import merge_steps
 from torch_collate_kit.rl.micro_batches import micro_batches
 from torch_collate_kit.rl.normalization import normalize_advantages

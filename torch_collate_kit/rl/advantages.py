@@ -24,13 +24,6 @@ __all__ = ["check_epsilon", "compute_advantages", "whitened"]
 
 _OUTCOME = ("grpo", "grpo_no_std", "rloo", "maxrl")
 _ESTIMATORS = (*_OUTCOME, "gae", "reinforce++")
-_NOT_FINITE = (
-    "row {row}: the value at column {column} is {value}; values of response tokens must be finite"
-)
-_LOST = (
-    "row {row} is not the last step of its trajectory, but has reward {value} at column {column}, "
-    "which would be lost; add it to the last step"
-)
 
 
 def compute_advantages(
@@ -129,7 +122,8 @@ def compute_advantages(
         if values is None:  # discounted sums of the rewards
             values, lam, whiten = torch.zeros_like(given), 1.0, True
         critic = values.detach().to(given)
-        refuse_cells(~critic.isfinite() & valid, critic, _NOT_FINITE)
+        message = "row {row}: the value at column {column} is {value}; values of response tokens "
+        refuse_cells(~critic.isfinite() & valid, critic, message + "must be finite")
         advantages = _gae(given, critic, valid, gamma=gamma, lam=lam)
         if whiten:
             advantages = whitened(advantages, valid, epsilon=epsilon)
@@ -139,19 +133,16 @@ def compute_advantages(
 def _check(rewards: Any, response_mask: Any, estimator: str, values: Any, whiten: bool) -> None:
     checked_choice("estimator", estimator, _ESTIMATORS)
     checked_tensors(rewards=rewards, response_mask=response_mask)
+    checked_bool("whiten", whiten)
     if estimator == "gae":
         if values is None:
             raise ValueError('estimator="gae" needs values [B, A], the critic\'s estimates')
         checked_tensors(rewards=rewards, values=values)
-    elif values is not None:
-        raise ValueError(
-            f'values are read by estimator="gae" only, got them with {estimator!r}; leave them out'
-        )
-    if checked_bool("whiten", whiten) and estimator != "gae":
-        raise ValueError(
-            f'whiten=True is read by estimator="gae" only, got it with {estimator!r}; use '
-            "normalize_advantages(..., z_score=True)"
-        )
+    elif values is not None or whiten:
+        what, hint = "values", "leave it out"
+        if whiten:
+            what, hint = "whiten=True", "use normalize_advantages(..., z_score=True)"
+        raise ValueError(f'{what} is read by estimator="gae" only, got {estimator!r}; {hint}')
 
 
 def _check_rewards(rewards: Tensor, valid: Tensor) -> None:
@@ -170,7 +161,12 @@ def _scores(
     """Return the score and uid of each trajectory, and the trajectory of each of ``rows``."""
     is_earlier = torch.zeros(len(rewards), 1, dtype=torch.bool)
     is_earlier[rows[~last]] = True
-    refuse_cells((rewards != 0) & is_earlier.to(rewards.device), rewards, _LOST)
+    refuse_cells(
+        (rewards != 0) & is_earlier.to(rewards.device),
+        rewards,
+        "row {row} is not the last step of its trajectory, but has reward {value} at column "
+        "{column}, which would be lost; add it to the last step",
+    )
     uids = [keys[i] for i in rows.tolist()]
     trajectory_of = trajectories(last, uids, rows)
     scores = rewards.sum(dim=1).cpu().double().numpy()[rows[last]]

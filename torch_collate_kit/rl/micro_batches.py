@@ -73,7 +73,7 @@ def micro_batches(
         )
     own, of_ranks = (-(-widths // multiple) * multiple for widths in (own, of_ranks))
     _check_budget(of_ranks, max_tokens)
-    count = max(_fewest(widths, max_tokens) for widths in of_ranks)
+    count = max(len(_sizes(-np.sort(-widths), max_tokens)) for widths in of_ranks)
     has_image: Any = batch.metadata.get("row_has_image")
     if has_image is not None:
         ranks = [_rows(widths, max_tokens, count) for widths in of_ranks]
@@ -112,16 +112,11 @@ def _check_budget(of_ranks: np.ndarray, max_tokens: int) -> None:
         )
 
 
-def _fewest(widths: Ints, max_cells: int) -> int:
-    """Return the least number of micro-batches that hold rows of these widths, int64 [N]."""
-    return len(_sizes(np.sort(widths)[::-1].tolist(), max_cells))
-
-
 def _rows(widths: Ints, max_cells: int, num_micro_batches: int) -> list[Ints]:
     """Return the rows of each micro-batch, widest first, with the fewest cells in the largest."""
     order = np.argsort(-widths, kind="stable")
-    descending = widths[order].tolist()
-    low, high = descending[0], max_cells
+    descending = widths[order]
+    low, high = int(descending[0]), max_cells
     while low < high:  # the smallest budget for which that many are enough
         middle = (low + high) // 2
         if len(_sizes(descending, middle)) <= num_micro_batches:
@@ -136,11 +131,10 @@ def _rows(widths: Ints, max_cells: int, num_micro_batches: int) -> list[Ints]:
     return parts
 
 
-def _sizes(descending: list[int], max_cells: int) -> list[int]:
+def _sizes(descending: Ints, max_cells: int) -> list[int]:
     """Return the number of rows of each micro-batch, filled greedily, which is optimal."""
-    sizes: list[int] = []
-    first = 0
-    while first < len(descending):
-        sizes.append(min(max_cells // descending[first], len(descending) - first))
+    widths, sizes, first = descending.tolist(), list[int](), 0
+    while first < len(widths):
+        sizes.append(min(max_cells // widths[first], len(widths) - first))
         first += sizes[-1]
     return sizes

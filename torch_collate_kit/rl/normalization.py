@@ -11,8 +11,7 @@ from torch import Tensor
 
 from torch_collate_kit._checks import checked_bool, checked_choice, checked_int
 from torch_collate_kit.rl.advantages import check_epsilon, whitened
-from torch_collate_kit.rl.boundaries import checked_boundaries
-from torch_collate_kit.rl.groups import Uids, checked_uids, group_numbers
+from torch_collate_kit.rl.groups import Uids, checked_boundaries, checked_uids, group_numbers
 from torch_collate_kit.rl.response_tensors import (
     checked_mask,
     checked_tensors,
@@ -24,7 +23,6 @@ from torch_collate_kit.rl.response_tensors import (
 __all__ = ["normalize_advantages"]
 
 _REDUCTIONS = ("token_mean", "sequence_mean", "prompt_mean", "constant_length_mean")
-_NOT_FINITE = "row {row}: the advantage at column {column}, a loss token, is {value}, not finite"
 
 
 def normalize_advantages(
@@ -89,7 +87,8 @@ def normalize_advantages(
     edges = checked_boundaries(boundaries, len(advantages))
     trained = checked_mask("loss_mask", loss_mask).to(advantages.device)
     scaled = torch.where(trained, wide(advantages), 0)
-    refuse_cells(~scaled.isfinite(), scaled, _NOT_FINITE)
+    message = "row {row}: the advantage at column {column}, a loss token, is {value}, not finite"
+    refuse_cells(~scaled.isfinite(), scaled, message)
     counts = trained.sum(dim=1).cpu().numpy()
     units, length = _units(reduction, len(counts), uids), None
     if reduction == "constant_length_mean":

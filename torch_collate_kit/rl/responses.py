@@ -90,7 +90,10 @@ def from_response_values(
             [0., 0., 3.]])
     """
     name, num_columns, device = _checked(responses)
-    owners, cells = _cells_of_lists(len(values), responses, num_columns)
+    if isinstance(responses, Batch):
+        owners, cells = cells_by_example(responses, num_columns)
+    if not isinstance(responses, Batch) or len(owners) != len(values):
+        owners, cells = np.arange(len(values)), _cells(responses, num_columns)
     if len(values) != len(cells):
         unit = "examples" if isinstance(responses, Batch) else "rows"
         raise ValueError(
@@ -125,18 +128,6 @@ def _checked(responses: Any) -> tuple[str, int, torch.device]:
             'response_mask, batch["response_mask"]'
         )
     return "the batch", placement.response_length, ids.device
-
-
-def _cells_of_lists(
-    num_lists: int, responses: Batch | Tensor, num_columns: int
-) -> tuple[Sequence[int] | np.ndarray, Ragged]:
-    """Return the example (or row) of each list, and its cells."""
-    if isinstance(responses, Batch):
-        examples, cells = cells_by_example(responses, num_columns)
-        if len(examples) == num_lists:
-            return examples, cells
-    cells = _cells(responses, num_columns)
-    return range(len(cells)), cells
 
 
 def _cells(responses: Batch | Tensor, num_columns: int) -> Ragged:

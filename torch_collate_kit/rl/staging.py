@@ -18,7 +18,7 @@ from torch_collate_kit.packing import ModelCost
 from torch_collate_kit.packing.balance import over_ranks
 from torch_collate_kit.packing.rows import row_sums
 from torch_collate_kit.ragged import Ragged
-from torch_collate_kit.rl.boundaries import checked_boundaries
+from torch_collate_kit.rl.groups import checked_boundaries
 
 __all__ = ["stage_mini_batches", "unstage", "warn_if_images_differ"]
 
@@ -169,11 +169,11 @@ def _stage(
 
 def _rows_with_images(batch: Batch) -> np.ndarray:
     """Return which rows have images: bool [R]."""
-    has_image = np.zeros(len(batch), dtype=bool)
     columns = batch.stored().columns
-    if columns is not None and columns.placement.vision is not None:
-        for name in columns.placement.vision.fields.keys() & columns.values.keys():
-            has_image |= columns.values[name].lengths > 0
+    fields = () if columns.placement.vision is None else columns.placement.vision.fields
+    has_image = np.zeros(len(batch), dtype=bool)
+    for name in columns.values.keys() & set(fields):
+        has_image |= columns.values[name].lengths > 0
     return has_image
 
 
@@ -226,10 +226,13 @@ def _check_output(name: str, output: Any, first: Any) -> None:
             f"{name} is {type(output).__name__}; pass a tensor or ndarray with rows first, or a "
             "list with one entry per row"
         )
-    found, expected = (
-        type(value).__name__
-        + ("" if isinstance(value, list) else f" {list(value.shape[1:])} per row on {value.device}")
-        for value in (output, first)
-    )
-    if found != expected:
-        raise TypeError(f"{name} is {found}, outputs[0][0] is {expected}; all must be alike")
+    if _kind(output) != _kind(first):
+        raise TypeError(
+            f"{name} is {_kind(output)}, outputs[0][0] is {_kind(first)}; all must be alike"
+        )
+
+
+def _kind(output: Any) -> str:
+    if isinstance(output, list):
+        return "list"
+    return f"{type(output).__name__} {list(output.shape[1:])} per row on {output.device}"

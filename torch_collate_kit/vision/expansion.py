@@ -26,6 +26,10 @@ _MARKS = re.compile(f"[{_BEGIN}{_END}]")
 # Tokens around a placeholder that belong to the image.
 _OPENINGS = ("<|vision_start|>", "<|begin_of_image|>")
 _CLOSINGS = ("<|vision_end|>", "<|end_of_image|>")
+_WITHOUT_CHATS = {
+    "other": "is not in the table of families (docs/vision.md), so its placeholders are unknown",
+    "paligemma": "has no conversations, but a prompt and its `suffix`",
+}
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,11 @@ class ImageProcessing(NamedTuple):
         if not places:
             _check_no_token(text, token)
             return Expansion(text, [], [], [], {}, {})
-        images = [self._image(source, where) for where, source in sources]
+        if self._from_sizes:  # arrays of their sizes, which take no memory
+            sizes = [(*self.files.size(source, where), 3) for where, source in sources]
+            images: list[Any] = [np.broadcast_to(np.uint8(0), size) for size in sizes]
+        else:
+            images = [self.files.load(source, where) for where, source in sources]
         pieces, output = self._process(text, images)
         expanded, edges = "".join(pieces), [0, *itertools.accumulate(map(len, pieces))]
         spans = list(zip(edges[1:-1:2], edges[2::2], strict=True))
@@ -109,13 +117,9 @@ class ImageProcessing(NamedTuple):
     @property
     def _from_sizes(self) -> bool:
         """Whether the processor is called with sizes alone; Gemma-3 cuts crops by the pixels."""
-        return not self.pixels and not _option(self.processor, "do_pan_and_scan")
-
-    def _image(self, source: Any, where: str) -> Any:
-        """Load an image, or make an array of its size that takes no memory."""
-        if self._from_sizes:
-            return np.broadcast_to(np.uint8(0), (*self.files.size(source, where), 3))
-        return self.files.load(source, where)
+        defaults = getattr(self.processor, "images_kwargs", None) or {}
+        is_cropped = getattr(self.processor.image_processor, "do_pan_and_scan", None)
+        return not self.pixels and not (is_cropped or defaults.get("do_pan_and_scan"))
 
     def _process(self, text: str, images: list[Any]) -> tuple[list[str], Any]:
         """Return the pieces of text (every other one is an image's) and the processor's output."""
@@ -133,7 +137,8 @@ class ImageProcessing(NamedTuple):
                 **({} if self._from_sizes else {"do_convert_rgb": True}),
             )
         except (ValueError, TypeError, ZeroDivisionError) as error:
-            sizes = ", ".join(f"{height} x {width}" for height, width in map(_size, images))
+            shapes = [getattr(image, "shape", None) or image.size[::-1] for image in images]
+            sizes = ", ".join(f"{height} x {width}" for height, width, *_ in shapes)
             raise DataError(
                 f"{type(self.processor).__name__} refuses the images of {sizes} pixels: {error}; "
                 "resize or remove them"
@@ -187,15 +192,10 @@ def image_processing(processor: Any, files: ImageFiles, pixels: bool) -> ImagePr
     """
     layout = VisionLayout.of(processor)
     name = type(processor).__name__
-    if layout.family_name == "other":
+    if layout.family_name in _WITHOUT_CHATS:
         raise ValueError(
-            f"{name} is not in the table of families (docs/vision.md), so its placeholders are "
-            "unknown; call it yourself, and pass its output to a collator"
-        )
-    if layout.family_name == "paligemma":
-        raise ValueError(
-            f"{name} has no conversations, but a prompt and its `suffix`; call it yourself, and "
-            "pass its output to a collator"
+            f"{name} {_WITHOUT_CHATS[layout.family_name]}; call it yourself, and pass its output "
+            "to a collator"
         )
     if not processor.tokenizer.is_fast:
         raise ValueError(
@@ -227,19 +227,8 @@ class _Recorder:
         return self._tokenizer(text, **options)
 
 
-def _option(processor: Any, name: str) -> Any:
-    """Return a setting of the image processor, or the processor's own default."""
-    default = (getattr(processor, "images_kwargs", None) or {}).get(name)
-    return getattr(processor.image_processor, name, None) or default
-
-
 def _with_ends(text: str, start: int, end: int) -> tuple[int, int]:
     """Extend the span by the tokens that open and close an image."""
     opening = next((token for token in _OPENINGS if text.endswith(token, 0, start)), "")
     closing = next((token for token in _CLOSINGS if text.startswith(token, end)), "")
     return start - len(opening), end + len(closing)
-
-
-def _size(image: Any) -> tuple[int, int]:
-    """Return height and width."""
-    return image.shape[:2] if isinstance(image, np.ndarray) else image.size[::-1]

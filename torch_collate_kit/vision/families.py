@@ -11,7 +11,6 @@ __all__ = [
     "IMAGE_FIELDS",
     "OTHER",
     "PIXEL_FIELDS",
-    "SHARED_PROCESSORS",
     "Family",
     "ImageField",
     "family_of",
@@ -74,7 +73,7 @@ _SIZED = {**_TILES, "image_sizes": ImageField("image", 2)}
 _MASKED = {**_TILES, "pixel_attention_mask": ImageField("tile", 3, "iufb")}
 _IMAGES = {"pixel_values": ImageField("image", 4, _PIXELS)}
 _CARRIES_STATE = "its linear-attention layers carry their state from one example to the next"
-_QWEN3_5 = ("qwen3_5", "qwen3_5_moe")  # their processor is Qwen3-VL's, see SHARED_PROCESSORS
+_QWEN3_5 = ("qwen3_5", "qwen3_5_moe")  # their processor is Qwen3-VL's, see _SHARED_PROCESSORS
 
 FAMILIES = (
     Family("qwen2_vl", ("Qwen2VLProcessor",), ("qwen2_vl",), _GRID, "mrope"),
@@ -120,7 +119,7 @@ FAMILIES = (
         "does not run batches that mix examples with and without images",
     ),
 )
-SHARED_PROCESSORS: Mapping[str, tuple[str, ...]] = {
+_SHARED_PROCESSORS: Mapping[str, tuple[str, ...]] = {
     "Qwen3VLProcessor": ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen4_exp"),
     "Glm4vProcessor": ("glm4v", "glm4v_moe"),
     "Idefics3Processor": ("idefics3", "modernvbert", "ultravbert"),
@@ -153,7 +152,7 @@ def family_of(processor: Any = None, config: Any = None) -> Family:
 def sharing_models(processor: Any) -> tuple[str, ...]:
     """Return the model types that share the class of a processor, if they are several."""
     names = (base.__name__ for base in type(processor).__mro__)
-    return next((SHARED_PROCESSORS[name] for name in names if name in SHARED_PROCESSORS), ())
+    return next((_SHARED_PROCESSORS[name] for name in names if name in _SHARED_PROCESSORS), ())
 
 
 def num_kept(fields: Collection[str], count: int, *, of: int) -> int:

@@ -72,7 +72,14 @@ class ImageFiles(NamedTuple):
             found = source.get("bytes") if source.get("bytes") is not None else source.get("path")
             source = source if found is None else found
         if isinstance(source, np.ndarray):
-            source = _from_array(source, where)
+            channels = source.shape[2] if source.ndim == 3 else 1
+            if source.dtype != np.uint8 or source.ndim not in (2, 3) or channels not in (1, 3, 4):
+                raise DataError(
+                    f"{where} is an array of shape {source.shape} and dtype {source.dtype}; give "
+                    "uint8 of shape [H, W], [H, W, 1], [H, W, 3] or [H, W, 4]"
+                )
+            source = np.ascontiguousarray(source[..., 0] if source.shape[2:] == (1,) else source)
+            source = _package().Image.fromarray(source)
         if isinstance(source, _package().Image.Image):
             self._check_header(source, where)
             yield source
@@ -86,9 +93,12 @@ class ImageFiles(NamedTuple):
             name = repr(str(source))
             file = _open_file(self._path(source, where), name, where)
         else:
+            kind = f"of type {type(source).__name__}"
+            if isinstance(source, Mapping):
+                kind = f"a dict with the keys {sorted(map(str, source))} and no `bytes` or `path`"
             raise DataError(
-                f"{where} is {_kind(source)}; give a path, bytes, a data URI, a PIL image, a "
-                "uint8 array, or the dict of a datasets.Image column"
+                f"{where} is {kind}; give a path, bytes, a data URI, a PIL image, a uint8 array, "
+                "or the dict of a datasets.Image column"
             )
         with file, self._open(file, where, name) as image:
             self._check_header(image, where)
@@ -241,17 +251,6 @@ def decoded_base64(text: str, where: str) -> bytes:
         raise DataError(f"{where} has invalid base64 ({error}); fix it") from error
 
 
-def _from_array(array: np.ndarray, where: str) -> Any:
-    channels = array.shape[2] if array.ndim == 3 else 1
-    if array.dtype != np.uint8 or array.ndim not in (2, 3) or channels not in (1, 3, 4):
-        raise DataError(
-            f"{where} is an array of shape {array.shape} and dtype {array.dtype}; give uint8 of "
-            "shape [H, W], [H, W, 1], [H, W, 3] or [H, W, 4]"
-        )
-    flat = array[:, :, 0] if array.ndim == 3 and channels == 1 else array
-    return _package().Image.fromarray(np.ascontiguousarray(flat))
-
-
 def _check_depth(image: Any, where: str) -> None:
     """Refuse pixels of more than 8 bits that conversion to RGB would cut off."""
     if image.mode == "F" or (image.mode.startswith("I") and image.getextrema()[1] > 255):
@@ -278,10 +277,3 @@ def _has_late_texts(image: Any) -> bool:
         return False
     finally:
         file.seek(start)
-
-
-def _kind(source: Any) -> str:
-    """Describe the type of a source, or the keys of its dict."""
-    if isinstance(source, Mapping):
-        return f"a dict with the keys {sorted(map(str, source))} and no `bytes` or `path`"
-    return f"of type {type(source).__name__}"

@@ -12,13 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torch_collate_kit._reprs import dataclass_repr
-from torch_collate_kit.vision.families import (
-    FAMILIES,
-    OTHER,
-    PIXEL_FIELDS,
-    Family,
-    ImageField,
-)
+from torch_collate_kit.vision.families import FAMILIES, OTHER, PIXEL_FIELDS, Family, ImageField
 from torch_collate_kit.vision.settings import layout_settings
 
 __all__ = ["ImageUnits", "VisionLayout", "is_no_image"]
@@ -134,7 +128,7 @@ class VisionLayout:
         return any(field.per == "image" for field in self.fields.values())
 
     def units(self, fields: Mapping[str, np.ndarray]) -> ImageUnits:
-        """Count the images of one example from its processor's fields, with tiles laid flat.
+        """Count the images of examples from their processor's fields, with tiles laid flat.
 
         Fields may lack pixels, as those of ``tokenize_chat(..., pixels=False)``. An example without
         any of them has no images.
@@ -148,18 +142,21 @@ class VisionLayout:
             patches = fields["image_grid_thw"].astype(np.int64).prod(axis=1)
             return ImageUnits(patches // self.merge_size**2, patches, np.ones_like(patches))
         if self.family.has_sizes:
-            is_cut = int(fields.get("batch_num_images", np.ones(1))[0]) == 1
-            sizes = [tuple(size) for size in fields["image_sizes"].tolist()]
-            counts = [self.of_size(height, width, is_cut=is_cut) for height, width in sizes]
+            sizes, in_examples = fields["image_sizes"].tolist(), fields.get("batch_num_images")
+            is_alone = np.ones(len(sizes), dtype=bool)
+            if in_examples is not None:
+                later = in_examples.cumsum()[:-1]  # the first image of each later example
+                owners = np.searchsorted(later, np.arange(len(sizes)), side="right")
+                is_alone = in_examples[owners] == 1
+            pairs = zip(sizes, is_alone.tolist(), strict=True)
+            counts = [_llava_counts(self, *size, alone) for size, alone in pairs]
             tokens, tiles = np.array(counts, dtype=np.int64).reshape(-1, 2).T
             return ImageUnits(tokens, tiles, tiles)
         if self.family_name == "other":  # only that there are some
             one = np.ones(1, dtype=np.int64)
             return ImageUnits(one, one, one)
-        if "pixel_values" in fields:
-            count = len(fields["pixel_values"])
-        else:
-            count = int(fields["num_tiles"].sum())
+        pixels = fields.get("pixel_values")
+        count = int(fields["num_tiles"].sum()) if pixels is None else len(pixels)
         ones = np.ones(count, dtype=np.int64)
         return ImageUnits(ones * self.tile_tokens, ones, ones)
 
@@ -184,15 +181,6 @@ class VisionLayout:
         patches: list[int] = self.units(fields).patches.tolist()
         return patches
 
-    def of_size(self, height: int, width: int, *, is_cut: bool = True) -> tuple[int, int]:
-        """Return placeholders and tiles of an image of this size in pixels (LLaVA).
-
-        ``is_cut``: False for LLaVA-OneVision if an example has several images.
-        """
-        if self.family_name == "llava_onevision" and not is_cut:
-            return self.tile_tokens + 1, 1
-        return _llava_counts(self, height, width)
-
     @property
     def smallest_tokens(self) -> int:
         """Placeholders of the smallest image."""
@@ -211,7 +199,7 @@ class VisionLayout:
             fields["image_sizes"] = np.array([[size, size]])
             if self.family_name == "llava_onevision":
                 fields["batch_num_images"] = np.array([1])
-        tiles = self.of_size(size, size)[1] if fields else 1
+        tiles = _llava_counts(self, size, size, True)[1] if fields else 1
         # Idefics3 takes a tile of zeros for padding
         fields["pixel_values"] = np.ones((tiles, 3, size, size), np.float32)
         if "pixel_attention_mask" in self.family.fields:
@@ -221,14 +209,15 @@ class VisionLayout:
 
 def is_no_image(entry: Any) -> bool:
     """Check whether an entry of a field is None or empty (a single number is not)."""
-    if entry is None:
-        return True
-    return hasattr(entry, "__len__") and getattr(entry, "ndim", 1) != 0 and len(entry) == 0
+    is_scalar = not hasattr(entry, "__len__") or getattr(entry, "ndim", 1) == 0
+    return entry is None or (not is_scalar and len(entry) == 0)
 
 
 @lru_cache(maxsize=4096)
-def _llava_counts(layout: VisionLayout, height: int, width: int) -> tuple[int, int]:
+def _llava_counts(layout: VisionLayout, height: int, width: int, is_alone: bool) -> tuple[int, int]:
     """Count tokens and tiles: the whole image, and its tiles without padding, a newline per row."""
+    if layout.family_name == "llava_onevision" and not is_alone:
+        return layout.tile_tokens + 1, 1  # only an image that is alone is cut into tiles
     from transformers.image_processing_utils import select_best_resolution
 
     best = select_best_resolution((height, width), list(layout.pinpoints))

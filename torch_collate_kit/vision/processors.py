@@ -114,13 +114,10 @@ def without_video(processor_class: Any) -> Any:
     members = {
         "get_attributes": classmethod(lambda cls: parts),
         # No module has this class, so that workers make it again.
-        "__reduce__": lambda self: (_restored, (processor_class, self.__dict__)),
+        "__reduce__": lambda self: (_without_state, (processor_class,), self.__dict__),
     }
     return type(processor_class.__name__, (processor_class,), members)
 
 
-def _restored(processor_class: Any, state: dict[str, Any]) -> Any:
-    made = without_video(processor_class)
-    processor = made.__new__(made)
-    processor.__dict__.update(state)
-    return processor
+def _without_state(processor_class: Any) -> Any:
+    return object.__new__(without_video(processor_class))

@@ -80,26 +80,21 @@ def _image_token_id(processor: Any) -> int | None:
 
 def _unknown_settings(processor: Any, images: Any, config: Any) -> dict[str, Any]:
     """Return the settings of a family that is not in the table."""
+    known = {"input_ids", "attention_mask", "labels"}
+    for part in ("tokenizer", "image_processor", "video_processor", "feature_extractor"):
+        known |= set(getattr(getattr(processor, part, None), "model_input_names", ()))
+    # fields that the processor adds to those of its parts have one entry per token
+    names = [name for name in getattr(processor, "model_input_names", ()) if name not in known]
+    if getattr(processor, "return_mm_token_type_ids", False):  # PaddleOCR-VL does not list it
+        names.append("mm_token_type_ids")
     settings: dict[str, Any] = {
         "other_fields": tuple(getattr(images, "model_input_names", ())),
-        "token_fields": _token_fields(processor),
+        "token_fields": tuple(dict.fromkeys(names)),
     }
     for name in ("image_token_index", "image_token_id"):  # Ovis2's processor has another one
         if isinstance(found := getattr(config, name, None), int):
             settings["image_token_id"] = found
     return settings
-
-
-def _token_fields(processor: Any) -> tuple[str, ...]:
-    """Return the fields that the processor adds to those of its parts: one entry per token."""
-    parts = ("tokenizer", "image_processor", "video_processor", "feature_extractor")
-    of_parts = {"input_ids", "attention_mask", "labels"}
-    for part in parts:
-        of_parts |= set(getattr(getattr(processor, part, None), "model_input_names", ()))
-    names = [name for name in getattr(processor, "model_input_names", ()) if name not in of_parts]
-    if getattr(processor, "return_mm_token_type_ids", False):  # PaddleOCR-VL does not list it
-        names.append("mm_token_type_ids")
-    return tuple(dict.fromkeys(names))
 
 
 def _side(images: Any) -> int:

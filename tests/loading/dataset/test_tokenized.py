@@ -15,10 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.loading.dataset.dataset_oracle import (
-    ROWS,
-    assert_like_plain_rows,
-)
+from tests.loading.dataset.dataset_oracle import ROWS, assert_like_plain_rows
 from torch_collate_kit.collators import PaddedCollator
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.loading import TokenizedDataset
@@ -201,12 +198,24 @@ def test_columns_chooses():
     assert list(TokenizedDataset(shown)[0]) == ["input_ids"]  # its format hides the others
 
 
-def test_an_empty_chunk_without_buffers():
+def test_buffers_that_are_missing_or_odd():
+    """Files that others wrote have buffers of any length, and none where there is nothing."""
     kind = pa.list_(pa.int32())
     empty = pa.Array.from_buffers(kind, 0, [None, None], children=[pa.array([], pa.int32())])
     column = pa.chunked_array([empty, pa.array([[1, 2]], kind), empty])
     ds = TokenizedDataset(pa.table({"input_ids": column}))
     assert (len(ds), ds.lengths.tolist(), ds[-1]["input_ids"].tolist()) == (1, [2], [1, 2])
+
+    nothing = pa.Array.from_buffers(pa.bool_(), 0, [None, None])
+    chunks = [pa.ListArray.from_arrays([0, 0, 0], nothing), pa.array([[True, False], [True]])]
+    table = pa.table({"input_ids": [[1], [2], [3], [4]], "loss_mask": pa.chunked_array(chunks)})
+    masks = TokenizedDataset(table).__getitems__([0, 3, 1, 2])["loss_mask"]
+    assert masks.tolist() == [[], [True], [], [True, False]]
+
+    numbers = np.array([5, 6], dtype=np.int64).tobytes()
+    values = pa.Array.from_buffers(pa.int64(), 2, [None, pa.py_buffer(numbers + b"\0" * 3)])
+    ds = TokenizedDataset(pa.table({"input_ids": pa.ListArray.from_arrays([0, 2], values)}))
+    assert ds[0]["input_ids"].tolist() == [5, 6]
 
 
 @pytest.mark.parametrize("rows_per_chunk", [1000, 300, 1])
@@ -287,14 +296,6 @@ def test_placeholders_of_images_are_no_loss_tokens(target, expected):
     assert counts.tolist() == expected
 
 
-def test_a_buffer_may_end_within_a_number():
-    """Files that others wrote have buffers of any length."""
-    numbers = np.array([5, 6], dtype=np.int64).tobytes()
-    values = pa.Array.from_buffers(pa.int64(), 2, [None, pa.py_buffer(numbers + b"\0" * 3)])
-    ds = TokenizedDataset(pa.table({"input_ids": pa.ListArray.from_arrays([0, 2], values)}))
-    assert ds[0]["input_ids"].tolist() == [5, 6]
-
-
 @pytest.mark.parametrize("form", ["list", "table"])
 def test_a_pickled_dataset_still_counts_patches_and_image_tokens(form):
     vision = VisionLayout("qwen3_vl", image_token_id=9, merge_size=2)
@@ -309,15 +310,6 @@ def test_a_pickled_dataset_still_counts_patches_and_image_tokens(form):
     assert other.vision == vision
     assert other.patches == ds.patches == [[4]]
     assert other.num_loss_tokens.tolist() == ds.num_loss_tokens.tolist() == [2]
-
-
-def test_bools_of_a_chunk_without_a_buffer():
-    nothing = pa.Array.from_buffers(pa.bool_(), 0, [None, None])
-    chunks = [pa.ListArray.from_arrays([0, 0, 0], nothing), pa.array([[True, False], [True]])]
-    ids = [[1], [2], [3], [4]]
-    table = pa.table({"input_ids": ids, "loss_mask": pa.chunked_array(chunks)})
-    masks = TokenizedDataset(table).__getitems__([0, 3, 1, 2])["loss_mask"]
-    assert masks.tolist() == [[], [True], [], [True, False]]
 
 
 @pytest.mark.parametrize("family", ["internvl", "gemma3", "qwen3_vl"])

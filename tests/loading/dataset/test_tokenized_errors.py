@@ -11,10 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from torch.utils.data import DataLoader
 
-from tests.loading.dataset.dataset_oracle import (
-    ROWS,
-    write_stream,
-)
+from tests.loading.dataset.dataset_oracle import ROWS, write_stream
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.loading import TokenizedDataset
 from torch_collate_kit.ragged import Ragged
@@ -78,8 +75,8 @@ BAD_SOURCES = [
     (_rows(loss_mask="abc"), DataError, "example 1: loss_mask is str; give a list"),
     (_rows(labels=[1]), DataError, "example 0 has no labels, other examples have; give"),
     ([*ROWS, {"input_ids": [1]}], DataError, "example 5 has no loss_mask, other examples have"),
-    (7, TypeError, "source is a int; pass a list of examples, a mapping of columns, a DataFrame"),
-    ([1, 2], DataError, "example 0 is a int; an example is a mapping with input_ids"),
+    (7, TypeError, "source is an int; pass a list of examples, a mapping of columns, a DataFrame"),
+    ([1, 2], DataError, "example 0 is an int; an example is a mapping with input_ids"),
     (Ragged.from_rows([[1]]), TypeError, "source is a Ragged; pass"),
     (datasets.DatasetDict(), TypeError, "source is a DatasetDict; .*of a DatasetDict one"),
 ]

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack
 from multiprocessing import active_children
 from typing import Any
 
@@ -61,14 +61,10 @@ def now() -> None:
 def train(how: str, block: str, *, num_workers: int = 0, in_with: bool = True) -> None:
     data = Stuck(block)
     loader = loader_of(data, num_workers)
-    try:
-        train_on(loader, data, how, num_workers, loader if in_with else nullcontext())
-    finally:
-        print(len(active_children()), "workers are left", file=sys.stderr)
-
-
-def train_on(loader: Any, data: Stuck, how: str, num_workers: int, opened: Any) -> None:
-    with opened:
+    with ExitStack() as after:
+        after.callback(lambda: print(len(active_children()), "workers are left", file=sys.stderr))
+        if in_with:
+            after.enter_context(loader)
         for number, _ in enumerate(loader):
             if number == 1:
                 time.sleep(0.3) if num_workers else data.began.wait()
@@ -107,11 +103,8 @@ def leave_a_hundred(leave: Callable[[PrefetchLoader], None]) -> None:
     gc.freeze()  # what is there already costs most of a collection
     now()
     for _ in range(100):
-        data = DataLoader(
-            range(50),
-            batch_sampler=PrefetchingSampler(50, batch_size=1),
-            collate_fn=collecting,
-        )
+        sampler = PrefetchingSampler(50, batch_size=1)
+        data = DataLoader(range(50), batch_sampler=sampler, collate_fn=collecting)
         leave(PrefetchLoader(data))
         time.sleep(0.002)
     gc.collect()
@@ -131,56 +124,31 @@ CASES: dict[str, Callable[[], None]] = {
 }
 
 
-class Child:
-    """A case in a forked process, which writes to a pipe when its time begins."""
-
-    def __init__(self, case: str) -> None:
-        self.case, self.began, self.seconds = case, 0.0, 0.0
-        self.begin, write = os.pipe()
-        self.said = os.memfd_create("said")
-        self.pid = os.fork()
-        if not self.pid:
-            os.dup2(write, 3, inheritable=False)
-            os.dup2(self.said, 2)
-            CASES[case]()  # and out of the loop that forks, by an error or by the exit
-            sys.exit(0)
-        os.close(write)
-        os.set_blocking(self.begin, False)
-
-    def has_ended(self) -> bool:
-        if not self.began:
-            with suppress(BlockingIOError):
-                os.read(self.begin, 3)
-                self.began = time.perf_counter()
-                if self.case.startswith("ctrl-c"):
-                    os.kill(self.pid, signal.SIGINT)
-            return False
-        has_ended = os.waitpid(self.pid, os.WNOHANG)[0] != 0
-        self.seconds = time.perf_counter() - self.began
-        if not has_ended and self.seconds > LIMIT:
-            os.kill(self.pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)
-            return True
-        return has_ended
-
-    def result(self) -> dict[str, Any]:
-        os.lseek(self.said, 0, os.SEEK_SET)
-        return {"seconds": self.seconds, "said": os.read(self.said, 100_000).decode()}
-
-
-def results(cases: list[str]) -> dict[str, Any]:
-    """Two at a time, which mostly wait: more would take each other's time."""
-    waiting, running, done = list(cases), list[Child](), list[Child]()
-    while waiting or running:
-        while waiting and len(running) < 2:
-            running.append(Child(waiting.pop(0)))
-        done += [child for child in running if child.has_ended()]
-        running = [child for child in running if child not in done]
+def result(case: str) -> dict[str, Any]:
+    """Run a case in a forked process, which writes to a pipe when its time begins."""
+    begin, write = os.pipe()
+    said = os.memfd_create("said")
+    child = os.fork()
+    if not child:
+        os.dup2(write, 3, inheritable=False)
+        os.dup2(said, 2)
+        CASES[case]()  # and out of the loop that forks, by an error or by the exit
+        sys.exit(0)
+    os.close(write)
+    os.read(begin, 3)
+    began = time.perf_counter()
+    if case.startswith("ctrl-c"):
+        os.kill(child, signal.SIGINT)
+    while not os.waitpid(child, os.WNOHANG)[0]:
+        if time.perf_counter() - began > LIMIT:
+            os.kill(child, signal.SIGKILL)
         time.sleep(0.01)
-    return {child.case: child.result() for child in done}
+    seconds = time.perf_counter() - began
+    os.lseek(said, 0, os.SEEK_SET)
+    return {"seconds": seconds, "said": os.read(said, 100_000).decode()}
 
 
 if __name__ == "__main__":
     gc.freeze()  # else much of a child's end is the collection of what was imported
     os.dup2(0, 3)  # that no pipe or file of ours has this number
-    print(json.dumps(results(list(CASES))))
+    print(json.dumps({case: result(case) for case in sys.argv[1:] or CASES}))

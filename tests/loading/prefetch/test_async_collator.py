@@ -10,14 +10,9 @@ from queue import SimpleQueue
 
 import pytest
 
-from tests.loading.hang_guard import (
-    interrupt_main_thread,
-    once_main_thread_waits,
-    our_threads,
-)
+from tests.loading.hang_guard import interrupt_main_thread, once_main_thread_waits, our_threads
 from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading import AsyncBatchCollator
-from torch_collate_kit.loading.prefetch import async_collator
 
 
 class Held:
@@ -109,7 +104,7 @@ def test_an_interrupt_in_submit_leaves_no_batch_that_nobody_waits_for(monkeypatc
                 compute.started.wait()
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(async_collator, "SimpleQueue", Interrupted)
+    monkeypatch.setattr(f"{AsyncBatchCollator.__module__}.SimpleQueue", Interrupted)
     with AsyncBatchCollator(compute) as collator:
         collator.submit(0)
         assert collator.get(0) == 0

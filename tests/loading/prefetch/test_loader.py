@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader
 
-from tests.loading.hang_guard import (
-    our_threads,
-)
+from tests.loading.hang_guard import our_threads
 from tests.loading.prefetch.toy_data import (
     COLLATORS,
     EXAMPLES,
     Watched,
+    digests,
     digests_of,
     expected_digests,
     make_loader,
@@ -25,12 +24,7 @@ from tests.loading.prefetch.toy_data import (
 from torch_collate_kit.collators import PackedCollator, PaddedCollator
 from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading import PrefetchingSampler, PrefetchLoader
-from torch_collate_kit.testing import assert_exact_resume, batch_digest
-
-
-def digests(batches: Any) -> list[str]:
-    return [batch_digest(batch) for batch in batches]
-
+from torch_collate_kit.testing import assert_exact_resume
 
 # ---- one stream ----
 
@@ -246,7 +240,15 @@ def test_reshuffle_drains_what_is_in_flight():
     assert found[2:4] != expected_digests(1)[2:4]
 
 
-@pytest.mark.parametrize("move", ["set_epoch", "load_state_dict", "close", "a newer loop"])
+MOVES: dict[str, Any] = {
+    "set_epoch": lambda loader: loader.set_epoch(2),
+    "load_state_dict": lambda loader: loader.load_state_dict(loader.state_dict()),
+    "close": lambda loader: loader.close(),
+    "a newer loop": lambda loader: next(iter(loader.steps(1))),
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
 def test_a_loop_is_over_when_the_loader_is_moved(move):
     collate = Watched()
     collate.gates[1] = threading.Event()
@@ -255,14 +257,7 @@ def test_a_loop_is_over_when_the_loader_is_moved(move):
         next(batches)
         collate.wait_until_begun(2)
         collate.release_later(1)
-        if move == "set_epoch":
-            loader.set_epoch(2)
-        elif move == "load_state_dict":
-            loader.load_state_dict(loader.state_dict())
-        elif move == "close":
-            loader.close()
-        else:
-            next(iter(loader.steps(1)))
+        MOVES[move](loader)
         assert not collate.is_reading or move == "a newer loop"
         with pytest.raises(StateError, match="closed" if move == "close" else "loop .* is over"):
             next(batches)
@@ -293,10 +288,6 @@ def sized(length: int, batch_size: int, **options: Any) -> PrefetchLoader:
     ids=str,
 )
 def test_a_state_that_does_not_fit_is_refused_and_nothing_is_changed(state, message):
-    check_refused(state, message)
-
-
-def check_refused(state: Any, message: str) -> None:
     with sized(13, 4, seed=0) as loader:
         stream = [batch.tolist() for batch in loader.steps(7)]
         loader.set_epoch(0)

@@ -11,13 +11,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from tests.loading.prefetch.toy_data import COLLATORS, EXAMPLES, collated, make_sampler
+from tests.loading.prefetch.toy_data import COLLATORS, EXAMPLES, collated, digests, make_sampler
 from torch_collate_kit.errors import DataError, StateError
-from torch_collate_kit.loading import (
-    PackedIterableDataset,
-    PrefetchLoader,
-)
-from torch_collate_kit.loading.prefetch import SkippedExample
+from torch_collate_kit.loading import PackedIterableDataset, PrefetchLoader
 from torch_collate_kit.testing import assert_exact_resume, batch_digest
 
 ORDER = list(make_sampler())  # the steps of epoch 0: 4, 4, 4 and 1 examples
@@ -73,8 +69,7 @@ def test_what_cannot_be_read_or_collated_is_left_out(said, name, setting):
     errors = {first: Unpicklable("no such", "shard"), third: KeyError("text")}
     dataset = Broken(errors, bad={second})
     with loader_of(dataset, COLLATORS[name], **setting) as loader:
-        found = [batch_digest(batch) for batch in loader]
-        skipped = loader.skipped
+        found, skipped = digests(loader), loader.skipped
     assert found == expected_without({first, second, third}, COLLATORS[name])
     minus = "DataError: example 0: input_ids is -5 at token 0; token ids are 0 or more"
     errors = ["Unpicklable: no such shard", minus.partition(";")[0], "KeyError: 'text'"]
@@ -137,11 +132,10 @@ class Fails:
 
 
 def test_an_error_that_no_example_has_alone_is_raised():
-    error = RuntimeError("only together")
-    with loader_of(EXAMPLES, Fails(error, ValueError("of the second try"))) as loader:
-        with pytest.raises(RuntimeError, match="only together") as caught:
+    second = RuntimeError("only together, again")
+    with loader_of(EXAMPLES, Fails(RuntimeError("only together"), second)) as loader:
+        with pytest.raises(RuntimeError, match="only together, again"):
             list(loader)
-        assert caught.value is error
         assert loader.skipped == []
         assert loader.state_dict()["sampler"]["step"] == 0
 
@@ -152,14 +146,14 @@ def test_a_step_without_any_example_is_raised_at_its_step(name, num_workers):
     with loader_of(Broken(bad=gone), COLLATORS[name], num_workers=num_workers) as loader:
         batches = loader.steps(4)
         next(batches)
-        with pytest.raises(DataError) as caught:
+        message = (
+            "nothing is left to collate: all examples of a batch of 4 could not be read or "
+            f"collated; the first is example {ORDER[1][0]} of the dataset: DataError: example 0: in"
+        )
+        with pytest.raises(DataError, match=message):
             next(batches)
         assert loader.state_dict()["sampler"]["step"] == 1
         assert loader.skipped == []
-    assert (
-        "nothing is left to collate: all examples of a batch of 4 could not be read or collated; "
-        f"the first is example {ORDER[1][0]} of the dataset: DataError: example 0: input_ids is -5"
-    ) in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -188,16 +182,13 @@ def test_more_than_max_skipped_in_all():
         batches = loader.steps(4)
         for _ in range(2):
             next(batches)
+        message = (
+            rf"(?s)^3 examples are wrong, more than max_skipped=2; the last one: example {bad[-1]} "
+            r"in step 2 of epoch 0: DataError: example 0: input_ids is -5.*\nTraceback \(most rec"
+        )
         for attempt in (batches, loader.steps(1)):  # it can be tried again, and fails again
-            with pytest.raises(DataError) as caught:
+            with pytest.raises(DataError, match=message):
                 next(attempt)
-            first, second, *trace = str(caught.value).splitlines()
-            assert first.startswith(
-                "3 examples are wrong, more than max_skipped=2; the last one: example "
-                f"{bad[-1]} in step 2 of epoch 0: DataError: example 0: input_ids is -5 at token 0"
-            )
-            assert second == "Traceback (most recent call last):"
-            assert "input_ids is -5 at token 0" in trace[-1]
         assert [one.example for one in loader.skipped] == bad[:2]
         assert loader.state_dict()["sampler"]["step"] == 2
     with loader_of(Broken(bad=set(bad)), max_skipped=3) as loader:
@@ -224,10 +215,9 @@ def test_more_than_max_skipped_in_a_row(bad, limit, message):
             if message is None:
                 assert len(list(loader)) == 3
                 continue
-            with pytest.raises(DataError, match=message) as caught:
+            last = f" max_skipped_in_a_row={limit}; the last one: example {bad[-1]} in step 1 of ep"
+            with pytest.raises(DataError, match=message + last):
                 next(loader.steps(1))
-            last = f"max_skipped_in_a_row={limit}; the last one: example {bad[-1]} in step 1 of epo"
-            assert last in str(caught.value)
 
 
 # ---- states ----
@@ -262,40 +252,37 @@ def test_a_loader_that_raises_keeps_what_was_skipped_before():
     with loader_of(Broken(bad=set(ORDER[0][2:]))) as loader:
         next(loader.steps(1))
         state = loader.state_dict()
-    assert state["skipped_in_a_row"] == 2
+    assert state["skipped"]["in_a_row"] == 2
     with loader_of(EXAMPLES, on_error="raise") as loader:
         loader.load_state_dict(state)
-        assert loader.skipped == [SkippedExample(0, 0, i, None) for i in ORDER[0][2:]]
+        assert loader.skipped == [(0, 0, i, None) for i in ORDER[0][2:]]
         next(loader.steps(1))
-        after = loader.state_dict()
-        assert (after["skipped"], after["skipped_in_a_row"]) == (state["skipped"], 2)
-        loader.load_state_dict({k: v for k, v in state.items() if "skipped" not in k})
+        assert loader.state_dict()["skipped"] == state["skipped"]
+        loader.load_state_dict({k: v for k, v in state.items() if k != "skipped"})
         assert loader.skipped == []
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    "skipped",
     [
-        ({"skipped": [[0, 1]]}, "skipped that is not a list of [epoch, step, example]"),
-        ({"skipped": [[True, -1, 3]]}, "skipped that is not a list of [epoch, step, example]"),
-        ({"skipped_in_a_row": 1}, "skipped_in_a_row=1 of 0 that were skipped"),
-        ({"skipped": [[0, 0, 3]]}, "only one of skipped and skipped_in_a_row"),
+        [[0, 1, 3]],
+        {"examples": [[0, 0, 3]]},
+        {"examples": [[0, 1]], "in_a_row": 0},
+        {"examples": [[True, 1, 3]], "in_a_row": 0},
+        {"examples": [[0, -1, 3]], "in_a_row": 0},
+        {"examples": [], "in_a_row": 1},
     ],
     ids=str,
 )
-def test_a_damaged_state_is_refused_and_nothing_is_changed(change, message):
+def test_a_damaged_state_is_refused_and_nothing_is_changed(skipped):
     with loader_of(Broken(bad={ORDER[0][0]})) as loader:
         batches = loader.steps(4)
         first = next(batches)
         before = loader.state_dict()
-        other = {"version": 1, "max_tokens": 8, "sampler": before["sampler"], **change}
-        with pytest.raises(StateError) as caught:
-            loader.load_state_dict(other)
-        assert message in str(caught.value)
-        assert "pass what state_dict() returned" in str(caught.value)
+        with pytest.raises(StateError, match=r"the state has skipped=.*; pass what state_dict\(\)"):
+            loader.load_state_dict(before | {"skipped": skipped})
         assert loader.state_dict() == before
-        found = [batch_digest(batch) for batch in (first, *batches)]
-    assert found == expected_without({ORDER[0][0]})
+        assert digests((first, *batches)) == expected_without({ORDER[0][0]})
 
 
 # ---- settings ----
@@ -303,13 +290,9 @@ def test_a_damaged_state_is_refused_and_nothing_is_changed(change, message):
 
 def test_a_stream_is_refused_and_takes_the_option_itself():
     stream = PackedIterableDataset(EXAMPLES, PACKED)
-    with pytest.raises(TypeError) as caught:
+    message = r"a stream has no sampler; pass it to the stream: PackedIterableDataset\(..., on_err"
+    with pytest.raises(TypeError, match=message):
         PrefetchLoader(DataLoader(stream, batch_size=None), on_error="skip")
-    assert str(caught.value) == (
-        "on_error='skip' of a PrefetchLoader leaves out the examples that a sampler names, and a "
-        "stream has no sampler; pass it to the stream: PackedIterableDataset(..., "
-        "on_error='skip')"
-    )
 
 
 def test_the_loader_of_the_caller_is_not_changed_and_the_repr_names_its_dataset():
@@ -322,7 +305,7 @@ def test_the_loader_of_the_caller_is_not_changed_and_the_repr_names_its_dataset(
 
 def test_a_fault_that_has_passed_costs_nothing(said):
     with loader_of(EXAMPLES, Fails(OSError("timed out"))) as loader:
-        assert [batch_digest(batch) for batch in loader] == expected_without(set())
+        assert digests(loader) == expected_without(set())
     assert said == []
 
 

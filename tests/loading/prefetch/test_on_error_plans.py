@@ -12,10 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from tests.building import packed_sampler
 from torch_collate_kit.collators import PackedCollator
-from torch_collate_kit.loading import (
-    PrefetchLoader,
-    TokenizedDataset,
-)
+from torch_collate_kit.loading import PrefetchLoader, TokenizedDataset
 from torch_collate_kit.packing import ParallelLayout
 from torch_collate_kit.testing import batch_digest
 
@@ -44,13 +41,8 @@ def ranks(gone: Any, *, on_error: str = "skip", **workers: Any) -> list[Prefetch
     collate = PackedCollator(0, max_tokens=12, parallel=LAYOUT)
     made = []
     for rank in range(2):
-        sampler = packed_sampler(
-            COLUMNS.lengths,
-            batch_size=6,
-            dp_rank=rank,
-            num_loss_tokens=TRAINED,
-            packing=collate.packing,
-        )
+        options = {"num_loss_tokens": TRAINED, "packing": collate.packing}
+        sampler = packed_sampler(COLUMNS.lengths, batch_size=6, dp_rank=rank, **options)
         data = DataLoader(Reading(gone), batch_sampler=sampler, collate_fn=collate, **workers)
         made.append(PrefetchLoader(data, on_error=on_error))
     return made
@@ -58,11 +50,7 @@ def ranks(gone: Any, *, on_error: str = "skip", **workers: Any) -> list[Prefetch
 
 def batches_of(loaders: list[PrefetchLoader]) -> list[list[Any]]:
     """Of each rank, those of one epoch."""
-    found = []
-    for loader in loaders:
-        with loader:
-            found.append(list(loader))
-    return found
+    return [list(loader) for loader in loaders]
 
 
 def row_written_out(batch: Any, row: int, gone: Any) -> list[int]:

@@ -1,4 +1,4 @@
-"""Our samplers and streams inside torchdata's StatefulDataLoader, which PrefetchLoader refuses."""
+"""Samplers and streams inside torchdata's StatefulDataLoader; PrefetchLoader inside Accelerate."""
 
 from __future__ import annotations
 
@@ -6,10 +6,18 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.data import DataLoader
 
 from tests.building import mixed_sampler
-from tests.loading.prefetch.toy_data import COLLATORS, EXAMPLES, make_sampler
+from tests.loading.prefetch.toy_data import (
+    COLLATORS,
+    EXAMPLES,
+    digests,
+    expected_digests,
+    make_loader,
+    make_sampler,
+)
 from torch_collate_kit.loading import (
     PackedBatchSampler,
     PackedIterableDataset,
@@ -29,19 +37,16 @@ def stateful() -> Any:
     return pytest.importorskip("torchdata.stateful_dataloader", reason=reason).StatefulDataLoader
 
 
-def planned() -> PackedBatchSampler:
-    return PackedBatchSampler(DATA, COLLATE, batch_size=4, seed=3)
-
-
-KINDS: dict[str, Callable[[], dict[str, Any]]] = {
-    "PrefetchingSampler": lambda: {"batch_sampler": make_sampler()},
-    "PackedBatchSampler": lambda: {"batch_sampler": planned()},
-    "MixedSampler": lambda: {"batch_sampler": mixed_sampler([6, 7], batch_size=4, seed=3)},
+KINDS: dict[str, Callable[[], Any]] = {
+    "PrefetchingSampler": make_sampler,
+    "PackedBatchSampler": lambda: PackedBatchSampler(DATA, COLLATE, batch_size=4, seed=3),
+    "mixture": lambda: mixed_sampler([6, 7], batch_size=4, seed=3),
 }
 
 
 def of_sampler(kind: Any, name: str, num_workers: int) -> Any:
-    return kind(DATA, collate_fn=COLLATE, num_workers=num_workers, **KINDS[name]())
+    sampler = KINDS[name]()
+    return kind(DATA, batch_sampler=sampler, collate_fn=COLLATE, num_workers=num_workers)
 
 
 def of_stream(kind: Any, num_workers: int, **options: Any) -> Any:
@@ -81,3 +86,31 @@ def test_prefetch_loader_refuses_it(stateful):
             "torch.utils.data.DataLoader with the same arguments, or use the StatefulDataLoader "
             "alone: samplers and streams of torch_collate_kit resume inside it"
         )
+
+
+def test_accelerate_takes_it_as_it_is_and_saves_it(tmp_path):
+    from accelerate import Accelerator
+
+    expected = expected_digests(2)
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(1, 1)
+    with make_loader() as loader:
+        prepared_model, prepared = accelerator.prepare(model, loader)
+        assert prepared is loader
+        assert prepared_model is not None
+        accelerator.register_for_checkpointing(loader)
+        batches = loader.steps(8)
+        for _ in range(3):
+            next(batches)
+        accelerator.save_state(str(tmp_path))  # the fourth is in flight
+        assert digests(batches) == expected[3:]
+        accelerator.load_state(str(tmp_path))
+        assert digests(loader.steps(5)) == expected[3:]
+    accelerator.free_memory()
+
+    accelerator = Accelerator(cpu=True)
+    with make_loader() as loader:  # another process
+        accelerator.prepare(torch.nn.Linear(1, 1))
+        accelerator.register_for_checkpointing(loader)
+        accelerator.load_state(str(tmp_path))
+        assert digests(loader.steps(5)) == expected[3:]

@@ -150,9 +150,7 @@ def test_a_state_that_the_stream_has_loaded_is_where_the_loader_begins() -> None
     with make(stream) as loader:
         assert ids(loader) == list(range(4, 12))
     stream.load_state_dict(plain.state_dict())
-    with pytest.raises(
-        StateError, match="the state is of num_workers=0, the dataset has num_workers=2"
-    ):
+    with pytest.raises(StateError, match="state is of num_workers=0, the dataset has num_workers="):
         make(stream, 2)
 
 
@@ -186,47 +184,30 @@ def test_the_epoch_of_the_source_must_agree() -> None:
 # --- refusals ---
 
 
-@pytest.mark.parametrize(
-    ("epoch", "error", "message"),
-    [
-        (2**32, ValueError, "epoch must be at most 4294967295, got 4294967296"),
-        (True, TypeError, "epoch must be an int, got True of type bool"),
-    ],
-)
-def test_an_epoch_is_an_int(epoch: Any, error: type[Exception], message: str) -> None:
+def test_an_epoch_is_an_int() -> None:
     with make() as loader:
         assert ids(islice(loader, 2)) == ORDER[:2]
-        with pytest.raises(error, match=message):
-            loader.set_epoch(epoch)
+        with pytest.raises(ValueError, match="epoch must be at most 4294967295, got 4294967296"):
+            loader.set_epoch(2**32)
+        with pytest.raises(TypeError, match="epoch must be an int, got True of type bool"):
+            loader.set_epoch(True)
         assert ids(islice(loader, 2)) == ORDER[2:4]
         loader.set_epoch(np.int64(3))
         assert json.loads(json.dumps(loader.state_dict()))["epoch"] == 3
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"batch_size": 2},
-            "the DataLoader has batch_size=2, but a PackedIterableDataset gives wh",
-        ),
-        ({"batch_size": 1}, "whole batches; build it with batch_size=None"),
-        (
-            {"batch_size": None, "num_workers": 2, "in_order": False},
-            "the DataLoader has in_order=False, so the order of batches depends on the spee",
-        ),
-    ],
-)
-def test_a_dataloader_that_does_not_fit_is_refused(options: dict[str, Any], message: str) -> None:
+def test_a_dataloader_that_does_not_fit_is_refused() -> None:
+    message = "has batch_size=2, but a PackedIterableDataset gives whole batches; build it with ba"
     with pytest.raises(ValueError, match=message):
-        PrefetchLoader(DataLoader(make_stream(), **options))
+        PrefetchLoader(DataLoader(make_stream(), batch_size=2))
+    message = "the DataLoader has in_order=False, so the order of batches depends on the speed"
+    with pytest.raises(ValueError, match=message):
+        make(num_workers=2, in_order=False)
 
 
 def test_states_of_other_loaders_are_refused() -> None:
-    data = [[1], [2], [3]]
-    with PrefetchLoader(
-        DataLoader(data, batch_sampler=PrefetchingSampler(3, batch_size=2))
-    ) as sampled:
+    sampler = PrefetchingSampler(3, batch_size=2)
+    with PrefetchLoader(DataLoader([[1], [2], [3]], batch_sampler=sampler)) as sampled:
         other = sampled.state_dict()
     with make() as loader:
         list(islice(loader, 3))
@@ -240,9 +221,7 @@ def test_states_of_other_loaders_are_refused() -> None:
             loader.load_state_dict(state | {"stream": state["stream"] | {"version": 3}})
         assert loader.state_dict() == state
         assert ids(loader) == ORDER[3:]
-        with pytest.raises(
-            TypeError, match=r"reshuffle\(\): the order of a stream is its source's"
-        ):
+        with pytest.raises(TypeError, match=r"reshuffle\(\): the order of a stream is its source"):
             loader.reshuffle()
 
 
@@ -263,13 +242,12 @@ class KilledAtItsEnd:
 def test_a_worker_that_dies_at_the_end_of_an_epoch_is_no_error(kind: str, prefetch: bool) -> None:
     """Nor in the training step, where torch's handler of signals may run."""
     for _ in range(2):
-        plain = DataLoader(
-            make_stream() if kind == "stream" else range(6),
-            batch_sampler=PrefetchingSampler(6, batch_size=2) if kind == "sampler" else None,
-            batch_size=None if kind == "stream" else 1,
-            num_workers=2,
-            collate_fn=KilledAtItsEnd(),
-        )
+        options: dict[str, Any] = {"num_workers": 2, "collate_fn": KilledAtItsEnd()}
+        if kind == "stream":
+            plain = DataLoader(make_stream(), batch_size=None, **options)
+        else:
+            sampler = PrefetchingSampler(6, batch_size=2)
+            plain = DataLoader(range(6), batch_sampler=sampler, **options)
         with PrefetchLoader(plain, prefetch=prefetch) as loader:
             for _ in range(2):
                 num_batches = sum(1 for _ in loader)
@@ -278,13 +256,8 @@ def test_a_worker_that_dies_at_the_end_of_an_epoch_is_no_error(kind: str, prefet
             assert next(iter(loader)) is not None  # and at the end of a loop that is left
 
 
-class Fails(RuntimeError):
-    def __init__(self) -> None:
-        super().__init__("the ending failed")
-
-
 def test_another_error_while_workers_are_ended_is_raised(monkeypatch) -> None:
-    joins = iter([Fails()])
+    joins = iter([RuntimeError("the ending failed")])
     join = BaseProcess.join
 
     def fails(worker: Any, timeout: float | None = None) -> None:
@@ -297,7 +270,7 @@ def test_another_error_while_workers_are_ended_is_raised(monkeypatch) -> None:
     assert ids(islice(batches, 2)) == ORDER[:2]
     monkeypatch.setattr(BaseProcess, "join", fails)
     del batches
-    with pytest.raises(Fails):
+    with pytest.raises(RuntimeError, match="the ending failed"):
         loader.close()
     loader.close()
 

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import time
 from itertools import chain, pairwise
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
 from torch_collate_kit import PrefetchingSampler, PrefetchLoader
-from torch_collate_kit.loading.prefetch import StepTimes, read_ahead, step_times
-from torch_collate_kit.loading.prefetch import loader as loader_module
 
 STEPS = [
-    StepTimes(0, 0, 10.0, 11.0, 11.5, 10.0, 11.5, 13.5),  # built when it was asked for
-    StepTimes(0, 1, 11.5, 12.5, 13.0, 13.5, 13.5, 15.0),  # hidden
-    StepTimes(0, 2, 13.5, 15.5, 16.0, 15.0, 16.0, None),  # waited for one second of 2.5
+    (0, 0, 10.0, 11.0, 11.5, 10.0, 11.5, 13.5),  # built when it was asked for
+    (0, 1, 11.5, 12.5, 13.0, 13.5, 13.5, 15.0),  # hidden
+    (0, 2, 13.5, 15.5, 16.0, 15.0, 16.0, None),  # waited for one second of 2.5
 ]
 
 
@@ -37,8 +34,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
     clock = Clock()
-    for module in (loader_module, read_ahead, step_times):
-        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=clock.perf_counter))
+    monkeypatch.setattr(time, "perf_counter", clock.perf_counter)
     return clock
 
 
@@ -58,9 +54,9 @@ def test_times_by_a_clock_that_is_told(clock):
             clock.sleep(10)
             assert loader.timeline[-1].train_ended is None  # until it asks for the next one
     assert loader.timeline == [
-        StepTimes(0, 0, 100, 101, 101, 100, 101, 111),
-        StepTimes(0, 1, 111, 114, 114, 111, 114, 124),
-        StepTimes(1, 0, 124, 125, 125, 124, 125, 135),
+        (0, 0, 100, 101, 101, 100, 101, 111),
+        (0, 1, 111, 114, 114, 111, 114, 124),
+        (1, 0, 124, 125, 125, 124, 125, 135),
     ]
     assert [step.build_seconds for step in loader.timeline] == [1, 3, 1]
     assert [step.wait_seconds for step in loader.timeline] == [1, 3, 1]
@@ -132,8 +128,11 @@ def drawn(monkeypatch):
     monkeypatch.setattr(plt, "show", lambda: pytest.fail("shown"))
 
     def draw(steps, **options):
-        monkeypatch.setattr(PrefetchLoader, "timeline", steps)
-        return loader_of(4, 2, list).plot_timeline(**options)
+        with loader_of(2, 2, list) as loader:
+            list(loader)
+            kind = type(loader.timeline[0])
+            monkeypatch.setattr(PrefetchLoader, "timeline", [kind(*step) for step in steps])
+            return loader.plot_timeline(**options)
 
     yield draw
     plt.close("all")
@@ -162,21 +161,15 @@ def test_bars_are_the_times_of_the_steps(drawn):
     assert ax.get_title() == "waited 2.50 s for batches that took 5.50 s to build: 55% hidden"
     assert [t.get_text() for t in ax.get_yticklabels()] == ["batch is built", "training loop"]
     assert ax.yaxis_inverted()
-    numbers = [(t.get_text(), *t.get_position()) for t in ax.texts]
-    assert numbers == [
-        ("0", 0.75, 0),
-        ("0", 2.5, 1),
-        ("1", 2.25, 0),
-        ("1", 4.25, 1),
-        ("2", 4.75, 0),
-    ]
+    numbers = [(int(t.get_text()), *t.get_position()) for t in ax.texts]
+    assert numbers == [(0, 0.75, 0), (0, 2.5, 1), (1, 2.25, 0), (1, 4.25, 1), (2, 4.75, 0)]
 
 
 def test_the_last_steps_are_drawn_on_the_given_axes_with_what_happened_in_them(drawn):
     import matplotlib.pyplot as plt
 
     _, (left, right) = plt.subplots(1, 2)
-    step = StepTimes(0, 3, 16.0, 16.05, 16.05, 16.0, 16.05, 17.0)
+    step = (0, 3, 16.0, 16.05, 16.05, 16.0, 16.05, 17.0)
     ax = drawn([*STEPS, step], num_steps=1, ax=right)
     assert ax is right
     assert not left.has_data()
@@ -194,13 +187,13 @@ def test_a_copy_to_a_device_is_timed_alone(clock, monkeypatch):
         return torch.tensor(rows)
 
     with loader_of(2, 2, collate, prefetch=False, device="meta") as loader:
-        send = loader._copy.send
+        send = loader._reader.to_device.send
 
         def slow_send(batch):
             clock.sleep(3)
             return send(batch)
 
-        monkeypatch.setattr(loader._copy, "send", slow_send)
+        monkeypatch.setattr(loader._reader.to_device, "send", slow_send)
         (batch,) = loader
     assert batch.device.type == "meta"
     (step,) = loader.timeline
@@ -216,9 +209,8 @@ def test_what_is_built_ahead_is_not_waited_for():
         return rows
 
     with loader_of(12, 2, collate) as loader:
-        for number, _ in enumerate(loader.steps(6)):
-            if number < 5:
-                loader._reader.run._collator._slot.future.result()
+        for _ in loader.steps(6):
+            assert loader._reader.settled(None)  # the next one is there
         steps = loader.timeline
         assert sum(step.wait_seconds for step in steps) == pytest.approx(loader.wait_seconds)
     assert [step.step for step in steps] == list(range(6))

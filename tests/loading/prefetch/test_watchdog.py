@@ -15,7 +15,6 @@ import pytest
 from tests.loading.hang_guard import once_main_thread_waits, our_threads
 from tests.loading.prefetch.test_fork import in_a_fork
 from tests.loading.prefetch.toy_data import COLLATORS, Watched, expected_digests, make_loader
-from torch_collate_kit.loading.prefetch.watchdog import Watchdog
 from torch_collate_kit.testing import batch_digest
 
 SOON, NEVER = 0.05, 1000.0
@@ -145,12 +144,14 @@ def test_the_thread_ends_with_the_loop_the_epoch_and_the_loader():
 
 def test_forks_while_the_watchdog_looks():
     """What is locked at a fork stays locked in the child, and the child has to end."""
-    watchdog = Watchdog(1e-4)
-    for _ in range(20):
-        with watchdog.waiting(0, 0):
-            pass
-        assert in_a_fork(watchdog._release) == ""
-    watchdog.stop()
+    with make_loader(prefetch=False, warn_after=1e-4) as loader:
+        batches = iter(loader)
+        next(batches)
+        watchdog = loader._reader.run.watchdog
+        for _ in range(20):
+            with watchdog.waiting(0, 0):
+                pass
+            assert in_a_fork(watchdog._release) == ""
 
 
 # ---- settings ----

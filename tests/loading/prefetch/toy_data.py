@@ -23,7 +23,7 @@ COLLATORS: dict[str, Callable[[Any], Any]] = {
 
 
 def make_sampler(**options: Any) -> PrefetchingSampler:
-    return PrefetchingSampler(len(EXAMPLES), batch_size=4, **{"seed": 3, **options})
+    return PrefetchingSampler(len(EXAMPLES), **{"batch_size": 4, "seed": 3, **options})
 
 
 def make_loader(
@@ -58,13 +58,14 @@ def expected_digests(num_epochs: int, collate: Any = COLLATORS["packed"], **opti
     return digests_of([list(sampler) for _ in range(num_epochs)], collate)
 
 
+def digests(batches: Any) -> list[str]:
+    return [batch_digest(batch) for batch in batches]
+
+
 def digests_of(epochs: Any, collate: Any = COLLATORS["packed"]) -> list:
     """Of batches of indices, a list for each epoch from 0 on."""
-    return [
-        batch_digest(collated(collate, indices, epoch, step))
-        for epoch, steps in enumerate(epochs)
-        for step, indices in enumerate(steps)
-    ]
+    places = [(of, epoch, k) for epoch, steps in enumerate(epochs) for k, of in enumerate(steps)]
+    return digests(collated(collate, *place) for place in places)
 
 
 def rollout(num_tokens: int) -> dict[str, Any]:

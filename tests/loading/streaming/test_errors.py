@@ -165,7 +165,7 @@ def test_a_source_is_not_split_twice() -> None:
         packed_stream(stream, **SETTINGS, dp_rank=1, dp_size=2)
     with pytest.raises(ValueError, match=r"already \(rank 1 of 2\)"):
         next(iter(packed_stream(lambda: stream, **SETTINGS, dp_size=2)))
-    with pytest.raises(TypeError, match="the callable source returned a int; it must return"):
+    with pytest.raises(TypeError, match="the callable source returned an int; it must return"):
         next(iter(packed_stream(lambda: 5, **SETTINGS)))
 
 

@@ -13,7 +13,7 @@ from torch_collate_kit.batch.fields import IGNORE_INDEX
 from torch_collate_kit.batch.storage import Storage
 from torch_collate_kit.ragged import Ragged, span_indices
 
-__all__ = ["Cells", "Kind", "Runs", "cells_of", "example_numbers", "examples_per_row", "runs_of"]
+__all__ = ["NAMES", "Cells", "Kind", "Runs", "cells_of", "example_numbers", "examples_per_row"]
 
 
 class Kind(IntEnum):
@@ -24,6 +24,27 @@ class Kind(IntEnum):
     FILLER = 2
     GAP = 3
     PAD = 4
+
+
+NAMES = {
+    Kind.IMAGE: "image",
+    Kind.FILLER: "filler, of no example",
+    Kind.GAP: "alignment gap",
+    Kind.PAD: "padding",
+}
+
+
+class Runs(NamedTuple):
+    """Neighbouring cells of a row that look the same; int64 [N] each."""
+
+    rows: np.ndarray
+    starts: np.ndarray
+    lengths: np.ndarray
+    kinds: np.ndarray
+    segments: np.ndarray
+    examples: np.ndarray
+    trained: np.ndarray
+    """1, or 0 where it is not trained or that is not known."""
 
 
 class Cells(NamedTuple):
@@ -52,40 +73,42 @@ class Cells(NamedTuple):
         before = np.cumsum(self.num_examples) - self.num_examples
         return np.where(self.is_own, before[:, None] + self.segments, -1)
 
+    @property
+    def looks(self) -> np.ndarray:
+        """int64 [R, W]: a number for the segment, the kind, and whether the cell is trained."""
+        return (
+            (self.segments + 1) * 16
+            + self.kinds * 2
+            + (0 if self.trained is None else self.trained)
+        )
+
     def in_blocks(self, most: int) -> tuple[Cells, int]:
-        """Return at most so many blocks per row for the cells, and the size of a block.
+        """Return at most ``most`` blocks per row, each the look of most of its cells, and its size.
 
         The last block of a row may have fewer cells.
         """
-        num_rows, width = self.kinds.shape
         size = 1
-        while size * most < width:
+        while size * most < self.kinds.shape[1]:
             size *= 2
-        shown = np.where(self.is_own, self.segments + 1, 0) * 8 + self.kinds
-        codes = np.zeros((num_rows, -(-width // size)), dtype=np.int64)
-        trained = None if self.trained is None else np.zeros(codes.shape, dtype=bool)
-        for row, number in np.ndindex(codes.shape):
-            block = slice(number * size, (number + 1) * size)
-            found, counts = np.unique(shown[row, block], return_counts=True)
-            codes[row, number] = found[counts.argmax()]
-            if self.trained is not None and trained is not None:
-                is_most = shown[row, block] == codes[row, number]
-                trained[row, number] = self.trained[row, block][is_most].mean() >= 0.5
-        kinds, segments = (codes % 8).astype(np.uint8), codes // 8 - 1
-        return Cells(kinds, segments, trained, self.num_examples), size
+        looks = self.looks
+        blocks = np.zeros((len(looks), -(-looks.shape[1] // size)), dtype=np.int64)
+        for row, number in np.ndindex(blocks.shape):
+            cells = looks[row, number * size : (number + 1) * size]
+            found, counts = np.unique(cells, return_counts=True)
+            blocks[row, number] = found[counts.argmax()]
+        trained = None if self.trained is None else blocks % 2 == 1
+        kinds = (blocks // 2 % 8).astype(np.uint8)
+        return Cells(kinds, blocks // 16 - 1, trained, self.num_examples), size
 
-
-class Runs(NamedTuple):
-    """Neighbouring cells of a row that look the same; int64 [N] each."""
-
-    rows: np.ndarray
-    starts: np.ndarray
-    lengths: np.ndarray
-    kinds: np.ndarray
-    segments: np.ndarray
-    examples: np.ndarray
-    trained: np.ndarray
-    """1, or 0 where it is not trained or that is not known."""
+    def runs(self) -> Runs:
+        """Return the runs of all rows, row by row."""
+        looks, width = self.looks.ravel(), max(1, self.kinds.shape[1])
+        is_first = np.diff(looks, prepend=-1) != 0
+        is_first[::width] = True
+        first = np.flatnonzero(is_first)
+        kinds, segments = (of.ravel()[first] for of in (self.kinds, self.segments))
+        lengths, examples = np.diff(first, append=looks.size), self.examples.ravel()[first]
+        return Runs(*np.divmod(first, width), lengths, kinds, segments, examples, looks[first] % 2)
 
 
 def examples_per_row(stored: Storage) -> np.ndarray | None:
@@ -194,18 +217,3 @@ def _is_readable(values: Any) -> bool:
     return isinstance(values, np.ndarray) or (
         isinstance(values, Tensor) and values.device.type == "cpu"
     )
-
-
-def runs_of(cells: Cells) -> Runs:
-    """Return the runs of all rows, row by row."""
-    size, width = cells.kinds.size, max(1, cells.kinds.shape[1])
-    kinds, segments = cells.kinds.ravel().astype(np.int64), cells.segments.ravel()
-    trained = np.zeros_like(kinds) if cells.trained is None else cells.trained.ravel().astype(int)
-    codes = (segments + 1) * 16 + kinds * 2 + trained
-    is_first = np.ones(size, dtype=bool)
-    is_first[1:] = codes[1:] != codes[:-1]
-    is_first[::width] = True
-    first = np.flatnonzero(is_first)
-    rows, starts = np.divmod(first, width)
-    of_first = (values[first] for values in (kinds, segments, cells.examples.ravel(), trained))
-    return Runs(rows, starts, np.diff(first, append=size), *of_first)

@@ -1,9 +1,7 @@
 """A batch as text, and in HTML for a notebook: its first rows, and the stored fields.
 
 In HTML, without scripts or style sheets, rows are coloured bars. Trained tokens are bars of full
-height in a strong colour, others are half as high and pale, so that they differ without colours,
-too. The colours are those of Okabe and Ito, which differ with every kind of colour vision, on a
-light and on a dark page.
+height in a strong colour, others half as high and pale, so that they differ without colours, too.
 """
 
 from __future__ import annotations
@@ -17,31 +15,25 @@ from torch import Tensor
 
 from torch_collate_kit._reprs import plural
 from torch_collate_kit.batch.buffer import tensor_of
-from torch_collate_kit.batch.placement import Placement
 from torch_collate_kit.batch.showing.cells import (
+    NAMES,
     Cells,
     Kind,
     cells_of,
     example_numbers,
     examples_per_row,
-    runs_of,
 )
+from torch_collate_kit.batch.showing.style import COLORS
 from torch_collate_kit.batch.storage import Storage
 
-__all__ = ["described", "html_of", "title"]
+__all__ = ["described", "html_of"]
 
 _MAX_ROWS = 8
 _WIDTH = 80
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 _SYMBOLS = {Kind.IMAGE: "#", Kind.FILLER: "+", Kind.GAP: "-", Kind.PAD: "."}
-_NAMES = {
-    Kind.IMAGE: "image",
-    Kind.FILLER: "filler, of no example",
-    Kind.GAP: "alignment",
-    Kind.PAD: "padding",
-}
 _MAX_BLOCKS = 200
-_COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")
+_EXAMPLES = [COLORS[name] for name in ("blue", "orange", "green", "purple")]
 _FILLS = {
     Kind.IMAGE: "repeating-linear-gradient(90deg,#D55E00 0 3px,#D55E0066 3px 6px)",
     Kind.FILLER: "repeating-linear-gradient(45deg,#999 0 2px,transparent 2px 5px)",
@@ -50,21 +42,22 @@ _FILLS = {
 }
 
 
-def _first_rows(stored: Storage) -> Cells | None:
-    """Return the cells of the first rows; None where they are not known."""
-    return cells_of(stored.change(lambda rows: rows[:_MAX_ROWS]))
+def _first_rows(stored: Storage, most: int) -> tuple[Cells, int, int] | None:
+    """Return blocks of the first rows, cells per block and per row; None if not known."""
+    cells = cells_of(stored.change(lambda rows: rows[:_MAX_ROWS]))
+    return None if cells is None else (*cells.in_blocks(most), cells.kinds.shape[1])
 
 
 def described(stored: Storage) -> str:
     """Return the repr: a title, the first rows, a legend and the fields, 80 characters wide."""
-    lines = [fill(title(stored), _WIDTH, subsequent_indent="    ")]
-    cells = _first_rows(stored)
-    if cells is not None:
-        blocks, size = cells.in_blocks(_WIDTH - 10)
-        rows = _text_rows(blocks)
-        lines += [f"  row {i} |{row}|" for i, row in enumerate(rows)]
-        if stored.num_rows > len(rows):
-            lines.append(f"  ... {plural(stored.num_rows - len(rows), 'more row')}")
+    lines = [fill(_title(stored), _WIDTH, subsequent_indent="    ")]
+    if (found := _first_rows(stored, _WIDTH - 10)) is not None:
+        blocks, size, _ = found
+        trained = np.zeros_like(blocks.kinds) if blocks.trained is None else blocks.trained
+        looks = np.stack([blocks.kinds, blocks.examples, trained], axis=-1)
+        for i, row in enumerate(looks.tolist()):
+            lines.append(f"  row {i} |{''.join(_symbol(*block) for block in row)}|")
+        lines += [f"  {line}" for line in _left_out(stored)]
         if legend := _text_legend(blocks, size, is_made=bool(stored.columns)):
             lines.append(fill(legend, _WIDTH, initial_indent="  ", subsequent_indent="  "))
     for name, fields in _field_lines(stored).items():
@@ -73,7 +66,12 @@ def described(stored: Storage) -> str:
     return "\n".join(lines)
 
 
-def title(stored: Storage) -> str:
+def _left_out(stored: Storage) -> list[str]:
+    hidden = stored.num_rows - _MAX_ROWS
+    return [f"... {plural(hidden, 'more row')}"] if hidden > 0 else []
+
+
+def _title(stored: Storage) -> str:
     """Return the number of rows and what they hold, in one line."""
     devices = {tensor_of(value).device for value in stored.items().values()}
     places = ", ".join(sorted(str(device) for device in devices if device.type != "cpu"))
@@ -82,14 +80,6 @@ def title(stored: Storage) -> str:
         return f"Batch of {plural(stored.num_rows, 'row')}{where}, built from tensors"
     placement = stored.columns.placement
     rows = plural(stored.num_rows, "packed row" if placement.is_packed else "padded row")
-    parts = _counts(stored, placement)
-    if not places and "loss_mask" not in stored.given:
-        parts.append(f"{int(stored.columns.num_trained().sum()):,} trained")
-    return f"Batch of {rows}, {placement.width:,} wide{where}: {', '.join(parts)}"
-
-
-def _counts(stored: Storage, placement: Placement) -> list[str]:
-    """Return the number of examples and of tokens, in words."""
     counts: Any = examples_per_row(stored)
     is_own = placement.numbers() < counts[placement.rows()]
     num_tokens = int(placement.segments["lengths"].values[is_own].sum())
@@ -98,7 +88,10 @@ def _counts(stored: Storage, placement: Placement) -> list[str]:
     num_examples = num_pieces if examples is None else len(np.unique(examples))
     pieces = f" in {num_pieces:,} pieces" if num_pieces > num_examples else ""
     share = f" ({_percent(num_tokens / num_cells)} of the cells)" if num_cells else ""
-    return [plural(num_examples, "example") + pieces, plural(num_tokens, "token") + share]
+    parts = [plural(num_examples, "example") + pieces, plural(num_tokens, "token") + share]
+    if not places and "loss_mask" not in stored.given:
+        parts.append(f"{int(stored.columns.num_trained().sum()):,} trained")
+    return f"Batch of {rows}, {placement.width:,} wide{where}: {', '.join(parts)}"
 
 
 def _percent(share: float) -> str:
@@ -116,11 +109,9 @@ def _field_lines(stored: Storage) -> dict[str, str]:
         lines["stored"] = f"{forms} ({stored.nbytes:,} bytes)"
         made = [n for n in columns.names if n not in columns.values and n not in given]
         lines["made when read"] = ", ".join(made)
-    if given:
-        lines["given" if columns else "fields"] = ", ".join(
-            f"{name} {_form(of) if isinstance(of, Tensor) else repr(of)}"
-            for name, of in given.items()
-        )
+    lines["given" if columns else "fields"] = ", ".join(
+        f"{k} {_form(of) if isinstance(of, Tensor) else repr(of)}" for k, of in given.items()
+    )
     return {name: line for name, line in lines.items() if line}
 
 
@@ -129,17 +120,8 @@ def _form(value: Any) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-def _text_rows(blocks: Cells) -> list[str]:
-    """Draw each row as a letter or symbol per block."""
-    trained = np.zeros_like(blocks.kinds) if blocks.trained is None else blocks.trained
-    looks = np.stack([blocks.kinds, blocks.examples, trained], axis=-1)
-    return ["".join(_symbol(*block) for block in row) for row in looks.tolist()]
-
-
 def _symbol(kind: Kind, example: int, is_trained: bool) -> str:
-    if kind != Kind.TOKEN:
-        return _SYMBOLS[kind]
-    letter = _LETTERS[example % len(_LETTERS)]
+    letter = _SYMBOLS.get(kind, _LETTERS[example % len(_LETTERS)])
     return letter.upper() if is_trained else letter
 
 
@@ -151,7 +133,7 @@ def _text_legend(blocks: Cells, size: int, *, is_made: bool) -> str:
         parts.append("letters: examples" + (", upper case where trained" if is_known else ""))
     if found and size > 1:
         parts.append(f"1 letter = {size:,} cells")
-    parts += [f"{_SYMBOLS[kind]} {name}" for kind, name in _NAMES.items() if kind in found]
+    parts += [f"{_SYMBOLS[kind]} {name}" for kind, name in NAMES.items() if kind in found]
     if not is_known and is_made:
         parts.append('batch.to("cpu") shows what is trained')
     return "; ".join(parts)
@@ -159,62 +141,49 @@ def _text_legend(blocks: Cells, size: int, *, is_made: bool) -> str:
 
 def html_of(stored: Storage) -> str:
     """Return the batch in HTML."""
-    parts = [f"<div><div><b>{escape(title(stored))}</b></div>"]
-    cells = _first_rows(stored)
-    if cells is not None:
-        blocks, size = cells.in_blocks(_MAX_BLOCKS)
-        rows = _html_rows(blocks, size, cells.kinds.shape[1], example_numbers(stored))
-        parts += rows
-        if stored.num_rows > len(rows):
-            parts.append(f"<div>... {plural(stored.num_rows - len(rows), 'more row')}</div>")
-        parts.append(_html_legend(blocks))
+    html = f"<div><div><b>{escape(_title(stored))}</b></div>"
+    if (found := _first_rows(stored, _MAX_BLOCKS)) is not None:
+        for i, row in enumerate(_html_rows(*found, example_numbers(stored))):
+            html += (
+                '<div style="display:flex;align-items:center;margin:2px 0">'
+                f'<code style="flex:none;width:5em">row {i}</code>'
+                '<div style="display:flex;flex:1;align-items:flex-end;height:16px;'
+                f'outline:1px solid #888">{row}</div></div>'
+            )
+        html += "".join(f"<div>{line}</div>" for line in _left_out(stored))
+        html += _html_legend(found[0])
     lines = _field_lines(stored).items()
     fields = "".join(f"<div><b>{name}</b>: {escape(fields)}</div>" for name, fields in lines)
-    parts.append(f"<details><summary>fields</summary>{fields}</details></div>")
-    return "".join(parts)
+    return f"{html}<details><summary>fields</summary>{fields}</details></div>"
 
 
 def _html_rows(blocks: Cells, size: int, width: int, names: np.ndarray | None) -> list[str]:
     """Draw a bar for each run of blocks; ``names`` are the numbers of the examples."""
     bars = [""] * len(blocks.kinds)
-    runs = runs_of(blocks)
+    runs = blocks.runs()
     num_cells = np.minimum((runs.starts + runs.lengths) * size, width) - runs.starts * size
     looks = np.stack([runs.rows, num_cells, runs.kinds, runs.examples, runs.trained], axis=1)
     for row, count, kind, example, trained in looks.tolist():
         is_trained = None if blocks.trained is None else bool(trained)
-        share, look = 100 * count / width, _look(kind, example, is_trained)
-        hover = _hover_text(kind, example, is_trained, count, names)
-        bars[row] += f'<div style="width:{share:.4g}%;{look}" title="{hover}"></div>'
-    return [
-        '<div style="display:flex;align-items:center;margin:2px 0">'
-        f'<code style="flex:none;width:5em">row {i}</code>'
-        '<div style="display:flex;flex:1;align-items:flex-end;height:16px;'
-        f'outline:1px solid #888">{row}</div></div>'
-        for i, row in enumerate(bars)
-    ]
+        hover = NAMES.get(kind, "")
+        if kind in (Kind.TOKEN, Kind.IMAGE):
+            of_image = "image of " if kind == Kind.IMAGE else ""
+            hover = of_image + ("an example" if names is None else f"example {names[example]}")
+        hover += f": {plural(count, 'cell')}"
+        if kind == Kind.TOKEN and is_trained is not None:
+            hover += ", trained" if is_trained else ", not trained"
+        look = f"width:{100 * count / width:.4g}%;{_look(kind, example, is_trained)}"
+        bars[row] += f'<div style="{look}" title="{hover}"></div>'
+    return bars
 
 
 def _look(kind: Kind, example: int, is_trained: bool | None) -> str:
     """Return the style of a bar; ``is_trained`` is None where that is not known."""
     if kind != Kind.TOKEN:
         return f"height:100%;background:{_FILLS[kind]}"
-    color = _COLORS[example % len(_COLORS)]
-    pale = is_trained is False
-    return f"height:{50 if pale else 100}%;background:{color}{'88' if pale else ''}"
-
-
-def _hover_text(
-    kind: Kind, example: int, is_trained: bool | None, num_cells: int, names: np.ndarray | None
-) -> str:
-    """Return the text that is shown under the pointer."""
-    cells = plural(num_cells, "cell")
-    if kind not in (Kind.TOKEN, Kind.IMAGE):
-        return f"{_NAMES[kind]}: {cells}"
-    name = "an example" if names is None else f"example {names[example]}"
-    if kind == Kind.IMAGE:
-        return f"image of {name}: {cells}"
-    trained = {None: "", True: ", trained", False: ", not trained"}[is_trained]
-    return f"{name}: {cells}{trained}"
+    color = _EXAMPLES[example % len(_EXAMPLES)]
+    height, shade = (50, "88") if is_trained is False else (100, "")
+    return f"height:{height}%;background:{color}{shade}"
 
 
 def _html_legend(blocks: Cells) -> str:
@@ -222,7 +191,7 @@ def _html_legend(blocks: Cells) -> str:
     looks = {}
     if blocks.trained is not None and Kind.TOKEN in found:
         looks = {"trained": _look(Kind.TOKEN, 0, True), "not trained": _look(Kind.TOKEN, 0, False)}
-    looks |= {name: _look(kind, -1, None) for kind, name in _NAMES.items() if kind in found}
+    looks |= {name: _look(kind, -1, None) for kind, name in NAMES.items() if kind in found}
     keys = "".join(
         '<span style="display:inline-flex;align-items:flex-end;width:1.2em;height:12px;'
         'outline:1px solid #888;margin:0 .4em 0 1em">'

@@ -19,7 +19,7 @@ from torch_collate_kit.batch.showing.tables import html_table, text_table
 from torch_collate_kit.batch.storage import Storage
 from torch_collate_kit.ragged import Ragged
 
-__all__ = ["Explanation", "explained", "row_of", "token_texts"]
+__all__ = ["Explanation", "explained", "row_of"]
 
 _MAX_TEXT = 32
 _LEFT = ("text",)
@@ -31,35 +31,29 @@ _SPACE = "\u2581"  # a space there
 
 
 def explained(
-    one: Mapping[str, Any],
-    stored: Storage,
-    title: str,
-    tokenizer: Any,
-    *,
-    example: int | None,
-    cells: slice,
-    max_tokens: int | None,
+    one: Any, title: str, tokenizer: Any, example: int | None, cells: slice, max_tokens: int | None
 ) -> Explanation:
-    """Explain one row in host memory, from its dense fields and what is stored of it."""
+    """Explain a Batch of one row in host memory."""
+    stored = one.stored()
     checked_optional_int("max_tokens", max_tokens, hint="None shows all tokens")
     of_row = cells_of(stored)
     if of_row is None:
         raise ValueError(f"the batch has no input_ids [R, W] to explain; it has {', '.join(one)}")
-    width = of_row.kinds.shape[1]
-    columns = _columns_of(one, stored, of_row)
-    title = f"{title}: {_counts(of_row)}"
-    picked = [cell for cell in columns["cell"][cells] if of_row.segments[0, cell] >= 0]
+    found = _columns_of(one, stored, of_row)
+    is_token = of_row.segments[0] >= 0
+    title = f"{title}: {plural(int(is_token.sum()), 'token')} in {plural(len(is_token), 'cell')}"
+    title += "" if of_row.trained is None else f", {int(of_row.trained.sum()):,} trained"
+    picked = [cell for cell in found["cell"][cells] if is_token[cell]]
     if example is not None:
-        picked = [cell for cell in picked if columns["example"][cell] == example]
-        title = f"{title}, example {example} of it"
-    is_part = example is not None or cells != slice(None)
-    return Explanation(
-        title,
-        {name: [values[cell] for cell in picked] for name, values in columns.items()},
-        tokenizer,
-        max_tokens=max_tokens,
-        width=None if is_part else width,
-    )
+        picked = [cell for cell in picked if found["example"][cell] == example]
+        title += f", example {example} of it"
+    columns = {}
+    for name, values in found.items():
+        columns[name] = [values[cell] for cell in picked]
+        if name == "id" and tokenizer is not None:
+            columns["text"] = _token_texts(columns["id"], tokenizer)
+    width = None if example is not None or cells != slice(None) else len(is_token)
+    return Explanation(title, columns, max_tokens=max_tokens, width=width)
 
 
 def row_of(stored: Storage, row: int | None, example: int | None) -> int:
@@ -72,29 +66,18 @@ def row_of(stored: Storage, row: int | None, example: int | None) -> int:
                 "batch was built without it; pass the row alone"
             )
         rows = [i for i in range(num_rows) if example in np.asarray(indices[i])]
-        found = f"it is in {_listed(rows)}" if rows else "it is in none of them"
         if row is None and rows:
             return rows[0]
         if row is None or index(row) % max(num_rows, 1) not in rows:
             at = f"{num_rows} rows" if row is None else f"row {row}"
-            raise ValueError(f"example {example} is not in {at} of the batch: {found}")
+            some = f"{', '.join(map(str, rows[:5]))}{', ...' if len(rows) > 5 else ''}"
+            found = f"; it is in rows {some}" if rows else ""
+            raise ValueError(f"example {example} is not in {at} of the batch{found}")
     if row is None:
         raise TypeError("explain() needs a row, or the example to look for: explain(example=3)")
     if not -num_rows <= index(row) < num_rows:
         raise IndexError(f"row {row} of a batch with {num_rows} rows")
     return index(row) % num_rows
-
-
-def _listed(rows: list[int]) -> str:
-    noun = "row" if len(rows) == 1 else "rows"
-    return f"{noun} {', '.join(map(str, rows[:5]))}{', ...' if len(rows) > 5 else ''}"
-
-
-def _counts(cells: Cells) -> str:
-    is_token = cells.segments[0] >= 0
-    trained = "" if cells.trained is None else f", {int(cells.trained.sum()):,} trained"
-    tokens, of_row = plural(int(is_token.sum()), "token"), plural(is_token.size, "cell")
-    return f"{tokens} in {of_row}{trained}"
 
 
 def _of_examples(values: list[Any], cells: Cells) -> list[Any]:
@@ -105,25 +88,21 @@ def _of_examples(values: list[Any], cells: Cells) -> list[Any]:
 def _columns_of(one: Mapping[str, Any], stored: Storage, cells: Cells) -> dict[str, list[Any]]:
     """Return a list [W] of values for each thing that is known of the cells."""
     width = cells.kinds.shape[1]
-    columns: dict[str, list[Any]] = {"cell": [*range(width)]}
+    columns: dict[str, Any] = {"cell": [*range(width)]}
     indices = stored.row_metadata.get("example_indices")
     if isinstance(indices, Ragged):
         columns["example"] = _of_examples([*map(int, indices[0])], cells)
     if "cu_seq_lens" in one:
         columns["segment"] = cells.segments[0].tolist()
     for field, name in _TITLES.items():
-        values = _of_cells(one.get(field), width, [width])
-        if values is not None:
-            columns[name] = values
+        columns[name] = _of_cells(one.get(field), width, [width])
     weights = _of_cells(one.get("loss_mask"), width, range(width + 1))
     if weights is not None:
         columns["weight"] = [float(weight or 0) for weight in weights]
-    others = [name for name in one if name not in (*_TITLES, *_UNSHOWN)]
-    for name in others:
-        values = _values_of(name, one, stored, cells)
-        if values is not None:
-            columns[name] = values
-    return columns
+    for name in one:
+        if name not in (*_TITLES, *_UNSHOWN):
+            columns[name] = _values_of(name, one, stored, cells)
+    return {name: values for name, values in columns.items() if values is not None}
 
 
 def _values_of(
@@ -139,9 +118,9 @@ def _values_of(
     width, mask = cells.kinds.shape[1], one.get("loss_mask")
     responses = stored.metadata.get("response_length", getattr(mask, "shape", (0,))[-1])
     values = _of_cells(one[name], width, [width, min(width, responses)])
-    if values is None or not isinstance(spec, PerResponseToken) or stored.placement is None:
+    if values is None or not isinstance(spec, PerResponseToken) or not stored.columns:
         return values
-    shown = {*stored.placement.cells("responses").tolist()}
+    shown = {*stored.columns.placement.cells("responses").tolist()}
     return [value if i in shown else None for i, value in enumerate(values)]
 
 
@@ -157,9 +136,9 @@ class Explanation:
 
     ``columns`` maps names to a list with one entry per token: ``cell``, the place in the row;
     ``example``, its number in the collator's call, and ``segment``, its number in the row; ``id``;
-    ``position``; ``label``; ``weight`` of the loss, before it is divided; and other fields with
-    values per token, response token or example, None where there is none. ``len()`` is the number
-    of tokens. With a tokenizer, :meth:`to_dict` and :meth:`records` have ``text``, too.
+    ``text``, with a tokenizer; ``position``; ``label``; ``weight`` of the loss, before it is
+    divided; and other fields with values per token, response token or example, None where there is
+    none. ``len()`` is the number of tokens.
 
     >>> import torch
     >>> from torch_collate_kit.batch import Batch
@@ -177,61 +156,40 @@ class Explanation:
         self,
         title: str,
         columns: dict[str, list[Any]],
-        tokenizer: Any = None,
         *,
         max_tokens: int | None = None,
         width: int | None = None,
     ) -> None:
-        self.title = title
-        self.columns = columns
-        self._tokenizer = tokenizer
+        self.title, self.columns, self._width = title, columns, width
         self._max_tokens = len(self) if max_tokens is None else max_tokens
-        self._width = width
-        self._part(slice(0, 1))  # a wrong tokenizer raises here
 
     def __len__(self) -> int:
         return len(self.columns["cell"])
 
     def to_dict(self) -> dict[str, list[Any]]:
-        """Return the columns, with ``text`` after ``id``, as ``pandas.DataFrame`` accepts them."""
-        return self._part(slice(None))
+        """Return a copy of the columns, as ``pandas.DataFrame`` accepts them."""
+        return {name: [*values] for name, values in self.columns.items()}
 
     def records(self) -> list[dict[str, Any]]:
         """Return a dict for every token."""
-        columns = self.to_dict()
-        return [
-            dict(zip(columns, values, strict=True))
-            for values in zip(*columns.values(), strict=True)
-        ]
-
-    def _part(self, part: slice) -> dict[str, list[Any]]:
-        columns: dict[str, list[Any]] = {}
-        for name, values in self.columns.items():
-            columns[name] = values[part]
-            if name == "id" and self._tokenizer is not None:
-                columns["text"] = token_texts(values[part], self._tokenizer)
-        return columns
+        rows = zip(*self.columns.values(), strict=True)
+        return [dict(zip(self.columns, values, strict=True)) for values in rows]
 
     def _lines(self) -> tuple[list[str], list[list[str] | str]]:
         """Return the names of the columns, and lines of cells, or words for what is left out."""
         hidden = max(0, len(self) - self._max_tokens)
-        tail = self._max_tokens // 2 if hidden else 0
-        head = len(self) - hidden - tail
-        parts = [self._part(slice(0, head)), self._part(slice(head + hidden, None))]
+        head = len(self) - hidden - (self._max_tokens // 2 if hidden else 0)
         lines: list[list[str] | str] = []
         expected = None if self._width is None else 0
-        for part in parts:
-            for values in zip(*part.values(), strict=True):
-                shown = dict(zip(part, values, strict=True))
-                lines += _skipped(expected, shown["cell"])
-                lines.append([_cell_text(name, value) for name, value in shown.items()])
-                expected = shown["cell"] + 1
-            if hidden and part is parts[0]:
-                lines.append(f"... {plural(hidden, 'more token')}")
+        for number, values in enumerate(zip(*self.columns.values(), strict=True)):
+            if head <= number < head + hidden:
+                lines += [f"... {plural(hidden, 'more token')}"] if number == head else []
                 expected = None
-        if self._width is not None and expected is not None:
-            lines += _skipped(expected, self._width)
-        return list(parts[0]), lines
+                continue
+            lines += _skipped(expected, values[0])
+            lines.append([_cell_text(*shown) for shown in zip(self.columns, values, strict=True)])
+            expected = values[0] + 1
+        return list(self.columns), lines + _skipped(expected, self._width)
 
     def __str__(self) -> str:
         names, lines = self._lines()
@@ -250,16 +208,14 @@ class Explanation:
         return f"<div><b>{escape(self.title)}</b>{table}</div>"
 
 
-def _skipped(expected: int | None, cell: int) -> list[str]:
+def _skipped(expected: int | None, cell: int | None) -> list[str]:
     """Return a line about the cells without a token before ``cell``."""
-    count = 0 if expected is None else cell - expected
+    count = 0 if expected is None or cell is None else cell - expected
     return [f"... {plural(count, 'cell')} of padding"] if count > 0 else []
 
 
 def _cell_text(name: str, value: Any) -> str:
-    if value is None or (name == "label" and value == IGNORE_INDEX):
-        return "-"
-    if name == "weight" and value == 0:
+    if value is None or (name, value) in (("label", IGNORE_INDEX), ("weight", 0)):
         return "-"
     if isinstance(value, float):
         return f"{value + 0.0:.4g}"  # no -0
@@ -267,19 +223,8 @@ def _cell_text(name: str, value: Any) -> str:
     return text if len(text) <= _MAX_TEXT else text[: _MAX_TEXT - 4] + "..." + text[-1]
 
 
-def token_texts(ids: list[int], tokenizer: Any) -> list[str]:
-    r"""Return the text of every id by itself, quoted, with control characters escaped.
-
-    A token that is a part of a character in UTF-8 is shown as its bytes, ``b'\xe2\x82'``, and one
-    that is not in the vocabulary as ``?``. ``tokenizer`` is one of transformers, or a processor.
-
-    Raises:
-        TypeError: no tokenizer.
-
-    >>> token_texts([1], tokenizer="gpt2")
-    Traceback (most recent call last):
-    TypeError: tokenizer must have decode(), got str; load it with AutoTokenizer.from_pretrained
-    """
+def _token_texts(ids: list[int], tokenizer: Any) -> list[str]:
+    """Return the text of every id alone; ``tokenizer`` may be a processor."""
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
     if not hasattr(tokenizer, "decode"):
         raise TypeError(
@@ -291,42 +236,29 @@ def token_texts(ids: list[int], tokenizer: Any) -> list[str]:
 
 
 def _text(token: int, tokenizer: Any) -> str:
-    piece = _piece(token, tokenizer)
+    r"""Return the text of an id alone, quoted; bytes (``b'\xe2'``) for a part of a character."""
+    try:  # as the vocabulary writes it
+        piece = tokenizer.convert_ids_to_tokens(token) if token >= 0 else None
+    except (IndexError, KeyError, OverflowError):
+        piece = None
     if piece is None:
         return "?"
     text: str = tokenizer.decode([token])
-    if "\ufffd" in text:
-        part = _bytes_of(piece)
-        if part is not None:
-            return repr(part)
+    if "\ufffd" in text and (part := _bytes_of(piece)) is not None:
+        return repr(part)
     if piece.startswith(_SPACE) and not text.startswith(" "):
         text = " " + text  # decode() drops it at the beginning of a text
     return repr(text)
 
 
-def _piece(token: int, tokenizer: Any) -> str | None:
-    """Return how the vocabulary writes a token; None if it is not there."""
-    if token < 0:
-        return None
-    if not hasattr(tokenizer, "convert_ids_to_tokens"):
-        return ""
-    try:
-        piece: str | None = tokenizer.convert_ids_to_tokens(token)
-    except (IndexError, KeyError, OverflowError):
-        return None
-    return piece
-
-
 def _bytes_of(piece: str) -> bytes | None:
-    """Return the bytes of a piece of a byte-level vocabulary; None if it is of another kind."""
+    """Return the bytes of a piece of a byte-level vocabulary; None if it is of another kind.
+
+    Byte-level BPE writes printable bytes as they are, and the others from U+0100 on.
+    """
     if found := _BYTE.fullmatch(piece):
         return bytes([int(found[1], 16)])
-    alphabet = _byte_alphabet()
-    return bytes(alphabet[c] for c in piece) if all(c in alphabet for c in piece) else None
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """Return the byte for each character of byte-level BPE: printable ones, others from U+0100."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+    alphabet = {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+    return bytes(alphabet[c] for c in piece) if all(c in alphabet for c in piece) else None

@@ -8,12 +8,12 @@ import numpy as np
 
 from torch_collate_kit._reprs import plural
 from torch_collate_kit.batch.showing.cells import (
+    NAMES,
     Cells,
     Kind,
     Runs,
     cells_of,
     example_numbers,
-    runs_of,
 )
 from torch_collate_kit.batch.showing.style import (
     COLORS,
@@ -36,7 +36,6 @@ _NUMBERED_ROWS = 60
 _LABELLED = 0.025  # of the width: a block that is narrower has no number
 _BORDERED = 0.006  # and one that is narrower than this no line
 _HATCHES = {Kind.PAD: "////", Kind.GAP: "xxxx", Kind.FILLER: "++"}
-_NAMES = {Kind.PAD: "padding", Kind.GAP: "alignment gap", Kind.FILLER: "filler, of no example"}
 
 
 def draw_rows(stored: Storage, num_rows: int, ax: Axes | None) -> Axes:
@@ -54,7 +53,7 @@ def draw_rows(stored: Storage, num_rows: int, ax: Axes | None) -> Axes:
             "batch with at least one token"
         )
     ax = axes_for(ax, 9.0, min(12.0, 1.6 + 0.27 * drawn))
-    runs = runs_of(cells)
+    runs = cells.runs()
     handles = _draw_blocks(ax, runs, is_known=cells.trained is not None)
     _draw_borders(ax, runs, width)
     if drawn <= _NUMBERED_ROWS:
@@ -90,8 +89,8 @@ def _draw_blocks(ax: Any, runs: Runs, *, is_known: bool) -> list[Any]:
         handles.append(patch(facecolor="white", edgecolor="black", hatch="....", label="image"))
     for kind, hatch in _HATCHES.items():
         look = {"facecolor": "white", "edgecolor": COLORS["grey"], "hatch": hatch}
-        if _add(ax, runs, runs.kinds == kind, _NAMES[kind], linewidth=0.4, **look):
-            handles.append(patch(label=_NAMES[kind], **look))
+        if _add(ax, runs, runs.kinds == kind, NAMES[kind], linewidth=0.4, **look):
+            handles.append(patch(label=NAMES[kind], **look))
     return handles
 
 

@@ -46,16 +46,8 @@ def tint(color: str, share: float = 0.28) -> tuple[float, float, float]:
 
 def boxed_number(ax: Axes, x: float, y: float, number: int) -> None:
     """Write a number in a white box around this point."""
-    ax.text(
-        x,
-        y,
-        str(number),
-        ha="center",
-        va="center",
-        fontsize=7,
-        clip_on=True,
-        bbox={"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none"},
-    )
+    box = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none"}
+    ax.text(x, y, str(number), ha="center", va="center", fontsize=7, clip_on=True, bbox=box)
 
 
 def legend_below(ax: Axes, handles: list[Any], *, inches: float = 0.5) -> None:

@@ -1,8 +1,4 @@
-"""Columns of Arrow or NumPy chunks, read in place: lists, numbers, and the arrays of images.
-
-The cost is about 2.5 KB of Python objects per chunk and column of lists: 50 MB for 20 GB in chunks
-of 1,000 rows.
-"""
+"""Columns of Arrow or NumPy chunks, read in place: lists, numbers, and the arrays of images."""
 
 from __future__ import annotations
 
@@ -37,20 +33,15 @@ class ListColumn:
         counts = [0]
         for chunk in chunks:
             if len(chunk):  # Arrow may leave the buffers of an empty chunk out
-                self._add(chunk)
+                is_ragged = isinstance(chunk, Ragged)
+                of = (chunk.offsets, chunk.values) if is_ragged else self._of_arrow(chunk)
+                self._offsets.append(of[0].data)
+                self._values.append(of[1].data.toreadonly())
                 counts.append(len(chunk))
         self._starts = np.cumsum(counts)  # int64 [chunks + 1], the first row of each
 
     def __len__(self) -> int:
         return int(self._starts[-1])
-
-    def _add(self, chunk: Ragged | pa.Array) -> None:
-        if isinstance(chunk, Ragged):
-            offsets, values = chunk.offsets, chunk.values
-        else:
-            offsets, values = self._of_arrow(chunk)
-        self._offsets.append(offsets.data)
-        self._values.append(values.data.toreadonly())
 
     def _of_arrow(self, chunk: pa.Array) -> tuple[np.ndarray, np.ndarray]:
         """Return where the lists of a chunk start in the buffer of its values, and this buffer."""
@@ -78,10 +69,11 @@ class ListColumn:
         chunks = np.searchsorted(self._starts, rows, side="right") - 1
         rows = rows - self._starts[chunks]
         if self._suspects:
-            places = zip(named.tolist(), chunks.tolist(), rows.tolist(), strict=True)
-            for i, chunk, row in places:
-                if chunk in self._suspects and _has_null(self._suspects[chunk][row], look_inside):
-                    raise _null_error(self.name, i)
+            for i, chunk, row in zip(named.tolist(), chunks.tolist(), rows.tolist(), strict=True):
+                if chunk in self._suspects:
+                    entry = self._suspects[chunk][row]
+                    if not entry.is_valid or (look_inside and entry.values.null_count):
+                        raise _null_error(self.name, i)
         return chunks, rows
 
     def lengths(self, rows: np.ndarray | None = None) -> np.ndarray:
@@ -137,38 +129,27 @@ class ListColumn:
 
 
 class NumberColumn:
-    """Column of one number per row: ``num_actions``, or the indices mapping of ``datasets``.
-
-    Integers are given out as int64. Several chunks are copied into one array.
-    """
+    """Column of one number per row, such as ``num_actions``."""
 
     def __init__(self, name: str, dtype: Any, column: np.ndarray | pa.ChunkedArray) -> None:
         self.name = name
-        self.dtype = np.dtype(np.int64 if np.dtype(dtype).kind in "iu" else dtype)
+        self._dtype = np.dtype(np.int64 if np.dtype(dtype).kind in "iu" else dtype)
         self._is_null: np.ndarray | None = None
         if not isinstance(column, np.ndarray):
             if column.null_count:
                 import pyarrow as pa
 
                 self._is_null = column.is_null().to_numpy()
-                column = column.cast(pa.from_numpy_dtype(dtype)).fill_null(
-                    np.dtype(dtype).type().item()
-                )
+                filler = np.dtype(dtype).type().item()
+                column = column.cast(pa.from_numpy_dtype(dtype)).fill_null(filler)
             column = column.to_numpy()
-        self.values = column
-
-    def __len__(self) -> int:
-        return len(self.values)
-
-    def row(self, row: np.ndarray, named: np.ndarray) -> Any:
-        """Return the number of the one row."""
-        return self.take(row, named)[0]
+        self._values = column
 
     def take(self, rows: np.ndarray, named: np.ndarray) -> np.ndarray:
         """Return the rows: a copy."""
         if self._is_null is not None and self._is_null[rows].any():
             raise _null_error(self.name, int(named[self._is_null[rows].argmax()]))
-        return self.values[rows].astype(self.dtype, copy=False)
+        return self._values[rows].astype(self._dtype, copy=False)
 
 
 class ArrayColumn:
@@ -176,16 +157,21 @@ class ArrayColumn:
 
     def __init__(self, name: str, column: pa.ChunkedArray | list[np.ndarray | None]) -> None:
         self.name = name
-        self._chunks: list[Any] = [column] if isinstance(column, list) else column.chunks
+        self._chunks: list[Any] = [column]
+        if not isinstance(column, list):  # datasets.Array2D and its kind extend lists
+            self._chunks = [getattr(chunk, "storage", chunk) for chunk in column.chunks]
         self._starts = np.cumsum([0, *map(len, self._chunks)])
-
-    def row(self, row: np.ndarray, named: np.ndarray) -> np.ndarray | None:
-        """Return the one row, a view where Arrow allows one."""
-        return self.take(row, named)[0]
 
     def take(self, rows: np.ndarray, named: np.ndarray) -> list[np.ndarray | None]:
         """Return the rows, views where Arrow allows them."""
-        return [self._array(*at) for at in zip(rows.tolist(), named.tolist(), strict=True)]
+        chunks = np.searchsorted(self._starts, rows, side="right") - 1
+        places = (chunks.tolist(), (rows - self._starts[chunks]).tolist(), named.tolist())
+        return [
+            held[row]
+            if isinstance(held := self._chunks[chunk], list)
+            else _to_numpy(self.name, i, held.slice(row, 1))
+            for chunk, row, i in zip(*places, strict=True)
+        ]
 
     def outer_lengths(self) -> np.ndarray:
         """Return int64 [N], the first dimension of every row, 0 for a null; reads no number."""
@@ -196,17 +182,9 @@ class ArrayColumn:
             elif chunk.null_count == len(chunk):  # its type may be null, without lengths
                 parts.append(np.zeros(len(chunk), dtype=np.int64))
             else:
-                lengths = _storage(chunk).value_lengths().fill_null(0)
+                lengths = chunk.value_lengths().fill_null(0)
                 parts.append(lengths.to_numpy(zero_copy_only=False).astype(np.int64))
         return np.concatenate(parts)
-
-    def _array(self, row: int, named: int) -> np.ndarray | None:
-        chunk = int(np.searchsorted(self._starts, row, side="right")) - 1
-        held = self._chunks[chunk]
-        place = row - int(self._starts[chunk])
-        if isinstance(held, list):
-            return held[place]
-        return _to_numpy(self.name, named, _storage(held).slice(place, 1))
 
 
 def _joined(
@@ -235,44 +213,24 @@ def column_of(name: str, column: Any) -> ListColumn | NumberColumn | ArrayColumn
     if isinstance(column, np.ndarray):
         return NumberColumn(name, column.dtype, column)
     import pyarrow as pa
+    from pyarrow.types import is_boolean, is_floating, is_integer, is_null
 
-    kind = column.type
-    is_list = isinstance(kind, pa.ListType | pa.LargeListType | pa.FixedSizeListType)
-    dtype = _dtype(kind.value_type if is_list else kind)
-    if dtype is None:
+    is_list = isinstance(column.type, pa.ListType | pa.LargeListType | pa.FixedSizeListType)
+    kind = column.type.value_type if is_list else column.type
+    if not (is_null(kind) or is_integer(kind) or is_floating(kind) or is_boolean(kind)):
         raise DataError(
-            f"column {name} has the Arrow type {kind}; a column holds one flat list of numbers per "
-            "row, or one number: cast it, or leave it out with columns="
+            f"column {name} has the Arrow type {column.type}; a column holds one flat list of "
+            "numbers per row, or one number: cast it, or leave it out with columns="
         )
+    # null is what Arrow infers when every list is empty
+    dtype = np.int64 if is_null(kind) else kind.to_pandas_dtype()
     return ListColumn(name, dtype, column.chunks) if is_list else NumberColumn(name, dtype, column)
-
-
-def _dtype(kind: pa.DataType) -> np.dtype[Any] | None:
-    from pyarrow import types
-
-    if types.is_null(kind):  # what Arrow infers when every list is empty
-        return np.dtype(np.int64)
-    if types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind):
-        return np.dtype(kind.to_pandas_dtype())
-    return None
-
-
-def _has_null(entry: pa.Scalar, look_inside: bool) -> bool:
-    if not (entry.is_valid and look_inside):
-        return not entry.is_valid
-    values = getattr(entry, "values", None)  # of a list
-    return values is not None and values.null_count > 0
 
 
 def _null_error(name: str, row: int) -> DataError:
     return DataError(
         f"row {row}: {name} is null or holds a null; drop the row, or fill it in before training"
     )
-
-
-def _storage(chunk: Any) -> Any:
-    """Return the lists of a chunk, which datasets.Array2D and its kind extend."""
-    return getattr(chunk, "storage", chunk)
 
 
 def _to_numpy(name: str, row: int, lists: Any) -> np.ndarray | None:

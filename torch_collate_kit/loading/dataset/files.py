@@ -7,7 +7,7 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 __all__ = ["read_records"]
 
 _KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow"}
-_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-_MOST = 300  # characters of a message of others
 _MAX_DEPTH = 63  # of an Arrow table; at some 5,000 its JSON reader ends the process
 _SAFE_DEPTH = 500
 
@@ -40,25 +38,11 @@ def read_records(name: str | os.PathLike[str], *, split: str = "train") -> Datas
     """
     datasets = needed_package("datasets", "reading dataset files")
     path, name = Path(name), str(name)
-    kind = _KINDS.get(path.suffix.lower())
-    if path.is_file() and kind is None:
-        raise DataError(
-            f"{name}: not a kind of file that is read ({', '.join(_KINDS)}); convert it, or save "
-            "it with Dataset.save_to_disk and name the folder"
-        )
-    if kind and not path.is_dir():
-        if not path.is_file():
-            raise DataError(f"{name}: there is no such file")
-        if kind == "json":
-            _check_depth(path, _SAFE_DEPTH)
-        try:
-            return datasets.load_dataset(kind, data_files=glob.escape(name), split="train")
-        except Exception as error:  # of many types, as the file is broken
-            if kind == "json":
-                _check_depth(path, _MAX_DEPTH)
-            found = _broken_line(path) if path.suffix.lower() == ".jsonl" else None
-            raise DataError(f"{name}: {found or _short(error.__cause__ or error)}") from error
-    if not path.is_dir() and not _is_hub_name(name):
+    if path.is_file() or (path.suffix.lower() in _KINDS and not path.is_dir()):
+        return _read_file(datasets, path)
+    # what else is here or has the suffix of a file is no name of the hub
+    is_of_file = path.exists() or path.suffix in (".npy", ".jinja")
+    if not path.is_dir() and (is_of_file or not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name)):
         raise DataError(f"{name}: there is no such file or folder")
     try:
         found = datasets.load_from_disk(name) if path.is_dir() else datasets.load_dataset(name)
@@ -73,11 +57,24 @@ def read_records(name: str | os.PathLike[str], *, split: str = "train") -> Datas
     return found[split]
 
 
-def _is_hub_name(name: str) -> bool:
-    """Return whether it may be a name of the hub, and is nothing here."""
-    path = Path(name)
-    known = path.suffix in (*_KINDS, ".npy", ".jinja")
-    return bool(_HUB_NAME.fullmatch(name)) and not known and not path.exists()
+def _read_file(datasets: Any, path: Path) -> Dataset:
+    kind = _KINDS.get(path.suffix.lower())
+    if kind is None:
+        raise DataError(
+            f"{path}: not a kind of file that is read ({', '.join(_KINDS)}); convert it, or save "
+            "it with Dataset.save_to_disk and name the folder"
+        )
+    if not path.is_file():
+        raise DataError(f"{path}: there is no such file")
+    if kind == "json":
+        _check_depth(path, _SAFE_DEPTH)
+    try:
+        return datasets.load_dataset(kind, data_files=glob.escape(str(path)), split="train")
+    except Exception as error:  # of many types, as the file is broken
+        if kind == "json":
+            _check_depth(path, _MAX_DEPTH)
+        found = _broken_line(path) if path.suffix.lower() == ".jsonl" else None
+        raise DataError(f"{path}: {found or _short(error.__cause__ or error)}") from error
 
 
 def _check_depth(path: Path, limit: int) -> None:
@@ -117,4 +114,4 @@ def _broken_line(path: Path) -> str | None:
 
 def _short(error: BaseException) -> str:
     text = " ".join(str(error).split())
-    return text if len(text) <= _MOST else text[:_MOST] + "..."
+    return text if len(text) <= 300 else text[:300] + "..."

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from torch_collate_kit._checks import type_name
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.columns import number_column
@@ -19,7 +20,7 @@ from torch_collate_kit.vision.families import IMAGE_FIELDS
 if TYPE_CHECKING:
     import os
 
-__all__ = ["IDS", "DatasetSource", "from_state", "kept_source", "to_state"]
+__all__ = ["IDS", "DatasetSource", "kept_source"]
 
 DatasetSource: TypeAlias = "Examples | str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
 IDS = ("input_ids", "labels")  # tokens; masks may be weights
@@ -73,7 +74,7 @@ def _copied(
     for i, example in enumerate(examples):
         if not isinstance(example, Mapping):
             raise DataError(
-                f"example {i} is a {type(example).__name__}; an example is a mapping with input_ids"
+                f"example {i} is {type_name(example)}; an example is a mapping with input_ids"
             )
     copied = {}
     for name in _chosen(list(first_with(examples)), columns, train_all):
@@ -101,24 +102,3 @@ def _column(name: str, column: Any) -> np.ndarray | Ragged | list[Any]:
         except DataError:  # not whole, or True and False
             numbers = joined(number_column(name, column, "numbers"))
     return Ragged(numbers.values.astype(numbers.values.dtype.str), numbers.offsets)
-
-
-def to_state(source: Any) -> Any:
-    """Return what is pickled: of a table only its slice, which pickle would send whole."""
-    if not is_a(source, "pyarrow", "Table"):
-        return source
-    import pyarrow as pa
-
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, source.schema) as writer:
-        writer.write_table(source)
-    return sink.getvalue()
-
-
-def from_state(state: Any) -> Any:
-    """Return the source that ``to_state`` was given."""
-    if not is_a(state, "pyarrow", "Buffer"):
-        return state
-    import pyarrow as pa
-
-    return pa.ipc.open_stream(state).read_all()

@@ -1,12 +1,8 @@
-"""Tokenized rows as columns: random reads without a Python object per token.
-
-A list column of Arrow is one flat array of values and one of offsets. Both are read in place, in a
-memory-mapped file or in memory, so a batch costs one memory view per row.
-"""
+"""Tokenized rows as columns: random reads without a Python object per token."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn, overload
 
 import numpy as np
@@ -15,20 +11,9 @@ from torch.utils.data import Dataset
 
 from torch_collate_kit._checks import checked_bool, checked_int
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.loading.dataset.columns import (
-    ArrayColumn,
-    ListColumn,
-    NumberColumn,
-    column_of,
-)
+from torch_collate_kit.loading.dataset.columns import ArrayColumn, ListColumn, column_of
 from torch_collate_kit.loading.dataset.fingerprints import fingerprint_of
-from torch_collate_kit.loading.dataset.sources import (
-    IDS,
-    DatasetSource,
-    from_state,
-    kept_source,
-    to_state,
-)
+from torch_collate_kit.loading.dataset.sources import IDS, DatasetSource, kept_source
 from torch_collate_kit.packing import RankPlan
 from torch_collate_kit.packing.rank_plan import PlannedExamples
 from torch_collate_kit.ragged import row_indices
@@ -102,10 +87,10 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
     def _read_from(self, source: Any) -> None:
         """``source`` holds the kept columns and no others; it is what is pickled."""
         self._source = source
-        self._mapping: NumberColumn | None = None  # row of the dataset -> row of its table
+        self._mapping: np.ndarray | None = None  # row of the dataset -> row of its table
         if is_a(source, "datasets", "Dataset"):
             if source._indices is not None:
-                self._mapping = NumberColumn("indices", np.int64, source._indices.column(0))
+                self._mapping = source._indices.column(0).to_numpy()
             source = source.data.table
         elif isinstance(source, ArrowFiles):
             source = source.table()
@@ -124,13 +109,13 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
     @property
     def lengths(self) -> np.ndarray:
         """Tokens of every row: int64 [N], a new array each time, from offsets; reads no token."""
-        return self._tokens.lengths(None if self._mapping is None else self._mapping.values)
+        return self._tokens.lengths(self._mapping)
 
     def fingerprint(self, num_examples: int | None = None) -> dict[str, Any]:
         """Return a fingerprint of the data, or of their first ``num_examples``: small JSON.
 
         The number of tokens, a digest of all lengths, and one of the token ids of 64 rows: a change
-        of other rows that keeps their lengths is not seen.
+        of other rows that keeps their lengths is not seen. ValueError if there are fewer examples.
 
         >>> rows = [{"input_ids": [5, 6, 7]}, {"input_ids": [8]}, {"input_ids": [9, 4]}]
         >>> TokenizedDataset(rows).fingerprint(2) == TokenizedDataset(rows[:2]).fingerprint()
@@ -140,7 +125,9 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
         count = checked_int("num_examples", count, minimum=0)
         if count > len(self):
             raise ValueError(f"num_examples must be at most {len(self)}, got {count}")
-        return fingerprint_of(self.lengths[:count], self._token_ids)
+        return fingerprint_of(
+            self.lengths[:count], lambda rows: self._column_at("input_ids", rows).values
+        )
 
     def __repr__(self) -> str:
         tokens = f", {self.lengths.sum():,} tokens" if len(self) <= _MAX_COUNTED else ""
@@ -157,14 +144,18 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
         if isinstance(index, slice):
             return self.__getitems__(range(*index.indices(len(self))))
         named, rows = self._rows([index])
-        return {name: column.row(rows, named) for name, column in self._columns.items()}
+        return {
+            name: of.row(rows, named) if isinstance(of, ListColumn) else of.take(rows, named)[0]
+            for name, of in self._columns.items()
+        }
 
     @property
     def num_loss_tokens(self) -> np.ndarray:
         """Trained tokens of every row, as the collators count them: int64 [N], a new array.
 
         Reads all targets. First tokens do not count, since nothing predicts them; what a collator
-        would cut off does. Raises DataError for a row that no collator would take.
+        would cut off does. DataError for a row that no collator would take, ValueError for images
+        without ``vision``.
 
         >>> rows = [{"input_ids": [5, 6, 7], "labels": [5, -100, 7]}]
         >>> TokenizedDataset(rows).num_loss_tokens.tolist()
@@ -180,10 +171,8 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
         return np.concatenate(parts)
 
     def _num_loss_tokens(self, indices: np.ndarray) -> np.ndarray:
-        named, rows = self._rows(indices)
-        text = {k: of for k, of in self._columns.items() if not isinstance(of, ArrayColumn)}
-        taken = {name: column.take(rows, named) for name, column in text.items()}
-        columns = read_columns(taken, train_all=self._train_all)
+        text = [k for k, of in self._columns.items() if not isinstance(of, ArrayColumn)]
+        columns = read_columns(self._take(indices, text), train_all=self._train_all)
         if self._vision is None and len(text) < len(self._columns):
             raise ValueError(
                 "the source has images, whose tokens are not trained; pass vision=processor, which "
@@ -194,12 +183,16 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
 
     @property
     def vision(self) -> VisionLayout | None:
-        """The ``VisionLayout`` passed at construction, or None."""
+        """The ``VisionLayout`` passed at construction, or made of the processor passed; or None.
+
+        >>> print(TokenizedDataset([{"input_ids": [5, 6, 7]}]).vision)
+        None
+        """
         return self._vision
 
     @property
     def patches(self) -> list[list[int]]:
-        """[N] lists, patches of each image of every row (or tiles); raises without ``vision``.
+        """[N] lists, patches of each image of every row (or tiles); ValueError without ``vision``.
 
         >>> qwen = VisionLayout("qwen3_vl", image_token_id=9, merge_size=2)
         >>> row = {"input_ids": [9, 5], "pixel_values": np.zeros((4, 1176))}
@@ -216,19 +209,15 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
                 f"the source has {', '.join(others)}, which {self._vision.family_name} models do "
                 "not have; pass vision= of the model that it was processed for"
             )
-        named, rows = self._rows(np.arange(len(self)))
-        found: dict[str, list[Any]] = {
-            name: column.take(rows, named)
-            for name, column in images.items()
-            if name not in PIXEL_FIELDS
-        }
+        every = np.arange(len(self))
+        found = self._take(every, images.keys() - PIXEL_FIELDS)
         if "pixel_values" in images and not found:  # only tiles, of which their number is enough
-            counts = images["pixel_values"].outer_lengths()[rows]
+            counts = images["pixel_values"].outer_lengths()[self._rows(every)[1]]
             found["num_tiles"] = [np.array([n]) if n else None for n in counts.tolist()]
-        if not found:
-            return [[] for _ in range(len(self))]
-        examples = (dict(zip(found, row, strict=True)) for row in zip(*found.values(), strict=True))
-        return [self._vision.patches(example) for example in examples]
+        return [
+            self._vision.patches({name: column[i] for name, column in found.items()})
+            for i in range(len(self))
+        ]
 
     @overload
     def __getitems__(self, indices: RankPlan) -> PlannedExamples: ...
@@ -237,41 +226,41 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
     def __getitems__(self, indices: Any) -> Any:
         if isinstance(indices, RankPlan):
             return indices.with_examples(self.__getitems__(indices.indices))
-        named, rows = self._rows(indices)
-        return _Columns({name: of.take(rows, named) for name, of in self._columns.items()})
+        return _Columns(self._take(indices, self._columns))
 
     def _is_plain(self) -> bool:
         """Return whether collators accept its columns as examples: lists, and integer ids."""
-        lists = {k: of for k, of in self._columns.items() if isinstance(of, ListColumn)}
-        ids = [column.dtype for name, column in lists.items() if name in IDS]
-        return lists.keys() == self._columns.keys() - {"num_actions"} and all(
-            dtype.kind in "iu" for dtype in ids
-        )
+        lists = {k: of.dtype for k, of in self._columns.items() if isinstance(of, ListColumn)}
+        has_ids = all(lists[name].kind in "iu" for name in IDS if name in lists)
+        return has_ids and lists.keys() == self._columns.keys() - {"num_actions"}
 
     def _lengths_at(self, indices: np.ndarray) -> np.ndarray:
         """Return int64, the tokens of these rows alone."""
         named, rows = self._rows(indices)
         return self._tokens.lengths_at(rows, named)
 
-    def _token_ids(self, indices: np.ndarray) -> np.ndarray:
-        """Return the ids of these rows, end to end."""
-        named, rows = self._rows(indices)
-        return np.asarray(self._tokens.take(rows, named).values)
-
     def _column_at(self, name: str, indices: np.ndarray) -> Any:
         """Return these rows of one column: a Ragged of lists, else an array; None without it."""
-        if name not in self._columns:
-            return None
-        named, rows = self._rows(indices)
-        return self._columns[name].take(rows, named)
+        return self._take(indices, [name])[name] if name in self._columns else None
 
     def __getstate__(self) -> dict[str, Any]:
-        source = to_state(self._source)
+        source = self._source
+        if is_a(source, "pyarrow", "Table"):  # its slice alone: pickle would send the whole
+            import pyarrow as pa
+
+            sink = pa.BufferOutputStream()
+            with pa.ipc.new_stream(sink, source.schema) as writer:
+                writer.write_table(source)
+            source = sink.getvalue()
         return {"source": source, "train_all": self._train_all, "vision": self._vision}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._train_all, self._vision = state["train_all"], state["vision"]
-        self._read_from(from_state(state["source"]))
+        source, self._train_all, self._vision = state.values()
+        if is_a(source, "pyarrow", "Buffer"):
+            import pyarrow as pa
+
+            source = pa.ipc.open_stream(source).read_all()
+        self._read_from(source)
 
     def _rows(self, indices: Any) -> tuple[np.ndarray, np.ndarray]:
         """Return the indices, 0 to N - 1, and the rows of the table that they stand for."""
@@ -286,4 +275,10 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
                 f"{-n} to {n - 1}"
             )
         picked = np.where(picked < 0, picked + n, picked)
-        return picked, picked if self._mapping is None else self._mapping.take(picked, picked)
+        mapped = picked if self._mapping is None else self._mapping[picked].astype(np.int64)
+        return picked, mapped
+
+    def _take(self, indices: Any, names: Iterable[str]) -> dict[str, Any]:
+        """Return these rows of some columns: Ragged of lists, else arrays, lists of images."""
+        named, rows = self._rows(indices)
+        return {name: self._columns[name].take(rows, named) for name in names}

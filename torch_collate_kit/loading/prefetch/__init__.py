@@ -5,6 +5,6 @@ from __future__ import annotations
 from torch_collate_kit.loading.prefetch.async_collator import AsyncBatchCollator
 from torch_collate_kit.loading.prefetch.loader import PrefetchLoader
 from torch_collate_kit.loading.prefetch.skipped_examples import SkippedExample
-from torch_collate_kit.loading.prefetch.step_times import StepTimes
+from torch_collate_kit.loading.prefetch.timeline import StepTimes
 
 __all__ = ["AsyncBatchCollator", "PrefetchLoader", "SkippedExample", "StepTimes"]

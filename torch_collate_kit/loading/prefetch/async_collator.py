@@ -23,12 +23,10 @@ T = TypeVar("T")
 
 
 class _Thread(threading.Thread):
-    """Builds one batch after the other, until it is told to end.
-
-    A daemon, since the interpreter joins any other thread before it exits, and a read may be stuck.
-    """
+    """Builds one batch after the other, until it is told to end."""
 
     def __init__(self) -> None:
+        # a daemon: the interpreter joins other threads before it exits, and a read may be stuck
         super().__init__(name="torch_collate_kit prefetch", daemon=True)
         self.requests: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self.is_given_up = False
@@ -52,10 +50,8 @@ def _end_threads() -> None:
 
 
 class _Slot(NamedTuple):
-    """The one batch that is being built, or that waits to be taken."""
-
     step: int
-    future: Future[Any]
+    future: Future[Any]  # of the batch that is being built, or that waits to be taken
 
 
 class AsyncBatchCollator(Generic[T]):
@@ -106,16 +102,20 @@ class AsyncBatchCollator(Generic[T]):
                 f"get({self._slot.step}) takes the batch, clear() drops it"
             )
         thread = self._thread if self._pid == os.getpid() else None
-        thread = _Thread() if thread is None else thread
+        is_new, thread = thread is None, thread or _Thread()
         future: Future[T] = Future()
-        request = partial(_compute_into, future, self._compute, step)
         self._slot = _Slot(step, future)  # first: no batch is ever built unnoticed
         thread.is_given_up = False
         try:
-            thread.requests.put(request)
-            if thread is not self._thread:
-                self._start(thread)
+            thread.requests.put(partial(_compute_into, future, self._compute, step))
+            if is_new:
+                self._thread, self._pid = thread, os.getpid()
+                weakref.finalize(self, thread.requests.put, None).atexit = False
+                thread.start()
         except BaseException:  # Ctrl-C in here: either the thread has begun, or it never will
+            if is_new:  # it may run or not, so the next one is another
+                thread.requests.put(None)
+                self._thread = None
             if future.cancel():
                 self._slot = None
             raise
@@ -175,17 +175,12 @@ class AsyncBatchCollator(Generic[T]):
     def __exit__(self, *error: object) -> None:
         self.shutdown()
 
-    # for ReadAhead
-
     def _holds(self, step: int) -> bool:
         """Return whether the slot is empty, or for this step."""
         return self._slot is None or self._slot.step == step
 
     def _settled(self, seconds: float | None) -> bool:
-        """Wait at most so long until nothing is being built. Return whether nothing is.
-
-        None: as long as it takes. A batch that was waited for once is not waited for again.
-        """
+        """Wait at most so long, once for each batch; None: for ever. Return whether it is built."""
         slot, thread = self._slot, self._thread
         if slot is None or slot.future.done():
             return True
@@ -201,16 +196,6 @@ class AsyncBatchCollator(Generic[T]):
         self._is_shut_down, self._slot = True, None
         if self._thread is not None:
             self._thread.requests.put(None)
-
-    def _start(self, thread: _Thread) -> None:
-        self._thread, self._pid = thread, os.getpid()
-        weakref.finalize(self, thread.requests.put, None).atexit = False
-        try:
-            thread.start()
-        except BaseException:  # Ctrl-C in here: it may run or not, so the next one is new
-            thread.requests.put(None)
-            self._thread = None
-            raise
 
     def _may_wait(self) -> bool:
         """Return whether a wait will end: not in a fork, the thread itself, or a collection."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -12,18 +12,14 @@ from torch_collate_kit.ragged import Ragged
 
 
 class Sent(NamedTuple):
-    """A batch on its way to the device, and the event after its copy on a CUDA stream."""
+    """A batch on its way to the device."""
 
     batch: Any
-    copied: torch.cuda.Event | None
+    copied: torch.cuda.Event | None  # on the CUDA stream
 
 
 class DeviceCopy:
-    """A copier of batches, from the thread that builds them to the one that trains.
-
-    On CUDA, ``send`` copies from pinned memory on a separate stream without waiting. ``receive``
-    makes the consumer's current stream wait for the copy, not the consumer itself.
-    """
+    """A copier of batches, from the thread that builds them to the one that trains."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream: torch.cuda.Stream | None = None
@@ -34,32 +30,31 @@ class DeviceCopy:
         self.device = device
 
     def send(self, batch: Any) -> Sent:
-        """Begin to copy a batch."""
+        """Begin to copy a batch; on CUDA from pinned memory on a separate stream, no wait."""
         if self._stream is None:
             return Sent(_mapped(batch, lambda part: part.to(self.device)), None)
-        check_recordable(batch)
         pinned = _mapped(batch, _pin)
         with torch.cuda.stream(self._stream):
             moved = _mapped(pinned, lambda part: part.to(self.device, non_blocking=True))
             return Sent(moved, self._stream.record_event())
 
     def receive(self, sent: Sent) -> Any:
-        """Return the copy of a batch, safe to use on the current stream."""
+        """Return the copy of a batch. On CUDA the current stream waits for it, not the caller."""
         if sent.copied is not None:
             stream = torch.cuda.current_stream(self.device)
             stream.wait_event(sent.copied)
-            for part in _recordable(sent.batch):
+
+            def record(part: Any) -> Any:
                 # allocated on the other stream, which must not reuse it before this one is done
-                part.record_stream(stream)
+                (part.values if isinstance(part, Ragged) else part).record_stream(stream)
+                return part
+
+            _mapped(sent.batch, record)
         return sent.batch
 
 
 def device_copy(device: torch.device | str | int | None) -> DeviceCopy | None:
-    """Return the copier to a device; None where there is nothing to copy: no device, or the CPU.
-
-    Raises:
-        ValueError: there is no such device here.
-    """
+    """Return the copier to a device; None where there is nothing to copy: no device, or the CPU."""
     if device is None:
         return None
     try:
@@ -89,31 +84,13 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _pin(part: Any) -> Any:
+    """Pin a part in host memory. TypeError if the memory of its copy could not be recorded."""
+    if not isinstance(part, Tensor | Ragged) and not hasattr(part, "record_stream"):
+        name = type(part).__name__
+        raise TypeError(
+            f"the batch holds a {name}, which has .to() but is no tensor, mapping, list or tuple: "
+            "which memory its copy on the CUDA device takes cannot be seen; collate into one of "
+            f"these, or give {name} a record_stream(stream) that calls it on each of its tensors"
+        )
     on_host = not isinstance(part, Tensor) or part.device.type == "cpu"
     return part.pin_memory() if on_host and hasattr(part, "pin_memory") else part
-
-
-def check_recordable(batch: Any) -> None:
-    """Raise TypeError if the memory of an object's copy could not be recorded."""
-    for part in _recordable(batch):
-        if not hasattr(part, "record_stream"):
-            name = type(part).__name__
-            raise TypeError(
-                f"the batch holds a {name}, which has .to() but is no tensor, mapping, list or "
-                "tuple: which memory its copy on the CUDA device takes cannot be seen; collate "
-                f"into one of these, or give {name} a record_stream(stream) that calls it on each "
-                "of its tensors"
-            )
-
-
-def _recordable(value: Any) -> Iterator[Any]:
-    """Yield the tensors of a batch, and its other objects that have a ``.to()``."""
-    if isinstance(value, Ragged):
-        yield from _recordable(value.values)
-    elif isinstance(value, Tensor) or hasattr(value, "record_stream"):
-        yield value
-    elif isinstance(value, (Mapping, list, tuple)):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _recordable(item)
-    elif hasattr(value, "to"):
-        yield value

@@ -12,17 +12,14 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import torch
 
 from torch_collate_kit._checks import checked_bool, checked_int
-from torch_collate_kit._reprs import call_repr
+from torch_collate_kit._reprs import call_repr, changed_settings
 from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading.orders.checks import is_same
 from torch_collate_kit.loading.prefetch.device_copy import device_copy
-from torch_collate_kit.loading.prefetch.positioned import LoaderPosition
-from torch_collate_kit.loading.prefetch.read_ahead import END, ReadAhead, Taken
-from torch_collate_kit.loading.prefetch.reader import Reader, Stand
-from torch_collate_kit.loading.prefetch.resumable_loaders import resumable_loader
+from torch_collate_kit.loading.prefetch.reader import END, Reader, Run, Taken
+from torch_collate_kit.loading.prefetch.resumable_loaders import LoaderPosition, resumable_loader
 from torch_collate_kit.loading.prefetch.skipped_examples import SkippedExample, SkippedExamples
-from torch_collate_kit.loading.prefetch.step_times import StepTimes, Timeline
-from torch_collate_kit.loading.prefetch.timeline_plot import draw_timeline
+from torch_collate_kit.loading.prefetch.timeline import StepTimes, Timeline, draw_timeline
 from torch_collate_kit.loading.prefetch.watchdog import checked_seconds
 from torch_collate_kit.loading.skipping import SkipPolicy
 
@@ -84,28 +81,26 @@ class PrefetchLoader:
     ) -> None:
         self.wait_seconds = 0.0
         self._timeline = Timeline()
-        self._loader = resumable_loader(loader)
-        self._prefetch = checked_bool("prefetch", prefetch)
-        self._copy = device_copy(device)
-        self._warn_after = checked_seconds("warn_after", warn_after)
         policy = SkipPolicy(on_error, max_skipped, max_skipped_in_a_row)
-        if policy.skips:
-            self._loader.skip_failing_examples()
-        read = partial(ReadAhead, self._loader, self._copy, self._prefetch, self._warn_after)
-        self._reader = Reader(self._loader, read, SkippedExamples(policy))
+        self._loader = resumable_loader(loader, skips=policy.skips)
+        self.on_error, self.max_skipped = on_error, max_skipped
+        self.max_skipped_in_a_row = max_skipped_in_a_row
+        self.prefetch = checked_bool("prefetch", prefetch)
+        self.warn_after = checked_seconds("warn_after", warn_after)
+        copy = device_copy(device)
+        self.device = None if copy is None else str(copy.device)
+        skipped = SkippedExamples(policy)
+        self._reader = Reader(self._loader, copy, self.prefetch, self.warn_after, skipped)
         self._loop: object = None  # the loop that may draw from it
         self._drawing = 0  # the thread that draws a batch now
         self._interrupt: BaseException | None = None  # of the thread, to be raised at the next call
         self._is_closed = False
 
     def __repr__(self) -> str:
-        settings: dict[str, Any] = {} if self._prefetch else {"prefetch": False}
-        settings |= {} if self._copy is None else {"device": str(self._copy.device)}
-        settings |= {} if self._warn_after == 60.0 else {"warn_after": self._warn_after}
-        settings |= self._reader.stand.skipped.policy.settings()
         position = self._reader.answer(lambda position, _: position)
         where = "closed" if self._is_closed else f"epoch {position.epoch}, step {position.step}"
-        return f"{call_repr(self, self._loader.described(), **settings)} [{where}]"
+        call = call_repr(self, self._loader.described, **changed_settings(self))
+        return f"{call} [{where}]"
 
     @property
     def epoch(self) -> int:
@@ -182,10 +177,9 @@ class PrefetchLoader:
         num_taken = num_empty = 0
         try:
             while num_steps is None or num_taken < num_steps:
-                run, (batch, position, skipped, _) = self._draw(loop, on_epoch)
+                run, (batch, position, stand, _) = self._draw(loop, on_epoch)
                 if batch is not END:
                     num_taken, num_empty = num_taken + 1, 0
-                    stand = Stand(position, skipped, reader.stand.reading)
                     reader.stand = stand  # received: the two are one moment for a signal handler
                     yield batch
                     del batch  # it would be held beside the next
@@ -204,8 +198,8 @@ class PrefetchLoader:
             self._leave(loop, error)
             raise
 
-    def _draw(self, loop: object, on_epoch: _OnEpoch) -> tuple[ReadAhead, Taken]:
-        """Return the reading, and its next batch or END."""
+    def _draw(self, loop: object, on_epoch: _OnEpoch) -> tuple[Run, Taken]:
+        """Return the run, and its next batch or END."""
         self._check_one_consumer()
         self._drawing = threading.get_ident()
         try:
@@ -221,7 +215,7 @@ class PrefetchLoader:
             self._drawing = 0
         if taken.batch is not END:
             epoch, step, _ = taken.position
-            self._timeline.received(epoch, step - 1, taken.times, began, ended)
+            self._timeline.received(epoch, step - 1, *taken.times, began, ended)
         return run, taken
 
     def _leave(self, loop: object, error: BaseException) -> None:
@@ -340,8 +334,7 @@ class PrefetchLoader:
         if self._drawing not in (0, threading.get_ident()):
             raise StateError(
                 "another thread is waiting for a batch of this loader, which has one position and "
-                "one consumer; give each thread a loader of its own, or draw in one thread and "
-                "hand the batches on"
+                "one consumer; give each thread a loader of its own, or hand batches on"
             )
 
     def _raise_interrupt(self) -> None:

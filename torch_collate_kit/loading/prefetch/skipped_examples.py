@@ -1,55 +1,45 @@
-"""Examples that fail: left out where their batch is built, counted where it is received.
-
-A DataLoader reads, then collates, and an error of either is an error of the whole batch. So its
-dataset is replaced by one that reads nothing, and its collate function by one that does both. The
-examples missing from a batch travel with it, from a worker or the prefetch thread to the consumer.
-"""
+"""Examples that fail: left out where their batch is built, counted where it is received."""
 
 from __future__ import annotations
 
 import operator
 import traceback
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from torch.utils.data import get_worker_info
 
+from torch_collate_kit._checks import checked_int
 from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading.skipping import NEVER_SKIPPED, Skipped, SkipPolicy, failing_alone
 from torch_collate_kit.packing import RankPlan
 
-__all__ = ["Collated", "Failed", "SkippedExample", "SkippedExamples", "skip_failing_examples"]
+__all__ = ["Collated", "SkippedExample", "SkippedExamples", "skipping_parts"]
 
-
-class Failed(NamedTuple):
-    """An example that was left out of its batch."""
-
-    example: Any
-    """Its index in the dataset, or its position in the stream."""
-    position: int = 0
-    """Its place among the examples that were to be read."""
-    error: str | None = None
-    """The kind of error and its message."""
-    traceback: str = ""
-    """The traceback as text, since not every error can be sent by a worker."""
+_Outcomes: TypeAlias = tuple[Skipped | None, ...]
 
 
 class Collated(NamedTuple):
-    """A batch, and the examples that were left out of it."""
+    """A batch, and what was left out of it."""
 
     batch: Any
-    failed: tuple[Failed, ...] = ()
-    num_examples: int = 0
-    """How many were to be read; 0 where the loader does not count them, or a stream has."""
+    outcomes: _Outcomes = ()
+    """One per example that was to be read, None where it is in the batch. Of a stream, which counts
+    them itself, only those that were left out."""
 
 
-def skip_failing_examples(loader: Any) -> None:
-    """Make a DataLoader with a ``batch_sampler`` yield ``Collated``."""
-    collate = _SkippingCollate(loader.dataset, loader.collate_fn)
-    start = partial(_start_worker, loader.dataset, loader.worker_init_fn)
-    # not by setattr: a DataLoader forbids it
-    vars(loader).update(dataset=_Unread(), collate_fn=collate, worker_init_fn=start)
+def skipping_parts(loader: Any) -> dict[str, Any]:
+    """Return parts with which a DataLoader with a ``batch_sampler`` yields ``Collated``.
+
+    A DataLoader reads, then collates, and an error of either is one of the whole batch. So its
+    dataset becomes one that reads nothing, and its collate function one that does both.
+    """
+    return {
+        "dataset": _Unread(),
+        "collate_fn": _SkippingCollate(loader.dataset, loader.collate_fn),
+        "worker_init_fn": partial(_start_worker, loader.dataset, loader.worker_init_fn),
+    }
 
 
 class _Unread:
@@ -75,14 +65,23 @@ class _SkippingCollate:
         self._dataset, self._collate = dataset, collate
 
     def __call__(self, indices: Any) -> Collated:
-        num_examples = len(indices) if isinstance(indices, Sized) else 1
         try:
-            return Collated(self._batch(indices), (), num_examples)
+            count = len(indices) if isinstance(indices, Sized) else 1
+            return Collated(self._batch(indices), (None,) * count)
         except NEVER_SKIPPED:
             raise
         except Exception as error:
-            failed = self._failing(indices)
-            return Collated(self._rest(indices, failed, error), failed, num_examples)
+            outcomes = self._outcomes(indices)
+            failed = [outcome for outcome in outcomes if outcome]
+            if failed and len(failed) == len(outcomes) and not isinstance(indices, RankPlan):
+                who = "all examples" if len(failed) > 1 else "the only example"
+                raise DataError(
+                    f"nothing is left to collate: {who} of a batch of {len(failed)} could not be "
+                    f"read or collated; the first is {_named(failed[0], 'of the dataset')}"
+                ) from error
+            # where none fails alone, the fault may have passed
+            gone = [position for position, outcome in enumerate(outcomes) if outcome]
+            return Collated(self._batch(_without(indices, gone)), outcomes)
 
     def _batch(self, indices: Any) -> Any:
         """Return the batch as a DataLoader makes it."""
@@ -90,53 +89,35 @@ class _SkippingCollate:
             return self._collate(self._dataset.__getitems__(indices))
         return self._collate([self._dataset[i] for i in indices])
 
-    def _failing(self, indices: Any) -> tuple[Failed, ...]:
-        examples = _examples(indices)
+    def _outcomes(self, indices: Any) -> _Outcomes:
+        """Read and collate each example alone."""
+        examples = indices.indices if isinstance(indices, RankPlan) else list(indices)
+        positions = range(len(examples))
+        outcomes: list[Skipped | None] = [None] * len(examples)
 
         def collate_one(position: int) -> None:
-            self._batch(_without(indices, [i for i in range(len(examples)) if i != position]))
+            self._batch(_without(indices, [i for i in positions if i != position]))
 
-        return tuple(
-            Failed(
-                examples[position],
-                position,
-                f"{type(error).__name__}: {error}",
-                "".join(traceback.format_exception(error)),
-            )
-            for position, error in failing_alone(collate_one, range(len(examples)), Exception)
-        )
-
-    def _rest(self, indices: Any, failed: tuple[Failed, ...], error: Exception) -> Any:
-        """Return the batch without them. If none fails alone, the fault may have passed."""
-        if not failed:
-            try:
-                return self._batch(indices)
-            except NEVER_SKIPPED:
-                raise
-            except Exception:
-                raise error from None
-        rest = _without(indices, [of.position for of in failed])
-        if not isinstance(rest, RankPlan) and not len(rest):
-            who = "all examples" if len(failed) > 1 else "the only example"
-            raise DataError(
-                f"nothing is left to collate: {who} of a batch of {len(failed)} could not be read "
-                f"or collated; the first is example {failed[0].example} of the dataset: "
-                f"{failed[0].error}"
-            ) from error
-        return self._batch(rest)
+        for position, error in failing_alone(collate_one, positions, Exception):
+            example = examples[position]
+            if hasattr(example, "__index__"):  # NumPy's and torch's integers are no JSON
+                example = operator.index(example)
+            trace = "".join(traceback.format_exception(error))
+            outcomes[position] = Skipped(example, f"{type(error).__name__}: {error}", trace)
+        return tuple(outcomes)
 
 
-def _examples(indices: Any) -> list[Any]:
-    """Return the dataset indices of a batch; NumPy's and torch's integers are no JSON."""
-    examples = indices.indices if isinstance(indices, RankPlan) else indices
-    return [operator.index(i) if hasattr(i, "__index__") else i for i in examples]
-
-
-def _without(indices: Any, positions: list[int]) -> Any:
+def _without(indices: Any, positions: Sequence[int]) -> Any:
+    if not positions:
+        return indices
     if isinstance(indices, RankPlan):
         return indices.without(positions)
     gone = set(positions)
     return [example for i, example in enumerate(indices) if i not in gone]
+
+
+def _named(skipped: Skipped, where: str) -> str:
+    return f"example {skipped.example} {where}: {skipped.reason}"
 
 
 class SkippedExample(NamedTuple):
@@ -163,46 +144,35 @@ class SkippedExamples:
         self.policy, self.examples = policy, examples
         self._in_a_row = in_a_row  # up to the last example read
 
-    def with_batch(self, epoch: int, step: int, collated: Collated) -> SkippedExamples:
-        """Return the examples with those of one more batch, counted and logged.
-
-        Raises:
-            DataError: more than the policy allows.
-        """
-        if not collated.failed and not (self._in_a_row and collated.num_examples):
+    def with_batch(self, epoch: int, step: int, outcomes: _Outcomes) -> SkippedExamples:
+        """Return the examples with those of one more batch, logged; DataError if too many."""
+        skipped = [of for of in outcomes if of]
+        if not skipped and not (self._in_a_row and outcomes):
             return self  # as nearly always
-        found = tuple(SkippedExample(epoch, step, of.example, of.error) for of in collated.failed)
-        where = f"in step {step} of epoch {epoch}"
-        outcomes: list[Skipped | None] = [None] * collated.num_examples
-        for of in collated.failed if outcomes else ():
-            reason = f"example {of.example} {where}: {of.error}"
-            outcomes[of.position] = Skipped(of.example, reason, of.traceback)
-        _, in_a_row = self.policy.counted(len(self.examples), self._in_a_row, outcomes)
-        return SkippedExamples(self.policy, self.examples + found, in_a_row)
+        in_a_row = self._in_a_row
+        if self.policy.skips:  # else a stream has counted them
+            at = f"in step {step} of epoch {epoch}"
+            named = (of and of._replace(reason=_named(of, at)) for of in outcomes)
+            _, in_a_row = self.policy.counted(len(self.examples), in_a_row, named)
+        found = (SkippedExample(epoch, step, of.example, of.reason or None) for of in skipped)
+        return SkippedExamples(self.policy, (*self.examples, *found), in_a_row)
 
     def state(self) -> dict[str, Any]:
         """Return their state; nothing if there are none, as of any other loader."""
-        if not self.examples:
-            return {}
         named = [[one.epoch, one.step, one.example] for one in self.examples]
-        return {"skipped": named, "skipped_in_a_row": self._in_a_row}
+        return {"skipped": {"examples": named, "in_a_row": self._in_a_row}} if named else {}
 
     def after(self, state: Mapping[str, Any]) -> SkippedExamples:
         """Return the examples left out in the run that saved ``state``, with the same policy."""
-        named, in_a_row = state.get("skipped", []), state.get("skipped_in_a_row", 0)
-        problem = ""
-        if not isinstance(named, list) or not all(
-            isinstance(one, list)
-            and len(one) == 3
-            and all(type(number) is int and number >= 0 for number in one[:2])
-            for one in named
-        ):
-            problem = "skipped that is not a list of [epoch, step, example]"
-        elif type(in_a_row) is not int or not 0 <= in_a_row <= len(named):
-            problem = f"skipped_in_a_row={in_a_row!r} of {len(named)} that were skipped"
-        elif ("skipped" in state) != ("skipped_in_a_row" in state):
-            problem = "only one of skipped and skipped_in_a_row, which are saved together"
-        if problem:
-            raise StateError(f"the state has {problem}; pass what state_dict() returned")
-        examples = tuple(SkippedExample(one[0], one[1], one[2], None) for one in named)
-        return SkippedExamples(self.policy, examples, in_a_row)
+        saved = state.get("skipped", {"examples": [], "in_a_row": 0})
+        try:
+            examples = tuple(SkippedExample(a, b, i, None) for a, b, i in saved["examples"])
+            for number in (saved["in_a_row"], *(n for one in examples for n in one[:2])):
+                checked_int("a count", number, minimum=0)
+            if saved["in_a_row"] > len(examples):
+                raise ValueError("more in a row than in all")
+        except (TypeError, ValueError, KeyError) as error:
+            raise StateError(
+                f"the state has skipped={saved!r:.100}; pass what state_dict() returned"
+            ) from error
+        return SkippedExamples(self.policy, examples, saved["in_a_row"])

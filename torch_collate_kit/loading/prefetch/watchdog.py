@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import numbers
 import sys
 import threading
 import time
@@ -13,8 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from torch_collate_kit.loading.prefetch.workers import PATIENCE, is_collecting
 
@@ -34,10 +33,8 @@ class _Wait(NamedTuple):
 class Watchdog:
     """Logs one warning for each wait that is longer than ``warn_after`` seconds; None: never.
 
-    A second thread must look at the clock, since the one that waits may be deep in somebody's code.
-    It sleeps for ``warn_after`` seconds at a time, and ends with ``stop``, or when nobody has the
-    watchdog any more. A forked process has none. ``collating`` is the identifier of the thread that
-    builds batches, which sets it.
+    Its thread ends with ``stop``, or when nobody has the watchdog any more. ``collating`` is the
+    identifier of the thread that builds batches, which sets it.
     """
 
     def __init__(self, warn_after: float | None) -> None:
@@ -73,16 +70,14 @@ class Watchdog:
 
     def report_abandoned(self, epoch: int, step: int) -> None:
         """Log that nobody waits for the batch that is being built."""
-        frame = sys._current_frames().get(self.collating)
-        worker = _worker_waited_for(frame)
+        worker, stack = _place(self.collating)
+        outcome = "the prefetch thread ends after that batch, or with the process"
+        if worker is not None:
+            outcome = f"it was to come from {worker}, which is killed"
         _logger.warning(
             "PrefetchLoader is closed while step %d of epoch %d is being built, which takes more "
             "than %g s, and abandons it: %s. Stack of the prefetch thread:\n%s",
-            *(step, epoch, PATIENCE),
-            f"it was to come from {worker}, which is killed"
-            if worker
-            else "the prefetch thread ends after that batch, or with the process",
-            _stack(frame),
+            *(step, epoch, PATIENCE, outcome, stack),
         )
 
     def look(self, warn_after: float) -> float:
@@ -94,7 +89,16 @@ class Watchdog:
         if seconds < warn_after:
             return warn_after - seconds
         self._reported = wait
-        _logger.warning("%s", _report(wait, seconds, self.collating))
+        worker, stack = _place(self.collating)
+        is_own = self.collating == wait.thread
+        thread = "the thread of the training loop" if is_own else "the prefetch thread"
+        _logger.warning(
+            "PrefetchLoader has waited %.3g s for step %d of epoch %d, and waits on: the batch is "
+            "%s. Stack of %s:\n%s",
+            *(seconds, wait.step, wait.epoch),
+            f"being collated in {thread}" if worker is None else f"to come from {worker}",
+            *(thread, stack),
+        )
         return warn_after
 
 
@@ -111,27 +115,15 @@ def _watch(watchdog: weakref.ref[Watchdog], end: Any, warn_after: float) -> None
         del looking
 
 
-def _report(wait: _Wait, seconds: float, collating: int) -> str:
-    frame = sys._current_frames().get(collating)
-    is_own = collating == wait.thread
-    thread = "the thread of the training loop" if is_own else "the prefetch thread"
-    worker = _worker_waited_for(frame)
-    doing = f"is being collated in {thread}" if worker is None else f"is to come from {worker}"
-    return (
-        f"PrefetchLoader has waited {seconds:.3g} s for step {wait.step} of epoch {wait.epoch}, "
-        f"and waits on: the batch {doing}. Stack of {thread}:\n{_stack(frame)}"
-    )
-
-
-def _stack(frame: FrameType | None) -> str:
-    return "".join(traceback.format_stack(frame)).rstrip() if frame else "  it has ended"
+def _place(thread: int) -> tuple[str | None, str]:
+    """Return the worker that a thread waits for, if there is one, and the stack of the thread."""
+    frame = sys._current_frames().get(thread)
+    stack = "".join(traceback.format_stack(frame)).rstrip() if frame else "  it has ended"
+    return _worker_waited_for(frame), stack
 
 
 def _worker_waited_for(frame: FrameType | None) -> str | None:
-    """Describe the worker that a thread waits for, if it stands in a DataLoader's wait for one.
-
-    By the attributes of torch's iterator, which are private.
-    """
+    """Describe the worker that a thread waits for, by private attributes of torch's iterator."""
     while frame is not None and frame.f_code.co_name != "_get_data":
         frame = frame.f_back
     batches = None if frame is None else frame.f_locals.get("self")
@@ -152,8 +144,8 @@ def checked_seconds(name: str, seconds: Any) -> float | None:
     """Check that it is a positive number of seconds, or None."""
     if seconds is None:
         return None
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float | np.integer | np.floating):
+    if isinstance(seconds, bool) or not isinstance(seconds, numbers.Real):
         raise TypeError(f"{name} must be a number of seconds or None, got {seconds!r}")
-    if not 0 < seconds < math.inf:
+    if not 0 < float(seconds) < math.inf:
         raise ValueError(f"{name} must be more than 0 seconds, got {seconds!r}; None is never")
     return float(seconds)

@@ -26,22 +26,15 @@ gc.callbacks.append(_note_collection)
 
 
 def is_collecting() -> bool:
-    """Return whether Python's cycle collector is the caller.
-
-    It runs in any thread, at any moment: what its caller holds is not known, so it must not wait.
-    """
+    """Return whether Python's cycle collector is the caller: it must not wait for anything."""
     return _collector == threading.get_ident()
 
 
 def end_workers(batches: Any, seconds: float) -> None:
-    """End the worker processes of a DataLoader's iterator now, as torch asks them to.
+    """Ask the workers of a DataLoader's iterator to end; kill those that need more seconds.
 
-    Those that have not ended after so many seconds are killed: torch would wait five seconds for
-    each of them, and the garbage collector does so for all, since it closes their queues first.
-    With 0 seconds they are not asked, and no lock is taken. A worker that dies while it ends is no
-    error: nobody wants its batches, and a spawned one that is still sending often aborts (its
-    interpreter ends below the thread that sends). So torch, whose handler of SIGCHLD would raise
-    that here, watches them no longer.
+    Torch would wait five seconds for each. With 0 they are not asked, and no lock is taken. One
+    that dies meanwhile is no error, so torch's handler of SIGCHLD, which would raise it, is told.
     """
     if getattr(batches, "_shutdown", True):  # without workers it has no such attribute
         return
@@ -51,30 +44,25 @@ def end_workers(batches: Any, seconds: float) -> None:
         batches._worker_pids_set = False
     try:
         if seconds and not is_collecting():
-            _ask_workers_to_end(batches, time.monotonic() + seconds)
+            deadline = time.monotonic() + seconds
+            ending = list(batches._workers)
+            # in torch's order: first the thread that pins batches, which reads the queue of
+            # results, where a worker that ends may leave half a batch
+            if hasattr(batches, "_pin_memory_thread"):
+                batches._pin_memory_thread_done_event.set()
+                batches._worker_result_queue.put((None, None))
+                ending.insert(0, batches._pin_memory_thread)
+            batches._workers_done_event.set()
+            for queue in batches._index_queues:
+                queue.put(None)
+            for one in ending:
+                one.join(max(0.0, deadline - time.monotonic()))
+            for queue in batches._index_queues:
+                queue.cancel_join_thread()
+                queue.close()
     finally:
         alive = [worker for worker in batches._workers if worker.is_alive()]
         for worker in alive:
             worker.kill()
         for worker in alive:
             worker.join(PATIENCE)
-
-
-def _ask_workers_to_end(batches: Any, deadline: float) -> None:
-    """Ask the workers to end, in torch's order: first the thread that pins batches.
-
-    It reads the queue of results, in which a worker that ends may leave half a batch.
-    """
-    ending = list(batches._workers)
-    if hasattr(batches, "_pin_memory_thread"):
-        batches._pin_memory_thread_done_event.set()
-        batches._worker_result_queue.put((None, None))
-        ending.insert(0, batches._pin_memory_thread)
-    batches._workers_done_event.set()
-    for queue in batches._index_queues:
-        queue.put(None)
-    for one in ending:
-        one.join(max(0.0, deadline - time.monotonic()))
-    for queue in batches._index_queues:
-        queue.cancel_join_thread()
-        queue.close()

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import get_worker_info
 
+from torch_collate_kit._checks import type_name
 from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading.dataset import TokenizedDataset
 from torch_collate_kit.loading.orders.checks import checked_collator
@@ -124,7 +125,7 @@ class Stream:
         source = self.source(*shard)
         if not _is_iterable(source):
             raise TypeError(
-                f"the callable source returned a {type(source).__name__}; it must return an "
+                f"the callable source returned {type_name(source)}; it must return an "
                 "iterable of examples"
             )
         return source

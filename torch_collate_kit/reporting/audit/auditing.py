@@ -9,11 +9,10 @@ from torch_collate_kit._checks import checked_bool, checked_optional_int
 from torch_collate_kit.chat.options import DEFAULT_OPTIONS, ChatOptions, ChatSetup
 from torch_collate_kit.reporting.audit import (
     answer_checks,
+    dataset_checks,
     group_checks,
     logprob_checks,
-    row_checks,
     target_checks,
-    template_checks,
     text_checks,
     token_checks,
 )
@@ -27,14 +26,13 @@ __all__ = ["CHECKS", "audit"]
 
 # Findings of one severity are in this order
 _MODULES = (
-    row_checks,
+    dataset_checks,
     target_checks,
     token_checks,
     answer_checks,
     text_checks,
     group_checks,
     logprob_checks,
-    template_checks,
 )
 CHECKS = tuple(
     found for module in _MODULES for found in vars(module).values() if isinstance(found, Check)

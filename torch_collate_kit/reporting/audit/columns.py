@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from torch_collate_kit.reporting.audit.findings import Found, Refused, Severity,
 from torch_collate_kit.reporting.audit.turns import Turns, turns_of
 from torch_collate_kit.reporting.audit.vocabulary import Vocabulary
 
-__all__ = ["AuditColumns", "Found", "Refused", "words_of"]
+__all__ = ["AuditColumns"]
 
 _BEFORE, _AFTER, _LONGEST = 24, 12, 40  # tokens of an excerpt
 _AGREE, _DISAGREE = 0.9, 0.5  # of the labels of a row that are shifted
@@ -22,45 +22,41 @@ _LEAST_CHANCE, _CERTAIN = 0.01, 1e-6  # of a zero, at least; that values are equ
 _AT_A_TIME = 1 << 17  # tokens
 
 
-def _none(dtype: Any = np.int64) -> np.ndarray:
-    return np.empty(0, dtype=dtype)
-
-
 @dataclass(frozen=True)
 class AuditColumns:
     """Rows of tokens, flat. Legend: N rows, T tokens of all rows."""
 
-    numbers: np.ndarray = field(default_factory=_none)
+    numbers: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.int64))
     """int64 [N], the number of each row in the user's data."""
-    ids: np.ndarray = field(default_factory=_none)
+    ids: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.int64))
     """Integers [T]."""
-    lengths: np.ndarray = field(default_factory=_none)
+    lengths: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.int64))
     """int64 [N], 1 or more."""
-    trained: np.ndarray = field(default_factory=lambda: _none(np.bool_))
+    trained: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.bool_))
     """bool [T], trained tokens; never the first of a row, as for collators."""
-    has_image: np.ndarray = field(default_factory=lambda: _none(np.bool_))
+    has_image: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.bool_))
     """bool [N], rows with images; equal text does not make them equal."""
-    num_cut: np.ndarray = field(default_factory=_none)
+    num_cut: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.int64))
     """int64 [N], tokens that each row had lost before the audit."""
     has_target: bool = False
     """Whether the rows say what is trained."""
-    labels: np.ndarray | None = None
-    """Integers [T], where the target is given as labels."""
+    labels: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.int64))
+    """Integers [T], where the target is given as labels; else empty."""
 
-    num_actions: np.ndarray | None = None
-    """int64 [N], response tokens per row of rollouts, which the columns below belong to as well."""
-    scores: np.ndarray | None = None
+    num_actions: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.int64))
+    """int64 [N], response tokens per rollout; it and the next are empty for examples."""
+    scores: np.ndarray = field(default_factory=partial(np.empty, 0))
     """float64 [N], the sum of the rewards of each row."""
-    logprobs: np.ndarray | None = None
-    """float32 [T], NaN where there is none: in prompts."""
-    uids: np.ndarray | None = None
-    """Objects [N], the uid of each rollout."""
-    is_last_step: np.ndarray | None = None
+    is_last_step: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.bool_))
     """bool [N], the last step of each trajectory."""
+    logprobs: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.float32))
+    """float32 [T], NaN where there is none: in prompts; empty if rollouts have none."""
+    uids: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.int64))
+    """int64 [N], a number for the uid of each rollout; empty if they have none."""
 
     refused: Sequence[Refused] = ()
     """Rows that the readers refused, in order; they are not among the N."""
-    without_answer: np.ndarray = field(default_factory=_none)
+    without_answer: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.int64))
     """int64, numbers of chat records without a row, as nothing in them would be trained."""
     has_unread_images: bool = False
     """Whether there are images, and no processor that says how many tokens they take."""
@@ -70,7 +66,7 @@ class AuditColumns:
     @property
     def are_rollouts(self) -> bool:
         """Whether the rows are prompts with responses."""
-        return self.num_actions is not None
+        return len(self.num_actions) > 0
 
     @cached_property
     def num_read(self) -> int:
@@ -82,12 +78,12 @@ class AuditColumns:
         """int64 [N + 1], the first token of each row, and T."""
         return np.append(0, np.cumsum(self.lengths))
 
-    @cached_property
+    @property
     def starts(self) -> np.ndarray:
         """int64 [N], the first token of each row."""
         return self.offsets[:-1]
 
-    @cached_property
+    @property
     def ends(self) -> np.ndarray:
         """int64 [N], the last token of each row, + 1."""
         return self.offsets[1:]
@@ -95,13 +91,7 @@ class AuditColumns:
     @cached_property
     def responses(self) -> np.ndarray:
         """int64 [N], the first token of each response."""
-        assert self.num_actions is not None, "examples have no responses"
         return self.ends - self.num_actions
-
-    @cached_property
-    def num_trained(self) -> np.ndarray:
-        """int64 [N], trained tokens per row."""
-        return np.add.reduceat(self.trained, self.starts, dtype=np.int64)
 
     @cached_property
     def trained_places(self) -> np.ndarray:
@@ -109,20 +99,53 @@ class AuditColumns:
         return np.flatnonzero(self.trained)
 
     @cached_property
+    def runs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """int64 each: the first token of every run of trained tokens, the last + 1, tokens before.
+
+        They are far fewer than trained tokens.
+        """
+        edges = np.flatnonzero(np.diff(self.trained, prepend=False, append=False))
+        begins, stops = edges[::2], edges[1::2]
+        return begins, stops, np.append(0, np.cumsum(stops - begins))
+
+    def num_trained_in(self, begins: np.ndarray, stops: np.ndarray) -> np.ndarray:
+        """Return how many tokens from ``begins`` to ``stops`` are trained."""
+        firsts, lasts, counts = self.runs
+
+        def num_before(places: np.ndarray) -> Any:
+            run = np.searchsorted(firsts, places)
+            return counts[run] - np.maximum(np.append(0, lasts)[run] - places, 0)
+
+        found: np.ndarray = num_before(stops) - num_before(begins)
+        return found
+
+    def next_trained(self, places: np.ndarray) -> np.ndarray:
+        """Return the first trained token from each place on; T where there is none."""
+        firsts, stops = (np.append(of, len(self.ids)) for of in self.runs[:2])
+        run = np.minimum(np.searchsorted(stops, places, side="right"), len(firsts) - 1)
+        found: np.ndarray = np.maximum(firsts[run], places)
+        return found
+
+    def last_trained_before(self, stops: np.ndarray) -> np.ndarray:
+        """Return the last trained token before each place; -1 where there is none."""
+        begins, ends, _ = self.runs
+        found: np.ndarray = np.minimum(np.append(0, ends)[np.searchsorted(begins, stops)], stops)
+        return found - 1
+
+    @cached_property
+    def num_trained(self) -> np.ndarray:
+        """int64 [N], trained tokens per row."""
+        return self.num_trained_in(self.starts, self.ends)
+
+    @cached_property
     def first_trained(self) -> np.ndarray:
         """int64 [N], the first trained token of each row, among the T; -1 where there is none."""
-        return self._trained_place(np.cumsum(self.num_trained) - self.num_trained)
+        return np.where(self.num_trained > 0, self.next_trained(self.starts), -1)
 
     @cached_property
     def last_trained(self) -> np.ndarray:
         """int64 [N], the last trained token of each row, among the T; -1 where there is none."""
-        return self._trained_place(np.cumsum(self.num_trained) - 1)
-
-    def _trained_place(self, which: np.ndarray) -> np.ndarray:
-        if not len(self.trained_places):
-            return np.full_like(self.lengths, -1)
-        places = self.trained_places[np.minimum(which, len(self.trained_places) - 1)]
-        return np.where(self.num_trained > 0, places, -1)
+        return np.where(self.num_trained > 0, self.last_trained_before(self.ends), -1)
 
     @cached_property
     def is_fully_trained(self) -> np.ndarray:
@@ -132,9 +155,7 @@ class AuditColumns:
     @cached_property
     def other_labels(self) -> np.ndarray:
         """int64, tokens with a label that is another id."""
-        if self.labels is None:
-            return _none()
-        return np.flatnonzero(self.trained & (self.labels != self.ids))
+        return np.flatnonzero(len(self.labels) and self.trained & (self.labels != self.ids))
 
     @cached_property
     def shifted_labels(self) -> tuple[np.ndarray, np.ndarray]:
@@ -159,19 +180,14 @@ class AuditColumns:
     @cached_property
     def has_one_logprob(self) -> np.ndarray:
         """Rows whose trained tokens have one value, which chance does not explain: bool [N]."""
-        found, places = np.zeros(len(self.lengths), dtype=np.bool_), self.trained_places
-        if self.logprobs is None or not len(places):
-            return found
-        values = self.logprobs[places]
-        is_first = values == np.repeat(self.logprobs[self.first_trained], self.num_trained)
-        counts = np.append(0, np.cumsum(is_first))
-        stops = np.cumsum(self.num_trained)
-        found = (counts[stops] - counts[stops - self.num_trained] == self.num_trained) & (
-            self.num_trained > 1
-        )
-        others = values[~np.repeat(found, self.num_trained)]
+        values, counts = self.logprobs[self.trained_places], self.num_trained
+        is_first = values == np.repeat(self.logprobs[self.first_trained], counts)
+        num_first = np.append(0, np.cumsum(is_first))
+        stops = np.cumsum(counts)
+        found = (num_first[stops] - num_first[stops - counts] == counts) & (counts > 1)
+        others = values[~np.repeat(found, counts)]
         rate = max(float((others == 0).mean()) if len(others) else 0.0, _LEAST_CHANCE)
-        return found & (rate ** np.minimum(self.num_trained, 1000) <= _CERTAIN)
+        return found & (rate ** np.minimum(counts, 1000) <= _CERTAIN)
 
     @cached_property
     def is_set_aside(self) -> np.ndarray:
@@ -193,20 +209,9 @@ class AuditColumns:
         return turns_of(self)
 
     @cached_property
-    def runs(self) -> tuple[np.ndarray, np.ndarray]:
-        """int64 each: the first token of every run of trained tokens, and the last + 1."""
-        edges = np.flatnonzero(np.diff(self.trained, prepend=False, append=False))
-        return edges[::2], edges[1::2]
-
-    @cached_property
-    def headers(self) -> np.ndarray:
-        """int64, the first token of each header before an answer."""
-        return self.places_of(self.vocabulary.header_ids)
-
-    @cached_property
     def headers_of_turns(self) -> np.ndarray:
-        """int64, ``headers`` without those that the model writes after its thinking (gpt-oss)."""
-        return self.without_repeated(self.headers)
+        """int64, headers before an answer without those after thinking (gpt-oss)."""
+        return self.without_repeated(self.places_of(self.vocabulary.header_ids))
 
     def without_repeated(self, headers: np.ndarray) -> np.ndarray:
         """Return the headers that the model does not write itself."""
@@ -214,15 +219,18 @@ class AuditColumns:
             return headers
         return headers[self.begins_row(headers) | ~self.trained[headers - 1]]
 
-    def places_of(self, pattern: tuple[int, ...]) -> np.ndarray:
-        """Return the tokens, int64, at which these ids begin, all of them in one row."""
-        if not pattern or len(pattern) > len(self.ids):
-            return _none()
-        places = self.places_of_id(pattern[0])
-        places = places[: np.searchsorted(places, len(self.ids) - len(pattern) + 1)]
-        for i, token in enumerate(pattern[1:], start=1):
-            places = places[self.ids[places + i] == token]
-        return places[self.rows_of(places) == self.rows_of(places + len(pattern) - 1)]
+    def places_of(self, *patterns: tuple[int, ...]) -> np.ndarray:
+        """Return the tokens, int64, at which one of these runs of ids begins, all in one row."""
+        found = [np.empty(0, dtype=np.int64)]
+        for pattern in patterns:
+            if not pattern or len(pattern) > len(self.ids):
+                continue
+            places = self.places_of_id(pattern[0])
+            places = places[: np.searchsorted(places, len(self.ids) - len(pattern) + 1)]
+            for i, token in enumerate(pattern[1:], start=1):
+                places = places[self.ids[places + i] == token]
+            found.append(places[self.rows_of(places) == self.rows_of(places + len(pattern) - 1)])
+        return np.unique(np.concatenate(found)) if len(found) > 2 else found[-1]
 
     def places_of_id(self, token: int) -> np.ndarray:
         """Return the tokens, int64, with this id; they are looked up once."""
@@ -235,13 +243,26 @@ class AuditColumns:
         wanted = np.array([token for token in tokens if token >= 0], dtype=np.int64)
         is_wanted = np.zeros(int(wanted.max(initial=0)) + 2, dtype=np.bool_)  # the last: any larger
         is_wanted[wanted] = True
-        parts = range(0, len(self.ids), _AT_A_TIME)  # indices are copied, so a part stays in cache
-        found = [is_wanted.take(self.ids[a : a + _AT_A_TIME], mode="clip") for a in parts]
-        return np.flatnonzero(np.concatenate(found)) if len(wanted) and found else _none()
+        found = [np.empty(0, dtype=np.bool_)]
+        for start in range(0, len(self.ids), _AT_A_TIME):  # copied, so a part stays in the cache
+            found.append(is_wanted.take(self.ids[start : start + _AT_A_TIME], mode="clip"))
+        return np.flatnonzero(np.concatenate(found))
 
     @cached_property
     def _places(self) -> dict[int, np.ndarray]:
         return {}
+
+    @cached_property
+    def prompts(self) -> np.ndarray:
+        """int64 [N], equal numbers for rollouts with equal prompts."""
+        return self.equal_spans(self.starts, self.responses - self.starts)
+
+    def equal_spans(self, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """Return the number of the first span with the same ids as each span."""
+        known: dict[bytes, int] = {}  # faster than hashes of whole columns, but for very short ones
+        ids, spans = self.ids, zip(starts.tolist(), (starts + lengths).tolist(), strict=True)
+        firsts = (known.setdefault(ids[a:b].tobytes(), i) for i, (a, b) in enumerate(spans))
+        return np.fromiter(firsts, dtype=np.int64, count=len(starts))
 
     def begins_row(self, places: np.ndarray) -> np.ndarray:
         """Return whether each of these tokens is the first of its row."""
@@ -258,56 +279,35 @@ class AuditColumns:
 
     def in_rows(self, rows: np.ndarray) -> np.ndarray:
         """Return whether each row is among ``rows``: bool [N]."""
-        found = np.zeros(len(self.lengths), dtype=np.bool_)
-        found[rows] = True
-        return found
+        return np.bincount(rows, minlength=len(self.lengths)) > 0
 
     def found_at(
         self,
         places: np.ndarray,
-        width: int = 1,
+        message: str,
+        width: int | np.ndarray = 1,
         *,
         severity: Severity | None = None,
-        **values: Any,
     ) -> Found | None:
         """Return the rows of these tokens, in order; the first one is shown, ``width`` wide."""
         if not len(places):
             return None
-        return self._found(self.rows_of(places), places[0], places[0] + width, severity, values)
+        rows, first = self.rows_of(places), int(places[0])
+        example = self.excerpt(first, first + int(np.ravel(width)[0]))
+        share = self.share_of(rows)
+        return Found(np.unique(self.numbers[rows]), message, example, severity, share=share)
 
-    def found_by(self, kinds: Mapping[str, np.ndarray], **options: Any) -> Found | None:
-        """Return the rows of several kinds of tokens; ``{what}`` of the message names the kinds."""
-        places = np.unique(np.concatenate([*kinds.values(), _none()]))
-        return self.found_at(places, what=words_of(kinds), **options)
+    def found_by(self, kinds: Mapping[str, np.ndarray], message: str) -> Found | None:
+        """Return the rows of several kinds of tokens; WHAT in the message names the kinds."""
+        places = np.unique(np.concatenate([np.empty(0, dtype=np.int64), *kinds.values()]))
+        return self.found_at(places, message.replace("WHAT", words_of(kinds)))
 
     def found_in(
-        self,
-        is_found: np.ndarray,
-        firsts: np.ndarray | None = None,
-        stops: np.ndarray | None = None,
-        *,
-        severity: Severity | None = None,
-        **values: Any,
+        self, is_found: np.ndarray, message: str, *, severity: Severity | None = None
     ) -> Found | None:
-        """Return the rows where ``is_found``, bool [N], is True; the first one is shown.
-
-        ``firsts`` and ``stops``, int64 [N], are the tokens to mark in each row: without ``firsts``
-        the whole row, without ``stops`` the one token.
-        """
-        rows = np.flatnonzero(is_found)
-        if not len(rows):
-            return None
-        first, stop = self.offsets[rows[0] : rows[0] + 2]
-        if firsts is not None:
-            first = firsts[rows[0]]
-            stop = first + 1 if stops is None else stops[rows[0]]
-        return self._found(rows, first, stop, severity, values)
-
-    def _found(
-        self, rows: np.ndarray, first: int, stop: int, severity: Severity | None, values: Any
-    ) -> Found:
-        numbers, example = np.unique(self.numbers[rows]), self.excerpt(int(first), int(stop))
-        return Found(numbers, example, values, severity, share=self.share_of(rows))
+        """Return the rows where ``is_found``, bool [N], is True; the first one is shown whole."""
+        widths = self.lengths[is_found]
+        return self.found_at(self.starts[is_found], message, widths, severity=severity)
 
     def keep(self, is_found: np.ndarray, is_meant: Callable[[int], bool]) -> None:
         """Set to False, in place, what a closer look at each of the few that are found rejects."""
@@ -333,10 +333,8 @@ class AuditColumns:
         shown = min(stop, end, start + _LONGEST)
         last = shown if shown < min(stop, end) else min(end, stop + _AFTER)
         first = max(begin, start - _BEFORE)
-        before, marked, after = (
-            self.vocabulary.text(self.ids[a:b].tolist())
-            for a, b in ((first, start), (start, shown), (shown, last))
-        )
+        places = ((first, start), (start, shown), (shown, last))
+        before, marked, after = (self.vocabulary.text(self.ids[a:b].tolist()) for a, b in places)
         sides = "... " if first > begin else "", " ..." if last < end else ""
         text = f"{sides[0]}{before} \u27e6{marked}\u27e7 {after}{sides[1]}".strip()
         return f"row {self.numbers[row]}: {' '.join(text.split())}"

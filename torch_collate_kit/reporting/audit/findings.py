@@ -5,22 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from html import escape
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from torch_collate_kit._reprs import plural
 from torch_collate_kit.batch.showing.tables import html_table
 
-__all__ = [
-    "SEVERITIES",
-    "AuditReport",
-    "Finding",
-    "Found",
-    "Refused",
-    "Severity",
-    "words_of",
-]
+__all__ = ["SEVERITIES", "AuditReport", "Finding", "Found", "Refused", "Severity", "words_of"]
 
 Severity = Literal["error", "warning", "note"]
 
@@ -28,16 +20,14 @@ SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 _ROWS_SHOWN = 8
 
 
-@dataclass(frozen=True)
-class Found:
+class Found(NamedTuple):
     """The rows that a check found, and one of them as text."""
 
     rows: np.ndarray
     """int64, the numbers of the rows in the user's data, each once."""
+    message: str
+    """The finding and the way out; ROWS stands for how many of how many rows."""
     example: str = ""
-    """One of them as text, with the place that shows it marked."""
-    values: Mapping[str, Any] = field(default_factory=dict)
-    """Values for the message of the check, besides ``rows``."""
     severity: Severity | None = None
     """The severity where it differs from that of the check."""
     num_rows: int | None = None
@@ -46,8 +36,7 @@ class Found:
     """These rows as a share of the rows that have a target."""
 
 
-@dataclass(frozen=True)
-class Refused:
+class Refused(NamedTuple):
     """A row that no collator accepts."""
 
     number: int
@@ -57,11 +46,7 @@ class Refused:
 
 
 def words_of(kinds: Mapping[str, np.ndarray]) -> str:
-    """Return the words, with "or" between, of the kinds of which there are any.
-
-    >>> words_of({"it is cut": np.array([False, True]), "it is long": np.array([False])})
-    'it is cut'
-    """
+    """Return the words, with "or" between, of the kinds that hold any places, or any True."""
     is_there = {what: of.any() if of.dtype == np.bool_ else len(of) for what, of in kinds.items()}
     return " or ".join(what for what, found in is_there.items() if found)
 

@@ -5,31 +5,27 @@ from __future__ import annotations
 import numpy as np
 
 from torch_collate_kit.reporting.audit.check import FEW, MOST, check
-from torch_collate_kit.reporting.audit.columns import AuditColumns, Found
+from torch_collate_kit.reporting.audit.columns import AuditColumns
+from torch_collate_kit.reporting.audit.findings import Found
 
 _MANY = 20  # rows of which half share their prompt: several answers are meant
 _HARD = 0.8  # of the groups: more without variance is a warning; of hard prompts half is usual
 
 
-@check(
-    "warning",
-    "{rows} have the same tokens as another one; drop the copies ({copies}), unless the weight "
-    "that they get is meant",
-    of_rollouts="note",
-)
+@check("warning", of_rollouts="note")
 def duplicates(columns: AuditColumns) -> Found | None:
     """Find rows with the same tokens, all of them."""
-    groups = _same_spans(columns.ids, columns.starts, columns.lengths)
+    groups = columns.equal_spans(columns.starts, columns.lengths)
     is_copied = (np.bincount(groups)[groups] > 1) & ~columns.has_image
     num_copies = np.count_nonzero(is_copied) - len(np.unique(groups[is_copied]))
-    return columns.found_in(is_copied, copies=f"{num_copies:,}")
+    return columns.found_in(
+        is_copied,
+        f"ROWS have the same tokens as another one; drop the copies ({num_copies:,}), unless the "
+        "weight that they get is meant",
+    )
 
 
-@check(
-    "warning",
-    "{rows} give {answers} different answers to {prompts} prompts; keep one answer for each, "
-    "unless several are meant",
-)
+@check("warning")
 def contradictory_answers(columns: AuditColumns) -> Found | None:
     """Find rows with the same prompt and other answers, in rows with one trained run."""
     if columns.are_rollouts or not columns.has_target:
@@ -40,35 +36,28 @@ def contradictory_answers(columns: AuditColumns) -> Found | None:
     if not is_asked.any():
         return None
     starts, answers, stops = columns.starts[is_asked], first[is_asked], stop[is_asked]
-    prompts = _same_spans(columns.ids, starts, answers - starts)
-    texts = _same_spans(columns.ids, answers, stops - answers)
+    prompts = columns.equal_spans(starts, answers - starts)
+    texts = columns.equal_spans(answers, stops - answers)
     different = np.bincount(np.unique(np.stack([prompts, texts]), axis=1)[0])  # per prompt
     is_found = np.zeros_like(is_asked)
     is_found[is_asked] = different[prompts] > 1
     several, num_found = different[different > 1], np.count_nonzero(is_found)
     is_meant = num_found >= _MANY and num_found >= MOST * len(is_found)
-    return columns.found_in(
-        is_found,
-        first,
-        stop,
+    return columns.found_at(
+        first[is_found],
+        f"ROWS give {several.sum():,} different answers to {len(several):,} prompts; keep one "
+        "answer for each, unless several are meant",
+        (stop - first)[is_found],
         severity="note" if is_meant else None,
-        answers=f"{several.sum():,}",
-        prompts=f"{len(several):,}",
     )
 
 
-@check(
-    "note",
-    "in {groups} of {all_groups} groups ({share:.0%}), which are {rows}, all rollouts of a "
-    "prompt have the same reward, so their advantages are 0 ({all_same}); choose prompts that "
-    "are solved sometimes, or filter such groups",
-)
+@check("note", "scores")
 def reward_without_variance(columns: AuditColumns) -> Found | None:
     """Find groups of rollouts that have one reward, by the last step of each trajectory."""
-    if columns.scores is None or columns.is_last_step is None or not columns.is_last_step.any():
-        return None
     chosen = np.flatnonzero(columns.is_last_step)
-    groups, scores = _groups(columns)[chosen], columns.scores[chosen]
+    groups = columns.uids if len(columns.uids) else columns.prompts
+    groups, scores = groups[chosen], columns.scores[chosen]
     _, groups, counts = np.unique(groups, return_inverse=True, return_counts=True)
     least, most = np.full(len(counts), np.inf), np.full(len(counts), -np.inf)
     np.minimum.at(least, groups, scores)
@@ -79,44 +68,36 @@ def reward_without_variance(columns: AuditColumns) -> Found | None:
     num_flat, num_groups = np.count_nonzero(is_flat), np.count_nonzero(counts > 1)
     highest = np.count_nonzero(is_flat & (most == scores.max()))
     lowest = np.count_nonzero(is_flat & (most == scores.min()))
-    is_found = columns.in_rows(chosen[is_flat[groups]])
     return columns.found_in(
-        is_found,
+        columns.in_rows(chosen[is_flat[groups]]),
+        f"in {num_flat:,} of {num_groups:,} groups ({num_flat / num_groups:.0%}), which are ROWS, "
+        "all rollouts of a prompt have the same reward, so their advantages are 0 "
+        f"({highest:,} have the highest of the dataset, {lowest:,} have the lowest); choose "
+        "prompts that are solved sometimes, or filter such groups",
         severity="warning" if num_flat > _HARD * num_groups else None,
-        groups=f"{num_flat:,}",
-        all_groups=f"{num_groups:,}",
-        share=num_flat / num_groups,
-        all_same=f"{highest:,} have the highest of the dataset, {lowest:,} have the lowest",
     )
 
 
-@check(
-    "warning",
-    "{rows} have a uid of their own, though others have the same prompt: advantages compare the "
-    "rollouts of one uid, and of these there is one; give all rollouts of a prompt one uid",
-)
+@check("warning", "uids")
 def uid_without_group(columns: AuditColumns) -> Found | None:
     """Find rollouts whose uid no other row has, and whose prompt others have."""
-    if columns.uids is None:
-        return None
-    prompts, uids = _prompts(columns), _groups(columns)
-    is_alone, is_shared = (np.bincount(of)[of] for of in (uids, prompts))
-    is_alone, is_shared = is_alone == 1, is_shared > 1
+    prompts, uids = columns.prompts, columns.uids
+    is_alone, is_shared = np.bincount(uids)[uids] == 1, np.bincount(prompts)[prompts] > 1
     if is_alone.all() and is_shared.mean() < MOST:
         return None  # one rollout per prompt, of which some are the same
-    return columns.found_in(is_alone & is_shared)
+    return columns.found_in(
+        is_alone & is_shared,
+        "ROWS have a uid of their own, though others have the same prompt: advantages compare the "
+        "rollouts of one uid, and of these there is one; give all rollouts of a prompt one uid",
+    )
 
 
-@check(
-    "warning",
-    "{rows} have the uid of rollouts with another prompt, with which their advantages are "
-    "compared; give each prompt a uid of its own",
-)
+@check("warning", "uids")
 def uid_of_several_prompts(columns: AuditColumns) -> Found | None:
     """Find rollouts whose uid most often stands for another prompt, or one uid for all."""
-    if columns.uids is None or columns.is_last_step is None or not columns.is_last_step.all():
+    if not columns.is_last_step.all():
         return None
-    prompts, uids = _prompts(columns), _groups(columns)
+    prompts, uids = columns.prompts, columns.uids
     pairs, which, counts = np.unique(
         np.stack([uids, prompts]), axis=1, return_inverse=True, return_counts=True
     )
@@ -127,25 +108,8 @@ def uid_of_several_prompts(columns: AuditColumns) -> Found | None:
         is_odd[:] = True
     elif is_odd.mean() > FEW:
         return None
-    return columns.found_in(is_odd)
-
-
-def _groups(columns: AuditColumns) -> np.ndarray:
-    """Return a number for the uid of each row, else for its prompt: int64 [N]."""
-    if columns.uids is None:
-        return _prompts(columns)
-    known: dict[object, int] = {}
-    return np.array([known.setdefault(uid, len(known)) for uid in columns.uids])
-
-
-def _prompts(columns: AuditColumns) -> np.ndarray:
-    """Return equal numbers for equal prompts: int64 [N]."""
-    return _same_spans(columns.ids, columns.starts, columns.responses - columns.starts)
-
-
-def _same_spans(ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return the first span with the same ids as each span: int64 [N]."""
-    known: dict[bytes, int] = {}  # faster than hashes of whole columns, but for very short spans
-    spans = zip(starts.tolist(), (starts + lengths).tolist(), strict=True)
-    firsts = (known.setdefault(ids[a:b].tobytes(), i) for i, (a, b) in enumerate(spans))
-    return np.fromiter(firsts, dtype=np.int64, count=len(starts))
+    return columns.found_in(
+        is_odd,
+        "ROWS have the uid of rollouts with another prompt, with which their advantages are "
+        "compared; give each prompt a uid of its own",
+    )

@@ -7,7 +7,8 @@ import math
 import numpy as np
 
 from torch_collate_kit.reporting.audit.check import FEW, MOST, check
-from torch_collate_kit.reporting.audit.columns import AuditColumns, Found
+from torch_collate_kit.reporting.audit.columns import AuditColumns
+from torch_collate_kit.reporting.audit.findings import Found
 
 _NEARLY_ALL, _HARDLY_ANY = 0.95, 0.05  # rows with a 0 at their end; other tokens with one
 _LEAST_ROWS = 4
@@ -17,13 +18,10 @@ _ROUNDING = 1e-3  # over 0, of a log-probability in half precision
 _LOWEST, _DRAWN, _SIGMAS = -5.0, 5.0, 5.0
 _LEAST_TOKENS, _LEAST_PAIRS, _LARGEST_ID = 1000, 16, 1 << 22
 _SAMPLED, _EXPLAINED = 200_000, 0.02
+_NONE = np.empty(0, dtype=np.int64)
 
 
-@check(
-    "error",
-    "the logprobs of {rows} are shifted by one column: {what}; give logprobs[i] of response_ids[i]",
-    "logprobs",
-)
+@check("error", "logprobs")
 def logprobs_shifted(columns: AuditColumns) -> Found | None:
     """Find rollouts whose logprobs belong to the token before, or to the next one.
 
@@ -32,22 +30,21 @@ def logprobs_shifted(columns: AuditColumns) -> Found | None:
     zero with which a shift fills up stands at one end of nearly all rows, or of a few where zeros
     are rare. Or the values of a few rows fit the tokens beside their own better.
     """
-    assert columns.logprobs is not None
-    is_zero = columns.logprobs == 0
-    is_out = ~(columns.trained | np.isnan(columns.logprobs))  # in a response, not sampled
-    is_zero &= ~np.repeat(columns.has_one_logprob, columns.lengths)
-    evidence = _shifted_runs(columns, is_zero, is_out) or _shifted_ends(columns, is_zero)
+    is_zero = (columns.logprobs == 0) & ~np.repeat(columns.has_one_logprob, columns.lengths)
+    evidence = _shifted_runs(columns, is_zero) or _shifted_ends(columns, is_zero)
     evidence = evidence or {
         "a 0.0 fills up one end, where no other row has one": _filled_ends(columns, is_zero),
         "their values fit the tokens beside their own better": _unlike_their_tokens(columns),
     }
-    return columns.found_by(evidence)
+    return columns.found_by(
+        evidence,
+        "the logprobs of ROWS are shifted by one column: WHAT; give logprobs[i] of response_ids[i]",
+    )
 
 
-def _shifted_runs(
-    columns: AuditColumns, is_zero: np.ndarray, is_out: np.ndarray
-) -> dict[str, np.ndarray]:
+def _shifted_runs(columns: AuditColumns, is_zero: np.ndarray) -> dict[str, np.ndarray]:
     """Return runs of tokens of weight 0 inside a response whose zeros are one column off."""
+    is_out = ~(columns.trained | np.isnan(columns.logprobs))  # in a response, not sampled
     edges = np.flatnonzero(np.diff(is_out, prepend=False, append=False))
     begins, stops = edges[::2], edges[1::2]  # each in one row, as rows begin with a prompt
     rows = columns.rows_of(begins)
@@ -75,17 +72,22 @@ def _shifted_runs(
     return {}
 
 
+def _long_ends(columns: AuditColumns) -> tuple[np.ndarray, np.ndarray]:
+    """Return the first and the last tokens of responses of more than two."""
+    is_long = columns.ends - columns.responses > 2
+    return columns.responses[is_long], columns.ends[is_long] - 1
+
+
 def _shifted_ends(columns: AuditColumns, is_zero: np.ndarray) -> dict[str, np.ndarray]:
     """Return the zeros in the first or the last column where nearly all rows have one there."""
-    is_long = columns.ends - columns.responses > 2
-    if np.count_nonzero(is_long) < _LEAST_ROWS:
+    first, last = _long_ends(columns)
+    if len(first) < _LEAST_ROWS:
         return {}
-    first, last = columns.responses[is_long], columns.ends[is_long] - 1
     num_tokens = int((columns.ends - columns.responses).sum())
-    is_zero = is_zero & columns.trained
+    num_zeros = np.count_nonzero(is_zero & columns.trained)
     for ends, where, neighbour in ((first, "first", "before"), (last, "last", "after")):
-        is_filled = is_zero[ends]
-        num_others = np.count_nonzero(is_zero) - np.count_nonzero(is_filled)
+        is_filled = is_zero[ends] & columns.trained[ends]
+        num_others = num_zeros - np.count_nonzero(is_filled)
         if is_filled.mean() < _NEARLY_ALL or num_others > _HARDLY_ANY * (num_tokens - len(ends)):
             continue
         if np.unique(columns.ids[ends], return_counts=True)[1].max() > len(ends) / 2:
@@ -100,15 +102,12 @@ def _shifted_ends(columns: AuditColumns, is_zero: np.ndarray) -> dict[str, np.nd
 
 def _filled_ends(columns: AuditColumns, is_zero: np.ndarray) -> np.ndarray:
     """Return the zeros that fill up the first or the last column of a few rows."""
-    assert columns.logprobs is not None
-    is_long = columns.ends - columns.responses > 2
-    firsts, lasts = columns.responses[is_long], columns.ends[is_long] - 1
     is_inner = columns.trained.copy()
-    is_inner[firsts] = is_inner[lasts] = False
-    num_inner = int(is_inner.sum())
-    rate = (1 + int((is_zero & is_inner).sum())) / max(num_inner, 1)
-    found = []
-    for places in (firsts, lasts):
+    for places in _long_ends(columns):
+        is_inner[places] = False
+    rate = (1 + int((is_zero & is_inner).sum())) / max(int(is_inner.sum()), 1)
+    found = [_NONE]
+    for places in _long_ends(columns):
         places = places[columns.trained[places]]
         is_filled = is_zero[places]
         tokens, which = np.unique(columns.ids[places], return_inverse=True)
@@ -117,19 +116,14 @@ def _filled_ends(columns: AuditColumns, is_zero: np.ndarray) -> np.ndarray:
         )
         is_filled &= (zeros <= MOST * counts)[which] | (counts == 1)[which]
         num_filled, expected = int(is_filled.sum()), rate * len(places)
-        is_near = (columns.logprobs[places] > -_ROUNDING) & ~is_zero[places]
-        if not num_filled or num_filled > MOST * len(places) or rate > _RARE:
+        num_near = ((columns.logprobs[places] > -_ROUNDING) & ~is_zero[places]).sum()
+        if not max(num_near, 1) <= num_filled <= MOST * len(places) or rate > _RARE:
             continue
-        if _tail(num_filled, expected) > _UNLIKELY or is_near.sum() > num_filled:
-            continue
-        found.append(places[is_filled])
-    return np.unique(np.concatenate([*found, np.empty(0, dtype=np.int64)]))
-
-
-def _tail(count: int, expected: float) -> float:
-    """Return how likely at least ``count`` are where ``expected`` are, by Poisson's law."""
-    below = sum(expected**i / math.factorial(i) for i in range(min(count, 100)))
-    return max(1 - math.exp(-expected) * below, 0.0)
+        # By Poisson's law, how likely fewer are
+        terms = (expected**i / math.factorial(i) for i in range(min(num_filled, 100)))
+        if 1 - math.exp(-expected) * sum(terms) <= _UNLIKELY:
+            found.append(places[is_filled])
+    return np.unique(np.concatenate(found))
 
 
 def _unlike_their_tokens(columns: AuditColumns) -> np.ndarray:
@@ -140,12 +134,11 @@ def _unlike_their_tokens(columns: AuditColumns) -> np.ndarray:
     places = columns.trained_places
     if columns.has_one_logprob.any():
         places = places[~columns.has_one_logprob[columns.rows_of(places)]]
-    nothing = np.empty(0, dtype=np.int64)
     if len(places) < _LEAST_TOKENS or int(columns.ids.max()) >= _LARGEST_ID:
-        return nothing
+        return _NONE
     values, usual = _usual_values(columns, places[:_SAMPLED])
     if ((values - usual) ** 2).mean() > (1 - _EXPLAINED) * values.var():
-        return nothing
+        return _NONE
     values, usual = _usual_values(columns, places)
     rows, errors = columns.rows_of(places), (values - usual) ** 2
     is_odd = np.zeros(len(columns.lengths), dtype=np.bool_)
@@ -158,7 +151,7 @@ def _unlike_their_tokens(columns: AuditColumns) -> np.ndarray:
         if center < 0:
             is_odd |= (total > 0) & (surplus > _SIGMAS) & (num >= _LEAST_PAIRS)
     is_few = columns.share_of(np.flatnonzero(is_odd)) <= FEW
-    return columns.first_trained[is_odd] if is_few else nothing
+    return columns.first_trained[is_odd & is_few]
 
 
 def _usual_values(columns: AuditColumns, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -166,7 +159,6 @@ def _usual_values(columns: AuditColumns, places: np.ndarray) -> tuple[np.ndarray
 
     It is drawn to the mean of all tokens where an id is rare.
     """
-    assert columns.logprobs is not None
     values = np.maximum(columns.logprobs[places].astype(np.float64), _LOWEST)
     tokens, mean = columns.ids[places], float(values.mean())
     sums, counts = np.bincount(tokens, weights=values), np.bincount(tokens)
@@ -174,34 +166,24 @@ def _usual_values(columns: AuditColumns, places: np.ndarray) -> tuple[np.ndarray
     return values, usual
 
 
-@check(
-    "error",
-    "the logprobs of {rows} are all {value:.3g}, which no policy gives every token it samples; "
-    "pass those of the tokens as they were sampled, or leave logprobs out",
-    "logprobs",
-)
+@check("error", "logprobs")
 def logprobs_constant(columns: AuditColumns) -> Found | None:
     """Find rows of which every trained token has the same log-probability, such as 0."""
-    assert columns.logprobs is not None
-    is_found = columns.has_one_logprob
-    first = columns.first_trained[is_found][:1]
-    value = float(columns.logprobs[first[0]]) if len(first) else 0.0
-    return columns.found_in(is_found, columns.first_trained, value=value)
+    places = columns.first_trained[columns.has_one_logprob]
+    return columns.found_at(
+        places,
+        f"the logprobs of ROWS are all {columns.logprobs[places[:1]].sum():.3g}, which no policy "
+        "gives every token it samples; pass those of the tokens as they were sampled, or leave "
+        "logprobs out",
+    )
 
 
-@check(
-    "warning",
-    "the loss_mask and the logprobs of {rows} disagree about which tokens were sampled: {what}; "
-    "train the tokens that the policy sampled, and no others",
-    "logprobs",
-    at_most=FEW,
-)
+@check("warning", "logprobs", at_most=FEW)
 def mask_disagrees_with_logprobs(columns: AuditColumns) -> Found | None:
     """Find untrained tokens that were sampled, and trained ones that were not, by zeros.
 
     In the other rows all untrained response tokens have 0.0, and hardly any of the trained ones.
     """
-    assert columns.logprobs is not None
     is_zero, trained = columns.logprobs == 0, columns.trained
     is_named = columns.has_one_logprob | (columns.num_trained == 0)
     is_named[columns.rows_of(np.flatnonzero(columns.logprobs > _ROUNDING))] = True
@@ -224,18 +206,18 @@ def mask_disagrees_with_logprobs(columns: AuditColumns) -> Found | None:
         {
             "sampled tokens are not trained": missed,
             "tokens that were not sampled are trained": others,
-        }
+        },
+        "the loss_mask and the logprobs of ROWS disagree about which tokens were sampled: WHAT; "
+        "train the tokens that the policy sampled, and no others",
     )
 
 
-@check(
-    "error",
-    "{rows} have logprobs over 0, such as {value:.3g}, which no log-probability is; the sign "
-    "is turned, or they are probabilities",
-    "logprobs",
-)
+@check("error", "logprobs")
 def logprobs_positive(columns: AuditColumns) -> Found | None:
     """Find log-probabilities over 0, by more than the rounding of half precision."""
-    assert columns.logprobs is not None
     places = np.flatnonzero(columns.logprobs > _ROUNDING)
-    return columns.found_at(places, value=float(columns.logprobs[places[:1]].sum()))
+    return columns.found_at(
+        places,
+        f"ROWS have logprobs over 0, such as {columns.logprobs[places[:1]].sum():.3g}, which no "
+        "log-probability is; the sign is turned, or they are probabilities",
+    )

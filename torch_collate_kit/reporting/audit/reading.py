@@ -5,7 +5,8 @@ Rows that a reader refuses are set aside with its message, and the rest is read 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,7 +24,8 @@ from torch_collate_kit.reading.examples import ExampleColumns
 from torch_collate_kit.reading.keys import MEDIA, first_with
 from torch_collate_kit.reading.reader import read_columns
 from torch_collate_kit.reading.source import Source, check_even, is_a, kind_of
-from torch_collate_kit.reporting.audit.columns import AuditColumns, Refused
+from torch_collate_kit.reporting.audit.columns import AuditColumns
+from torch_collate_kit.reporting.audit.findings import Refused
 from torch_collate_kit.vision import VisionLayout
 
 __all__ = ["read_dataset"]
@@ -32,8 +34,6 @@ _NO_TARGET = "no loss target"
 _CUT = "num_cut_tokens"  # of examples that were cut when they were tokenized
 _ROWS_AT_A_TIME = 4096
 _RECORDS_AT_A_TIME = 256
-_DATASET = ("datasets", "Dataset")
-_EMPTY = "the dataset is empty (0 {rows}); give at least one"
 
 
 def read_dataset(
@@ -56,16 +56,18 @@ def read_dataset(
     if not len(source):
         raise DataError("the dataset is empty (0 rows); give at least one")
     if kind == "chats":
-        return _read_chats(source, chat_setup(), shows_progress=is_a(dataset, *_DATASET))
+        bar: Any = nullcontext()
+        if is_a(dataset, "datasets", "Dataset"):  # with progress, as its map shows it
+            from datasets.utils import tqdm
+
+            bar = tqdm(total=len(source), desc="Tokenizing chats", unit=" examples")
+        with bar as shown:
+            return _read_chats(source, chat_setup(), shown)
     if isinstance(dataset, TokenizedDataset):
         train_all, vision = dataset._train_all, vision or dataset.vision
     elif source.is_arrow and kind != "rollouts":
         source = Source(TokenizedDataset(dataset, train_all=train_all))
-    return _read_rows(source, _RowReader(train_all, vision))
-
-
-def _read_rows(source: Source, reader: _RowReader) -> AuditColumns:
-    """Read examples or rollouts."""
+    reader = _RowReader(train_all, vision)
     for start in range(0, len(source), _ROWS_AT_A_TIME):
         reader.read(source, start, min(start + _ROWS_AT_A_TIME, len(source)))
     read = reader.columns()
@@ -74,25 +76,26 @@ def _read_rows(source: Source, reader: _RowReader) -> AuditColumns:
     return read
 
 
-def _read_chats(source: Source, setup: ChatSetup, *, shows_progress: bool) -> AuditColumns:
+def _read_chats(source: Source, setup: ChatSetup, bar: Any) -> AuditColumns:
     """Tokenize chat records, whose rows are numbered as the records are."""
     image_token_id = None if setup.images is None else setup.images.layout.image_token_id
     reader = _RowReader()
     without_answer: list[int] = []
-    for part in _parts(len(source), shows_progress=shows_progress):
-        given = dict(zip(part, source.records(part.start, part.stop), strict=True))
-        known = {i: record for i, record in given.items() if isinstance(record, Mapping)}
-        for i in given.keys() - known.keys():
-            what = (
-                f"a record is a mapping, such as one with messages, got {type(given[i]).__name__}"
-            )
-            reader.refused.append(Refused(i, f"row {i}: {what}"))
+    for start in range(0, len(source), _RECORDS_AT_A_TIME):
+        stop = min(start + _RECORDS_AT_A_TIME, len(source))
+        known: dict[int, Any] = {}
+        for i, record in enumerate(source.records(start, stop), start):
+            if isinstance(record, Mapping):
+                known[i] = record
+                continue
+            kind = type(record).__name__
+            reader.refuse(i, f"a record is a mapping, such as one with messages, got {kind}")
         examples: list[dict[str, Any]] = []
         numbers: list[int] = []
         results = tokenize_records(known.values(), setup, from_arrow=source.is_arrow)
         for i, found in zip(known, results, strict=True):
             if isinstance(found, DataError):
-                reader.refused.append(Refused(i, f"row {i}: {found}"))
+                reader.refuse(i, str(found))
                 continue
             kept = [example for example in found if not example["skip_reason"]]
             examples += kept
@@ -100,22 +103,9 @@ def _read_chats(source: Source, setup: ChatSetup, *, shows_progress: bool) -> Au
             without_answer += [] if kept else [i]
         if examples:
             reader.read_chats(examples, numbers, image_token_id)
+        if bar is not None:
+            bar.update(stop - start)
     return replace(reader.columns(), without_answer=np.array(without_answer, dtype=np.int64))
-
-
-def _parts(num_records: int, *, shows_progress: bool) -> Iterator[range]:
-    """Split the records into parts; of a Dataset with progress, as its map shows it."""
-    starts = range(0, num_records, _RECORDS_AT_A_TIME)
-    parts = (range(start, min(start + _RECORDS_AT_A_TIME, num_records)) for start in starts)
-    if not shows_progress:
-        yield from parts
-        return
-    from datasets.utils import tqdm
-
-    with tqdm(total=num_records, desc="Tokenizing chats", unit=" examples") as bar:
-        for part in parts:
-            yield part
-            bar.update(len(part))
 
 
 @dataclass
@@ -127,7 +117,12 @@ class _RowReader:
     refused: list[Refused] = field(default_factory=list)
     _blocks: dict[str, list[dict[str, np.ndarray]]] = field(default_factory=dict)
     """Columns of AuditColumns, in parts, by the form of their rows."""
+    _uids: dict[Any, int] = field(default_factory=dict)
     _has_unread_images: bool = False
+
+    def refuse(self, number: int, message: str) -> None:
+        """Record a row that no collator accepts."""
+        self.refused.append(Refused(number, f"row {number}: {message}"))
 
     def read(self, source: Source, start: int, stop: int) -> None:
         """Read the examples or rollouts ``start`` to ``stop``."""
@@ -140,7 +135,7 @@ class _RowReader:
                 has_image |= flags
                 self._has_unread_images |= bool(has_image.any())
             found = self._found(examples, self.vision)
-            columns = _flat(found)
+            columns = self._flat(found)
         except DataError as error:
             if stop - start > 1:
                 middle = (start + stop) // 2
@@ -160,7 +155,7 @@ class _RowReader:
     ) -> None:
         """Tokenized chats, which every reader takes; ``numbers`` are those of their records."""
         names = ("input_ids", "loss_mask")
-        columns = _flat(read_columns({name: [e[name] for e in examples] for name in names}))
+        columns = self._flat(read_columns({name: [e[name] for e in examples] for name in names}))
         columns["num_cut"] = np.array([e.get(_CUT, 0) for e in examples], dtype=np.int64)
         has_image = np.zeros(len(numbers), dtype=np.bool_)
         if image_token_id is not None:
@@ -179,7 +174,8 @@ class _RowReader:
         columns: dict[str, Any] = joined.pop(usual, {})
         for form, others in joined.items():
             what = f"it has {form}, the others have {usual}; give every row the same keys"
-            self.refused += [Refused(i, f"row {i}: {what}") for i in others["numbers"].tolist()]
+            for i in others["numbers"].tolist():
+                self.refuse(i, what)
         return AuditColumns(
             **columns,
             has_target=usual != _NO_TARGET,
@@ -199,10 +195,44 @@ class _RowReader:
         if self.vision is None or examples is None:
             return False
         try:
-            _flat(self._found(_without_images(examples)[0], None))
+            self._found(_without_images(examples)[0], None).checked(limits=False)
         except DataError:
             return False
         return True
+
+    def _flat(self, found: ExampleColumns) -> dict[str, np.ndarray]:
+        """Return the columns, after every value was checked as a collator checks it.
+
+        But not log-probabilities over 0, which are a finding of their own.
+        """
+        values = {name: column.values for name, column in found.checked(limits=False).items()}
+        lengths, num_actions = found.lengths, found.num_actions
+        columns = {"ids": values["input_ids"], "lengths": lengths}
+        columns["num_cut"] = values.get(_CUT, np.zeros(len(lengths), dtype=np.int64))
+        if "labels" in values:
+            labels = values["labels"]
+            return columns | {"trained": labels != IGNORE_INDEX, "labels": labels}
+        trained = values["loss_weights"] != 0
+        if not found.are_rollouts:
+            return columns | {"trained": trained}
+        assert num_actions is not None
+        responses = span_indices(np.cumsum(lengths) - num_actions, num_actions)
+        columns["trained"] = np.zeros(len(columns["ids"]), dtype=np.bool_)
+        columns["trained"][responses] = trained
+        starts = np.cumsum(num_actions) - num_actions
+        columns |= {
+            "num_actions": num_actions,
+            "scores": np.add.reduceat(values["rewards"], starts, dtype=np.float64),
+            "is_last_step": np.array(found.per_example.get("is_last_step", [True] * len(lengths))),
+        }
+        if "rollout_logprobs" in values:
+            columns["logprobs"] = np.full(len(columns["ids"]), np.nan, dtype=np.float32)
+            columns["logprobs"][responses] = values["rollout_logprobs"]
+        if "uids" in found.per_example:
+            known = self._uids
+            uids = [known.setdefault(uid, len(known)) for uid in found.per_example["uids"]]
+            columns["uids"] = np.array(uids, dtype=np.int64)
+        return columns
 
 
 def _without_images(examples: Any) -> tuple[Any, list[bool] | bool]:
@@ -232,42 +262,3 @@ def _form(found: ExampleColumns) -> str:
     images = () if found.images is None else found.images.arrays
     names = [column.name for column in found.fields if column.name != _CUT]
     return ", ".join([*names, *images, *found.per_example])
-
-
-def _flat(found: ExampleColumns) -> dict[str, np.ndarray]:
-    """Return the columns, after every value was checked as a collator checks it.
-
-    But not log-probabilities over 0, which are a finding of their own.
-    """
-    values = {name: column.values for name, column in found.checked(limits=False).items()}
-    columns = {"ids": values["input_ids"], "lengths": found.lengths}
-    columns["num_cut"] = values.get(_CUT, np.zeros(len(found.lengths), dtype=np.int64))
-    if "labels" in values:
-        labels = values["labels"]
-        return columns | {"trained": labels != IGNORE_INDEX, "labels": labels}
-    trained = values["loss_weights"] != 0
-    if not found.are_rollouts:
-        return columns | {"trained": trained}
-    return columns | _of_rollouts(found, values)
-
-
-def _of_rollouts(found: ExampleColumns, values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the columns of rollouts; ``values`` belong to response tokens."""
-    assert found.num_actions is not None
-    num_actions, lengths = found.num_actions, found.lengths
-    responses = span_indices(np.cumsum(lengths) - num_actions, num_actions)
-    columns = {
-        "trained": np.zeros(int(lengths.sum()), dtype=np.bool_),
-        "num_actions": num_actions,
-        "scores": np.add.reduceat(
-            values["rewards"], np.cumsum(num_actions) - num_actions, dtype=np.float64
-        ),
-        "is_last_step": np.array(found.per_example.get("is_last_step", [True] * len(lengths))),
-    }
-    columns["trained"][responses] = values["loss_weights"] != 0
-    if "rollout_logprobs" in values:
-        columns["logprobs"] = np.full(len(columns["trained"]), np.nan, dtype=np.float32)
-        columns["logprobs"][responses] = values["rollout_logprobs"]
-    if "uids" in found.per_example:
-        columns["uids"] = np.fromiter(found.per_example["uids"], dtype=object)
-    return columns

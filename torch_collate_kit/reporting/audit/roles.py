@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch_collate_kit.chat.plain_turn import plain_turn
 from torch_collate_kit.chat.preview import CASES
 from torch_collate_kit.chat.rendering import preferred_style
-from torch_collate_kit.chat.template import ChatTemplate, shared_prefix
+from torch_collate_kit.chat.template import ChatTemplate, num_shared
 from torch_collate_kit.errors import DataError
 
 __all__ = ["RoleTexts", "role_texts"]
@@ -30,15 +31,13 @@ class RoleTexts:
     Headers without an added token are left out, since any text may hold them.
 
     Attributes:
-        answer: headers before an answer; the first is that of the generation prompt.
-        others: headers before messages of other roles, with the role.
+        headers: the role of each header; empty where those before an answer are unknown.
         ends: added tokens that end an answer when something follows it.
         call: the tags around the JSON of a tool call, the second "" where there is none; or None.
         names_system: whether a system message has a header.
     """
 
-    answer: tuple[str, ...] = ()
-    others: tuple[tuple[str, str], ...] = ()
+    headers: Mapping[str, str] = field(default_factory=dict)
     ends: tuple[str, ...] = ()
     call: tuple[str, str] | None = None
     names_system: bool = True
@@ -66,7 +65,8 @@ def role_texts(template: ChatTemplate, bos: str, end: str) -> RoleTexts:
     ends = added.findall(again)[:1]
     stops = [stop for stop in (end, template.eos_token, *ends) if stop]
     asked = talk(user=_QUESTION).partition(_QUESTION)[0]
-    user = _header(template, shared_prefix(asked[::-1], again[::-1])[::-1], stops)
+    both = num_shared(asked[::-1], again[::-1])
+    user = _header(template, asked[len(asked) - both :], stops)
     ruled = talk(system=_RULES, user=_QUESTION, assistant=_ANSWER)
     system = _header(template, ruled.partition(_RULES)[0], stops) if _RULES in ruled else ""
     messages = copy.deepcopy(CASES["tool call"])
@@ -77,15 +77,14 @@ def role_texts(template: ChatTemplate, bos: str, end: str) -> RoleTexts:
         before = before[tokens[-1].start() :] if tokens else ""
         ends += [token[0] for token in tokens[:-1]]
     tool = _header(template, before, stops)
-    answer = _answer_headers(template, whole, after, stops)
     names = {}
     if user.count("user") == 1:
         names = {user.replace("user", role): role for role in _OTHER_ROLES}
     names |= {tool: "tool", system: "system", user: "user"}
+    names |= dict.fromkeys(_answer_headers(template, whole, after, stops), "assistant")
     return RoleTexts(
-        answer,
-        tuple((header, role) for header, role in names.items() if header and header not in answer),
-        tuple(dict.fromkeys(token for token in ends if token not in answer)),
+        {text: role for text, role in names.items() if text and "assistant" in names.values()},
+        tuple(dict.fromkeys(token for token in ends if names.get(token) != "assistant")),
         call,
         bool(system) or _RULES not in ruled,
     )

@@ -6,71 +6,71 @@ import re
 
 import numpy as np
 
-from torch_collate_kit.ragged import span_indices
 from torch_collate_kit.reporting.audit.check import MOST, check
-from torch_collate_kit.reporting.audit.columns import AuditColumns, Found, words_of
-from torch_collate_kit.reporting.audit.vocabulary import THINKING_TAGS, Vocabulary
+from torch_collate_kit.reporting.audit.columns import AuditColumns
+from torch_collate_kit.reporting.audit.findings import Found, words_of
+from torch_collate_kit.reporting.audit.vocabulary import THINKING_TAGS
 
 _EMPTY_THINKING = re.compile(rf"<({'|'.join(THINKING_TAGS)})>\s*</\1>")
 _WHITE_SPACE = ("\n\n", "\n", "", " ", "\n\n\n\n")
 
 
-@check("error", "none of the {things}, {rows}, has {what}", of_rows=False)
+@check("error", of_rows=False)
 def masks_all_zero(columns: AuditColumns) -> Found | None:
     """Find a dataset without a trained token, or chat records of which none has an answer."""
     if columns.trained_places.size:
         return None
     if len(columns.without_answer):
-        what = (
-            "an answer that would be trained, so there is nothing to learn from; give each a turn "
-            "of the assistant"
+        return _without_answer(
+            columns,
+            "none of the records, ROWS, has an answer that would be trained, so there is nothing "
+            "to learn from; give each a turn of the assistant",
         )
-        return _without_answer(columns, things="records", what=what)
-    what = (
-        "a trained token, so the loss is 0: the loss target marks nothing; mark the answers, as "
-        "tokenize_chat does"
+    return columns.found_in(
+        columns.num_trained == 0,
+        "none of the rows, ROWS, has a trained token, so the loss is 0: the loss target marks "
+        "nothing; mark the answers, as tokenize_chat does",
     )
-    return columns.found_in(columns.num_trained == 0, things="rows", what=what)
 
 
-@check(
-    "warning",
-    "{rows} have no trained token: they take time and teach nothing; drop them, or correct "
-    "their loss target",
-)
+@check("warning")
 def no_trained_token(columns: AuditColumns) -> Found | None:
     """Find rows without a trained token, and chat records from which no row could be made."""
     if not columns.trained_places.size:
         return None
+    message = (
+        "ROWS have no trained token: they take time and teach nothing; drop them, or correct "
+        "their loss target"
+    )
     if len(columns.without_answer):  # the other records have trained tokens
-        return _without_answer(columns)
-    return columns.found_in(columns.num_trained == 0)
+        return _without_answer(columns, message)
+    return columns.found_in(columns.num_trained == 0, message)
 
 
-def _without_answer(columns: AuditColumns, **values: str) -> Found:
+def _without_answer(columns: AuditColumns, message: str) -> Found:
     rows = columns.without_answer
     example = f"row {rows[0]}: nothing in the record would be trained"
-    return Found(rows, example, values, num_rows=columns.num_read + len(rows))
+    return Found(rows, message, example, num_rows=columns.num_read + len(rows))
 
 
-@check(
-    "warning",
-    "{rows} train every token, though {why}; prompts are trained too: mark the answers alone, "
-    "as tokenize_chat does",
-)
+@check("warning")
 def masks_all_one(columns: AuditColumns) -> Found | None:
     """Find rows of which every token is trained though they hold a prompt."""
     is_full = columns.is_fully_trained
+    message = (
+        "ROWS train every token, though WHY; prompts are trained too: mark the answers alone, as "
+        "tokenize_chat does"
+    )
     if columns.are_rollouts or not is_full.any():
         return None
-    headers = columns.headers
+    headers = columns.places_of(columns.vocabulary.header_ids)
     rows = columns.rows_of(headers)
     has_header = columns.in_rows(rows)
     headers = headers[(headers > columns.starts[rows]) & is_full[rows]]
     if len(headers):
-        width = len(columns.vocabulary.header_ids)
         why = "the chat template's header before an answer shows that they have a prompt"
-        return columns.found_at(headers, width, why=why)
+        width = len(columns.vocabulary.header_ids)
+        return columns.found_at(headers, message.replace("WHY", why), width)
     is_masked = ~is_full & (columns.num_trained > 0) & (columns.lengths > 1)
     others = is_masked.sum()
     if others and has_header[is_masked].mean() > MOST:
@@ -78,46 +78,49 @@ def masks_all_one(columns: AuditColumns) -> Found | None:
     is_long = is_full & (columns.lengths > 2)
     if not columns.has_target or not 0 < is_long.sum() < MOST * (others + is_long.sum()):
         return None
-    return columns.found_in(is_long, why="the other rows leave their prompt out")
+    return columns.found_in(
+        is_long, message.replace("WHY", "the other rows leave their prompt out")
+    )
 
 
-@check(
-    "warning",
-    "{rows} train the header that the chat template writes before an answer, which the model "
-    "is given at inference; begin the target after it",
-    "header",
-)
+@check("warning", "header_ids")
 def generation_prompt_trained(columns: AuditColumns) -> Found | None:
     """Find rows that train a token of the header, the white space around it apart."""
     width = len(columns.vocabulary.header_ids)
     headers = columns.headers_of_turns
-    headers = headers[~columns.is_fully_trained[columns.rows_of(headers)]]
-    is_trained = np.zeros(len(headers), dtype=np.bool_)
-    for i in range(width):
-        is_trained |= columns.trained[headers + i]
-    return columns.found_at(headers[is_trained], width)
+    is_trained = columns.num_trained_in(headers, headers + width) > 0
+    return columns.found_at(
+        headers[is_trained & ~columns.is_fully_trained[columns.rows_of(headers)]],
+        "ROWS train the header that the chat template writes before an answer, which the model is "
+        "given at inference; begin the target after it",
+        width,
+    )
 
 
-@check(
-    "warning",
-    "{rows} train an empty thinking block, which teaches the model not to think; leave it out "
-    "of the target (with enable_thinking=False many templates put it into the prompt)",
-    "tokenizer",
-)
+@check("warning", "tokenizer")
 def empty_thinking_trained(columns: AuditColumns) -> Found | None:
     """Find rows that begin what is trained of a turn with a thinking block without a text."""
-    found: list[tuple[int, int]] = []
-    for pattern in _thinking_patterns(columns.vocabulary):
+    vocabulary, found = columns.vocabulary, []
+    blocks = [(tag, f"{tag}>{space}</{tag}") for tag in THINKING_TAGS for space in _WHITE_SPACE]
+    patterns = {
+        ids
+        for tag, block in blocks  # from the name in the first tag to that in the last
+        for ids in vocabulary.fewest_ids(f"\n<{block}>\n", block, f"</{tag}")
+    }
+    for pattern in patterns:
         for place in columns.places_of(pattern).tolist():
             stop = place + len(pattern)
             if columns.trained[place:stop].any():
                 text = columns.text(max(place - 2, 0), stop + 2)
                 if _EMPTY_THINKING.search(text) and _begins_target(columns, place):
                     found.append((place, len(pattern)))
-    if not found:
-        return None
-    found.sort()
-    return columns.found_at(np.array([place for place, _ in found]), found[0][1])
+    places, widths = np.array(sorted(found), dtype=np.int64).reshape(-1, 2).T
+    return columns.found_at(
+        places,
+        "ROWS train an empty thinking block, which teaches the model not to think; leave it out of "
+        "the target (with enable_thinking=False many templates put it into the prompt)",
+        widths,
+    )
 
 
 def _begins_target(columns: AuditColumns, place: int) -> bool:
@@ -133,86 +136,60 @@ def _begins_target(columns: AuditColumns, place: int) -> bool:
     return True
 
 
-def _thinking_patterns(vocabulary: Vocabulary) -> set[tuple[int, ...]]:
-    """Return the ids of empty blocks, from the name in the first tag to that in the last."""
-    patterns = set()
-    for tag in THINKING_TAGS:
-        for space in _WHITE_SPACE:
-            block = f"{tag}>{space}</{tag}"
-            patterns |= vocabulary.fewest_ids(f"\n<{block}>\n", block, f"</{tag}")
-    return patterns
-
-
-@check(
-    "warning",
-    "in {rows} a part of the target is beyond max_tokens={max_tokens}, {lost} of {targets} "
-    'trained tokens: overflow="truncate" loses them; raise max_tokens, split the rows, or drop '
-    "them",
-    "max_tokens",
-)
+@check("warning", "max_tokens")
 def target_truncated(columns: AuditColumns) -> Found | None:
     """Find rows that keep a part of their target and lose the rest when cut."""
     limits, is_lost = _cut_targets(columns)
-    lost = span_indices(limits[is_lost], (columns.ends - limits)[is_lost])
-    return columns.found_in(
-        is_lost,
-        limits,
-        columns.last_trained + 1,
-        lost=f"{np.count_nonzero(columns.trained[lost]):,}",
-        targets=f"{columns.num_trained[is_lost].sum():,}",
-        max_tokens=columns.max_tokens,
+    num_lost = columns.num_trained_in(limits[is_lost], columns.ends[is_lost]).sum()
+    return columns.found_at(
+        limits[is_lost],
+        f"in ROWS a part of the target is beyond max_tokens={columns.max_tokens}, {num_lost:,} of "
+        f'{columns.num_trained[is_lost].sum():,} trained tokens: overflow="truncate" loses them; '
+        "raise max_tokens, split the rows, or drop them",
+        (columns.last_trained + 1 - limits)[is_lost],
     )
 
 
-@check(
-    "warning",
-    "in {rows} the prompt alone fills max_tokens={max_tokens}, so a row that is cut there has "
-    "no target left; raise max_tokens, or drop them",
-    "max_tokens",
-)
+@check("warning", "max_tokens")
 def prompt_longer_than_row(columns: AuditColumns) -> Found | None:
     """Find rows that lose their whole target when cut."""
     first, max_tokens = columns.first_trained, columns.max_tokens
     is_lost = first >= columns.starts + (max_tokens or 0)
-    return columns.found_in(is_lost, first, columns.ends, max_tokens=max_tokens)
+    return columns.found_at(
+        first[is_lost],
+        f"in ROWS the prompt alone fills max_tokens={max_tokens}, so a row that is cut there has "
+        "no target left; raise max_tokens, or drop them",
+        (columns.ends - first)[is_lost],
+    )
 
 
-@check(
-    "warning",
-    "{rows} lose the end of their answer, {where}, so they teach the model not to stop; drop "
-    "them, or raise the limit that cuts them",
-    "eos",
-)
+@check("warning", "eos_id")
 def eos_truncated(columns: AuditColumns) -> Found | None:
     """Find rows that were cut before, will be cut, or stop within their answer.
 
     White space of a token or two may follow the end. A rollout that stops was stopped by the limit
     of generation.
     """
-    has_target = columns.num_trained > 0
-    last = columns.last_trained
-    ends_well = columns.is_end[last] | np.isin(
-        columns.ids[last], list(columns.vocabulary.late_end_ids)
-    )
-    for i in (1, 2):
+    has_target, last = columns.num_trained > 0, columns.last_trained
+    ends_well = np.isin(columns.ids[last], list(columns.vocabulary.late_end_ids))
+    for i in (0, 1, 2):
         ends_well |= columns.is_end[np.maximum(last - i, columns.starts)]
     ends_well &= has_target
     is_cut = columns.num_cut > 0
     is_beyond = ends_well & _cut_targets(columns)[1]
     stops = has_target & ~ends_well & (last == columns.ends - 1)
-    if ends_well.sum() < MOST * has_target.sum():
-        stops[:] = False
+    stops &= ends_well.sum() >= MOST * has_target.sum()
     where = {
         f"which is beyond max_tokens={columns.max_tokens}": is_beyond,
         "as they stop without EOS": stops & ~is_cut,
         "which was cut off before, as num_cut_tokens says": is_cut,
     }
     is_stopped = columns.are_rollouts and not (is_beyond | is_cut).any()
-    return columns.found_in(
-        is_beyond | stops | is_cut,
-        np.where(has_target, last, columns.ends - 1),
+    return columns.found_at(
+        np.where(has_target, last, columns.ends - 1)[is_beyond | stops | is_cut],
+        f"ROWS lose the end of their answer, {words_of(where)}, so they teach the model not to "
+        "stop; drop them, or raise the limit that cuts them",
         severity="note" if is_stopped else None,
-        where=words_of(where),
     )
 
 

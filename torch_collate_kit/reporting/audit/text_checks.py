@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from functools import partial
 
 import numpy as np
 
 from torch_collate_kit.reporting.audit.check import FEW, MOST, check
-from torch_collate_kit.reporting.audit.columns import AuditColumns, Found
-from torch_collate_kit.reporting.audit.turns import Turns
+from torch_collate_kit.reporting.audit.columns import AuditColumns
+from torch_collate_kit.reporting.audit.findings import Found
 from torch_collate_kit.reporting.audit.vocabulary import THINKING_TAGS
 
 _NONE = np.empty(0, dtype=np.int64)
@@ -22,12 +21,7 @@ _MANY_PARTIAL = 0.25  # of all tokens: one per byte
 _MOST_READ, _SAMPLED = 1000, 500_000  # rows that are tokenized again; tokens at each end
 
 
-@check(
-    "warning",
-    "{rows} are not as the chat template writes them: {what}; render all rows with the template, "
-    "and take control tokens out of the texts",
-    "turns",
-)
+@check("warning", "role_ids")
 def template_not_followed(columns: AuditColumns) -> Found | None:
     """Find turns that are not as the template writes them, each kind in a third at most.
 
@@ -43,7 +37,11 @@ def template_not_followed(columns: AuditColumns) -> Found | None:
                 is_kept &= places < columns.responses[rows]
             if is_kept.any() and columns.in_rows(rows[is_kept]).sum() <= FEW * num_rows:
                 found[what] = places[is_kept]
-    return columns.found_by(found)
+    return columns.found_by(
+        found,
+        "ROWS are not as the chat template writes them: WHAT; render all rows with the template, "
+        "and take control tokens out of the texts",
+    )
 
 
 def _control_tokens(columns: AuditColumns) -> dict[str, np.ndarray]:
@@ -135,7 +133,7 @@ def _cut_starts(columns: AuditColumns) -> dict[str, np.ndarray]:
     rows, first = np.unique(turns.rows, return_index=True)
     starts, stops = columns.starts[rows], turns.starts[first]
     places = starts[stops > starts]
-    if not vocabulary.roles.names_system or not len(places):
+    if not vocabulary.names_system or not len(places):
         return {}
     ids, meant = columns.ids, [*vocabulary.control_ids, vocabulary.pad_id or 0]
     stops = stops[stops > starts]
@@ -143,74 +141,56 @@ def _cut_starts(columns: AuditColumns) -> dict[str, np.ndarray]:
     return {"a row begins within a text": places[~is_meant]}
 
 
-@check(
-    "warning",
-    "{rows} train thinking with one of its two tags: {what}, so a model learns to think without an "
-    "end, or an answer is taken for thinking; give both tags",
-    "turns",
-    of_rollouts="note",
-    of_most="note",
-)
+@check("warning", "role_ids", of_rollouts="note", of_most="note")
 def thinking_not_closed(columns: AuditColumns) -> Found | None:
     """Find turns that begin with an opening tag and lack the closing one, or have it alone.
 
     A rollout may be stopped while it thinks. The closing tag alone counts in a third of the rows at
     most: before a line break, or where most turns with it have both.
     """
-    turns = columns.turns
-    is_trained = turns.are_answers & (turns.num_trained(turns.begins, turns.text_stops) > 0)
-    unclosed, unopened = [_NONE], [_NONE]
-    for tag in THINKING_TAGS:
-        opens, closes = (_places_of_tag(columns, side + tag) for side in ("<", "</"))
-        if not len(opens) and not len(closes):
-            continue
-        num_opens, num_closes = (
-            np.bincount(turns.holding(of)[turns.holding(of) >= 0], minlength=len(turns.starts))
-            for of in (opens, closes)
-        )
-        is_open = is_trained & (num_opens > 0) & (num_closes == 0)
-        first = np.append(opens, 0)[np.searchsorted(opens, turns.begins)]
-        columns.keep(is_open, partial(_is_markup_up_to, turns, first))
-        is_late = is_trained & (num_closes > 0) & (num_opens == 0)
-        if is_late.sum() > MOST * (is_trained & (num_closes > 0)).sum():
-            first = np.append(closes, 0)[np.searchsorted(closes, turns.begins)]
-            columns.keep(is_late, partial(_ends_line, columns, first, f"</{tag}>"))
-        unclosed.append(turns.begins[is_open])
-        if columns.share_of(turns.rows[is_late]) <= FEW:
-            unopened.append(turns.begins[is_late])
+    found = [_thinking_with_one_tag(columns, tag) for tag in THINKING_TAGS]
+    unclosed, unopened = (np.concatenate(of) for of in zip(*found, strict=True))
     return columns.found_by(
-        {"it is not closed": np.concatenate(unclosed), "it is not opened": np.concatenate(unopened)}
+        {"it is not closed": unclosed, "it is not opened": unopened},
+        "ROWS train thinking with one of its two tags: WHAT, so a model learns to think without an "
+        "end, or an answer is taken for thinking; give both tags",
     )
 
 
-def _is_markup_up_to(turns: Turns, places: np.ndarray, turn: int) -> bool:
-    return turns.is_markup(int(turns.begins[turn]), int(places[turn]))
+def _thinking_with_one_tag(columns: AuditColumns, tag: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the first tokens of turns with the opening tag alone, and with the closing one."""
+    turns = columns.turns
+    tags = (columns.vocabulary.ids_of_tag(side + tag) for side in ("<", "</"))
+    opens, closes = (columns.places_of(*ids) for ids in tags)
+    if not len(opens) and not len(closes):
+        return opens, closes
+    numbers = np.arange(len(turns.starts))
+    has_open, has_close = (np.isin(numbers, turns.holding(of)) for of in (opens, closes))
+    is_trained = columns.num_trained_in(turns.begins, turns.text_stops) > 0
+    is_trained &= turns.are_answers
+    is_open = is_trained & has_open & ~has_close
+    first = np.append(opens, 0)[np.searchsorted(opens, turns.begins)]
+    columns.keep(is_open, lambda i: turns.is_markup(turns.begins[i], first[i]))
+    is_late = is_trained & has_close & ~has_open
+    if is_late.sum() > MOST * (is_trained & has_close).sum():
+        last = np.append(closes, 0)[np.searchsorted(closes, turns.begins)]
+
+        def ends_line(i: int) -> bool:  # else a text may be about the tag
+            return columns.text(last[i], last[i] + 8).partition(f"</{tag}>")[2].startswith("\n")
+
+        columns.keep(is_late, ends_line)
+    is_late &= columns.share_of(turns.rows[is_late]) <= FEW
+    return turns.begins[is_open], turns.begins[is_late]
 
 
-def _ends_line(columns: AuditColumns, places: np.ndarray, tag: str, turn: int) -> bool:
-    """Whether a line ends after the tag; else a text may be about it."""
-    place = int(places[turn])
-    return columns.text(place, place + 8).partition(tag)[2].startswith("\n")
-
-
-def _places_of_tag(columns: AuditColumns, tag: str) -> np.ndarray:
-    found = [columns.places_of(pattern) for pattern in columns.vocabulary.ids_of_tag(tag)]
-    return np.unique(np.concatenate([*found, _NONE]))
-
-
-@check(
-    "warning",
-    "{rows} train a tool call that cannot be read as JSON, such as {call}; drop them, or correct "
-    "the call",
-    "turns",
-)
+@check("warning", "role_ids")
 def broken_tool_call(columns: AuditColumns) -> Found | None:
     """Find trained calls between the tags of the template that are no JSON, if most are."""
     vocabulary, turns = columns.vocabulary, columns.turns
-    if vocabulary.roles.call is None:
+    if vocabulary.call_tags is None:
         return None
-    tag, close = vocabulary.roles.call
-    places = _places_of_tag(columns, tag[:-1])
+    tag, close = vocabulary.call_tags
+    places = columns.places_of(*vocabulary.ids_of_tag(tag[:-1]))
     turn = turns.holding(places)
     is_trained = (
         (turn >= 0) & turns.are_answers[turn] & (turns.ends[turn] >= 0) & columns.trained[places]
@@ -227,7 +207,12 @@ def broken_tool_call(columns: AuditColumns) -> Found | None:
     broken = [i for i, call in enumerate(calls) if is_call[i] and not known[call]]
     if not broken or len(broken) > MOST * sum(is_call):
         return None
-    return columns.found_at(places[broken], 40, call=repr(calls[broken[0]][:60]))
+    return columns.found_at(
+        places[broken],
+        f"ROWS train a tool call that cannot be read as JSON, such as {calls[broken[0]][:60]!r}; "
+        "drop them, or correct the call",
+        width=40,
+    )
 
 
 def _is_json(written: str, close: str) -> bool:
@@ -239,13 +224,7 @@ def _is_json(written: str, close: str) -> bool:
     return written[end:].lstrip().startswith(close)
 
 
-@check(
-    "warning",
-    "{rows} have tokens that are no text of this tokenizer ({what}); use the tokenizer that made "
-    "the ids, and correct texts that were cut within a character or read in a wrong encoding",
-    "tokenizer",
-    of_rollouts="note",
-)
+@check("warning", "tokenizer", of_rollouts="note")
 def text_garbled(columns: AuditColumns) -> Found | None:
     """Find tokens that decode to U+FFFD, and rows that their own text is not tokenized to."""
     if int(columns.ids.max()) >= _LARGEST_ID:
@@ -257,7 +236,11 @@ def text_garbled(columns: AuditColumns) -> Found | None:
     rows = columns.rows_of(np.concatenate(list(found.values())))
     if len(np.unique(rows)) > FEW * len(columns.lengths):
         return None
-    return columns.found_by(found)
+    return columns.found_by(
+        found,
+        "ROWS have tokens that are no text of this tokenizer (WHAT); use the tokenizer that made "
+        "the ids, and correct texts that were cut within a character or read in a wrong encoding",
+    )
 
 
 def _replaced(columns: AuditColumns) -> np.ndarray:

@@ -6,21 +6,20 @@ import numpy as np
 
 from torch_collate_kit.ragged import span_indices
 from torch_collate_kit.reporting.audit.check import FEW, check
-from torch_collate_kit.reporting.audit.columns import AuditColumns, Found, words_of
-from torch_collate_kit.reporting.audit.findings import Severity
+from torch_collate_kit.reporting.audit.columns import AuditColumns
+from torch_collate_kit.reporting.audit.findings import Found, Severity, words_of
 
 _UNSIGNED = [(1 << bits) - 100 for bits in (8, 16, 32)]
 
 
-@check(
-    "error",
-    "no trained token is {ends}, in {rows} {which}, so the model never learns to stop; {way_out}",
-    "eos",
-)
+@check("error", "eos_id")
 def eos_never_trained(columns: AuditColumns) -> Found | None:
     """Find a dataset in which no trained token ends an answer."""
-    targets = columns.ids if columns.labels is None else columns.labels
-    if np.isin(targets[columns.trained_places], columns.vocabulary.end_ids).any():
+    labels, ends = columns.labels, columns.vocabulary.end_ids
+    is_end = columns.is_end
+    if len(labels):
+        is_end = np.logical_or.reduce([labels == token for token in ends])
+    if (is_end & columns.trained).any():
         return None
     has_target = columns.num_trained > 0
     severity: Severity = "warning"
@@ -33,98 +32,109 @@ def eos_never_trained(columns: AuditColumns) -> Found | None:
     else:
         which, way_out = "with a target", "add it to the end of every answer, and train it"
         severity = "warning" if columns.are_rollouts else "error"
-    return columns.found_in(
-        has_target,
-        columns.last_trained,
+    return columns.found_at(
+        columns.last_trained[has_target],
+        f"no trained token is {_ends(columns)}, in ROWS {which}, so the model never learns to "
+        f"stop; {way_out}",
         severity=severity,
-        ends=_names(columns),
-        which=which,
-        way_out=way_out,
     )
 
 
-@check(
-    "warning",
-    "{rows} have {ends} after an answer but do not train it, while other answers do; extend "
-    "their target by one token",
-    "eos",
-)
+@check("warning", "eos_id")
 def eos_not_trained(columns: AuditColumns) -> Found | None:
     """Find untrained ends of trained answers, where other ends are trained."""
     vocabulary = columns.vocabulary
-    if vocabulary.pad_id == vocabulary.eos_id:
-        return None  # eos_masked_as_pad has the reason
-    if not columns.is_end[columns.trained_places].any():
+    is_masked = vocabulary.pad_id == vocabulary.eos_id  # eos_masked_as_pad has the reason
+    if is_masked or not columns.is_end[columns.trained_places].any():
         return None
-    return columns.found_at(_untrained_ends(columns), ends=_names(columns))
+    return columns.found_at(
+        _untrained_ends(columns),
+        f"ROWS have {_ends(columns)} after an answer but do not train it, while other answers do; "
+        "extend their target by one token",
+    )
 
 
-@check(
-    "error",
-    "{rows} do not train the EOS after their answer: the pad token is the EOS token, and a "
-    "collator that hides pads hid it too; mask by position, or set another pad token",
-    "eos",
-    "pad",
-)
+@check("error", "eos_id", "pad_id")
 def eos_masked_as_pad(columns: AuditColumns) -> Found | None:
     """Find untrained EOS tokens after trained answers, where the pad token is the EOS."""
     vocabulary = columns.vocabulary
     if vocabulary.pad_id != vocabulary.eos_id:
         return None
     places = _untrained_ends(columns)
-    return columns.found_at(places[columns.ids[places] == vocabulary.eos_id])
+    return columns.found_at(
+        places[columns.ids[places] == vocabulary.eos_id],
+        "ROWS do not train the EOS after their answer: the pad token is the EOS token, and a "
+        "collator that hides pads hid it too; mask by position, or set another pad token",
+    )
 
 
-@check(
-    "error",
-    "{rows} train pad tokens (id {pad}); pads are no target: tokenize without padding, "
-    "collators pad",
-    "pad",
-)
+def _untrained_ends(columns: AuditColumns) -> np.ndarray:
+    """Return the tokens, int64, that end a trained answer and are not trained.
+
+    Of rollouts only the last token of a row: before a tool's answer the end may be the template's.
+    """
+    turns, is_end, trained = columns.turns, columns.is_end, columns.trained
+    places = np.flatnonzero(is_end[1:] & ~trained[1:] & trained[:-1] & ~is_end[:-1]) + 1
+    if len(places):
+        places = places[~np.isin(places, turns.ends[~turns.are_answers])]
+    if columns.are_rollouts:
+        return places[np.isin(places, columns.ends - 1)]
+    return places[~columns.begins_row(places)]
+
+
+def _ends(columns: AuditColumns) -> str:
+    vocabulary = columns.vocabulary
+    return " or ".join(repr(vocabulary.text([token])) for token in vocabulary.end_ids)
+
+
+@check("error", "pad_id")
 def pad_trained(columns: AuditColumns) -> Found | None:
     """Find trained pads; of pads that are EOS too, all at the end of a row but the first."""
-    vocabulary = columns.vocabulary
-    is_pad = columns.ids == vocabulary.pad_id
-    if vocabulary.pad_id in vocabulary.end_ids:
-        is_pad &= _in_last_run(columns, is_pad)
-    return columns.found_at(np.flatnonzero(is_pad & columns.trained), pad=vocabulary.pad_id)
+    pad = columns.vocabulary.pad_id
+    is_pad = columns.ids == pad
+    if pad in columns.vocabulary.end_ids:
+        others = np.append(-1, np.flatnonzero(~is_pad))
+        last = others[np.searchsorted(others, columns.ends) - 1]  # that is no pad
+        firsts = np.maximum(last + 2, columns.starts + 1)
+        is_pad[:] = False
+        is_pad[span_indices(firsts, np.maximum(columns.ends - firsts, 0))] = True
+    return columns.found_at(
+        np.flatnonzero(is_pad & columns.trained),
+        f"ROWS train pad tokens (id {pad}); pads are no target: tokenize without padding, "
+        "collators pad",
+    )
 
 
-@check(
-    "warning",
-    "{rows} are padded already (id {pad}), and collators take these pads for text; tokenize "
-    "without padding",
-    "pad",
-)
+@check("warning", "pad_id")
 def padded_rows(columns: AuditColumns) -> Found | None:
     """Find rows that begin or end with two untrained pads; a single one may be an EOS."""
     pad, ids = columns.vocabulary.pad_id, columns.ids
     rows = columns.lengths > 2
     firsts = np.sort(np.concatenate([columns.starts[rows], columns.ends[rows] - 2]))
     is_run = (ids[firsts] == pad) & (ids[firsts + 1] == pad) & ~columns.trained[firsts + 1]
-    return columns.found_at(firsts[is_run], 2, pad=pad)
+    return columns.found_at(
+        firsts[is_run],
+        f"ROWS are padded already (id {pad}), and collators take these pads for text; tokenize "
+        "without padding",
+        width=2,
+    )
 
 
-@check(
-    "warning",
-    "{rows} begin with two BOS tokens (id {bos}), which no model has seen: the chat template "
-    "writes one, and the tokenizer another; pass add_special_tokens=False",
-    "bos",
-)
+@check("warning", "bos_id")
 def double_bos(columns: AuditColumns) -> Found | None:
     """Find rows whose first two tokens are BOS."""
     bos = columns.vocabulary.bos_id
     starts = columns.starts[columns.lengths > 1]
     is_twice = (columns.ids[starts] == bos) & (columns.ids[starts + 1] == bos)
-    return columns.found_at(starts[is_twice], 2, bos=bos)
+    return columns.found_at(
+        starts[is_twice],
+        f"ROWS begin with two BOS tokens (id {bos}), which no model has seen: the chat template "
+        "writes one, and the tokenizer another; pass add_special_tokens=False",
+        width=2,
+    )
 
 
-@check(
-    "warning",
-    "{rows} have a BOS token (id {bos}) within their text, while the others begin with it or have "
-    "none: parts of a row were tokenized one by one; pass add_special_tokens=False",
-    "bos",
-)
+@check("warning", "bos_id")
 def bos_inside(columns: AuditColumns) -> Found | None:
     """Find BOS tokens within texts, other than after an end, a pad or another BOS."""
     vocabulary = columns.vocabulary
@@ -137,104 +147,68 @@ def bos_inside(columns: AuditColumns) -> Found | None:
     is_rare = columns.in_rows(columns.rows_of(found)).sum() <= FEW * len(columns.lengths)
     if vocabulary.bos_id == vocabulary.eos_id or not is_rare:
         return None
-    return columns.found_at(found, bos=vocabulary.bos_id)
+    return columns.found_at(
+        found,
+        f"ROWS have a BOS token (id {vocabulary.bos_id}) within their text, while the others begin "
+        "with it or have none: parts of a row were tokenized one by one; pass "
+        "add_special_tokens=False",
+    )
 
 
-@check(
-    "note",
-    "{rows} do not begin with BOS (id {bos}), while the others do; tokenize all rows the same way",
-    "bos",
-)
+@check("note", "bos_id")
 def bos_in_some_rows(columns: AuditColumns) -> Found | None:
     """Find rows without a BOS at the start, where at least half of the rows have one."""
     vocabulary = columns.vocabulary
     has_bos = columns.ids[columns.starts] == vocabulary.bos_id
     if vocabulary.bos_id == vocabulary.eos_id or has_bos.sum() * 2 < len(has_bos):
         return None
-    return columns.found_at(columns.starts[~has_bos], bos=vocabulary.bos_id)
-
-
-@check(
-    "error",
-    "{rows} have ids that the tokenizer does not have, such as {id}: its vocabulary has {size} "
-    "tokens; use the tokenizer that made the ids, or add the missing tokens to it",
-    "size",
-)
-def id_out_of_vocabulary(columns: AuditColumns) -> Found | None:
-    """Find ids and labels that are not below the size of the vocabulary."""
-    size = columns.vocabulary.size or 0
-    is_beyond = columns.ids >= size
-    if columns.labels is not None:
-        is_beyond |= columns.labels >= size
-    places = np.flatnonzero(is_beyond)
-    if not len(places):
-        return None
-    beyond = int(columns.ids[places[0]])
-    if beyond < size and columns.labels is not None:
-        beyond = int(columns.labels[places[0]])
-    return columns.found_at(places, id=beyond, size=f"{size:,}")
-
-
-@check(
-    "error",
-    "the labels of {rows} are input_ids shifted by one ({direction}), so every token is "
-    "trained towards a wrong one: models and collators shift labels themselves; give labels "
-    "that equal input_ids at the same place",
-)
-def labels_shifted(columns: AuditColumns) -> Found | None:
-    """Find rows whose labels are the ids of the next tokens, or of those before."""
-    to_next, to_last = columns.shifted_labels
-    directions = {
-        "labels[i] is input_ids[i + 1]": to_next,
-        "labels[i] is input_ids[i - 1]": to_last,
-    }
-    return columns.found_in(
-        to_next | to_last, columns.first_trained, direction=words_of(directions)
+    return columns.found_at(
+        columns.starts[~has_bos],
+        f"ROWS do not begin with BOS (id {vocabulary.bos_id}), while the others do; tokenize all "
+        "rows the same way",
     )
 
 
-@check(
-    "warning",
-    "{labels} labels of {rows} are other ids than input_ids at the same place; a model that "
-    "predicts the next token is trained towards its own text: set them to input_ids, or -100{why}",
-)
+@check("error", "size")
+def id_out_of_vocabulary(columns: AuditColumns) -> Found | None:
+    """Find ids and labels that are not below the size of the vocabulary."""
+    size = columns.vocabulary.size or 0
+    tokens = np.maximum(columns.ids, columns.labels) if len(columns.labels) else columns.ids
+    places = np.flatnonzero(tokens >= size)
+    if not len(places):
+        return None
+    first, beyond = places[0], int(columns.ids[places[0]])
+    return columns.found_at(
+        places,
+        f"ROWS have ids that the tokenizer does not have, such as "
+        f"{beyond if beyond >= size else tokens[first]}: its vocabulary has {size:,} tokens; use "
+        "the tokenizer that made the ids, or add the missing tokens to it",
+    )
+
+
+@check("error", "labels")
+def labels_shifted(columns: AuditColumns) -> Found | None:
+    """Find rows whose labels are the ids of the next tokens, or of those before."""
+    to_next, to_last = columns.shifted_labels
+    kinds = {"labels[i] is input_ids[i + 1]": to_next, "labels[i] is input_ids[i - 1]": to_last}
+    return columns.found_at(
+        columns.first_trained[to_next | to_last],
+        f"the labels of ROWS are input_ids shifted by one ({words_of(kinds)}), so every token is "
+        "trained towards a wrong one: models and collators shift labels themselves; give labels "
+        "that equal input_ids at the same place",
+    )
+
+
+@check("warning", "labels")
 def labels_not_input_ids(columns: AuditColumns) -> Found | None:
     """Find labels that are not the id at the same place, in rows that are not shifted."""
     is_shifted = np.logical_or(*columns.shifted_labels)
     places = columns.other_labels[~is_shifted[columns.rows_of(columns.other_labels)]]
-    if columns.labels is None or not len(places):
-        return None
     wrapped = np.isin(columns.labels[places], _UNSIGNED).any()
     why = "; -100 was stored unsigned, which a signed column holds as it is" if wrapped else ""
-    return columns.found_at(places, labels=f"{len(places):,}", why=why)
-
-
-def _untrained_ends(columns: AuditColumns) -> np.ndarray:
-    """Return the tokens, int64, that end a trained answer and are not trained.
-
-    Of rollouts only the last token of a row: before a tool's answer the end may be the template's.
-    """
-    turns, is_end, trained = columns.turns, columns.is_end, columns.trained
-    is_missed = is_end[1:] & ~trained[1:] & trained[:-1] & ~is_end[:-1]
-    places = np.flatnonzero(is_missed) + 1
-    if len(places):
-        places = places[~np.isin(places, turns.ends[~turns.are_answers])]
-    if columns.are_rollouts:
-        return places[np.isin(places, columns.ends - 1)]
-    return places[~columns.begins_row(places)]
-
-
-def _in_last_run(columns: AuditColumns, is_pad: np.ndarray) -> np.ndarray:
-    """Return the pads, bool [T], with pads alone after them, the first of each row apart."""
-    others = np.append(-1, np.flatnonzero(~is_pad))
-    last = others[np.searchsorted(others, columns.ends) - 1]  # that is no pad
-    firsts = np.maximum(last + 2, columns.starts + 1)
-    found = np.zeros(len(is_pad), dtype=np.bool_)
-    sizes = np.maximum(columns.ends - firsts, 0)
-    found[span_indices(firsts, sizes)] = True
-    return found
-
-
-def _names(columns: AuditColumns) -> str:
-    vocabulary = columns.vocabulary
-    return " or ".join(repr(vocabulary.text([token])) for token in vocabulary.end_ids)
+    return columns.found_at(
+        places,
+        f"{len(places):,} labels of ROWS are other ids than input_ids at the same place; a model "
+        "that predicts the next token is trained towards its own text: set them to input_ids, or "
+        f"-100{why}",
+    )

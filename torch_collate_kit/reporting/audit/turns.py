@@ -96,19 +96,18 @@ class Turns:
         """
         columns, trained = self.columns, self.columns.trained
         by = np.zeros(len(self.starts), dtype=np.int64)
-        is_known = (
-            self.are_answers & (self.ends >= 0) & ~np.logical_or(*columns.shifted_labels)[self.rows]
+        num_trained = columns.num_trained_in(self.expected, self.ends + 1)
+        is_odd = (
+            self.are_answers & (self.ends >= 0) & (num_trained != self.ends + 1 - self.expected)
         )
-        num_expected = self.ends + 1 - self.expected
-        is_known &= self.num_trained(self.expected, self.ends + 1) != num_expected
-        which = np.flatnonzero(is_known)
+        which = np.flatnonzero(is_odd & ~np.logical_or(*columns.shifted_labels)[self.rows])
         starts, ends, limits = (of[which] for of in (self.expected, self.ends, self.row_ends))
         for distance in (*range(1, _FURTHEST + 1), *range(-1, -_FURTHEST - 1, -1)):
             begins, stops = starts + distance, np.minimum(ends + 1 + distance, limits)
             fits = (begins < stops) & (begins > columns.starts[self.rows[which]])
             fits &= (distance < 0) | (stops > ends + 1)
             at, to = np.where(fits, begins, 0), np.where(fits, stops, 1)
-            fits &= trained[at] & ~trained[at - 1] & (self.num_trained(at, to) == to - at)
+            fits &= trained[at] & ~trained[at - 1] & (columns.num_trained_in(at, to) == to - at)
             fits &= (to == limits) | ~trained[np.minimum(to, len(trained) - 1)]
             fits &= by[which] == 0
             if fits.any():
@@ -123,12 +122,12 @@ class Turns:
         The rest of the generation prompt comes before it, or what most answers leave out, if that
         is white space and tags.
         """
-        vocabulary, last = self.columns.vocabulary, len(self.columns.ids) - 1
+        columns, vocabulary = self.columns, self.columns.vocabulary
         rest = vocabulary.prompt_ids[len(vocabulary.header_ids) :]
         width, is_prompted = len(rest), self.begins + len(rest) <= self.limits
         for i, token in enumerate(rest):
-            is_prompted &= self.columns.ids[np.minimum(self.begins + i, last)] == token
-        gaps = self.first_trained(self.begins) - self.begins
+            is_prompted &= columns.ids[np.minimum(self.begins + i, len(columns.ids) - 1)] == token
+        gaps = columns.next_trained(self.begins) - self.begins
         is_trained = self.are_answers & (gaps < self.stops - self.begins)
         if is_trained.any():
             usual = int(np.bincount(np.minimum(gaps[is_trained], _LONGEST_GAP + 1)).argmax())
@@ -144,52 +143,20 @@ class Turns:
             return False
         return not _MARKUP.sub("", self.columns.text(start, stop)).strip()
 
-    def num_trained(self, begins: np.ndarray, stops: np.ndarray) -> np.ndarray:
-        """Return how many tokens from ``begins`` to ``stops`` are trained."""
-        return self._num_before(stops) - self._num_before(begins)
-
-    def _num_before(self, places: np.ndarray) -> np.ndarray:
-        begins, stops = self.columns.runs  # far fewer than trained tokens
-        run = np.searchsorted(begins, places)
-        beyond = np.maximum(np.append(0, stops)[run] - places, 0)
-        found: np.ndarray = self._counts[run] - beyond
-        return found
-
-    @cached_property
-    def _counts(self) -> np.ndarray:
-        begins, stops = self.columns.runs
-        return np.append(0, np.cumsum(stops - begins))
-
-    def first_trained(self, begins: np.ndarray) -> np.ndarray:
-        """Return the first trained token from ``begins`` on; T where there is none."""
-        firsts, stops = (np.append(of, len(self.columns.ids)) for of in self.columns.runs)
-        run = np.minimum(np.searchsorted(stops, begins, side="right"), len(firsts) - 1)
-        found: np.ndarray = np.maximum(firsts[run], begins)
-        return found
-
-    def last_trained(self, stops: np.ndarray) -> np.ndarray:
-        """Return the last trained token before ``stops``; -1 where there is none."""
-        begins, ends = self.columns.runs
-        run = np.searchsorted(begins, stops)
-        found: np.ndarray = np.minimum(np.append(0, ends)[run], stops) - 1
-        return found
-
 
 def turns_of(columns: AuditColumns) -> Turns:
     """Find the turns of rows; none without a template that begins answers with an added token."""
+    none = np.empty(0, dtype=np.int64)
+    starts, widths, kinds = [none], [none], [none]
     names = columns.vocabulary.role_ids
-    found = []
-    for ids, role in names.items():
+    for kind, (ids, role) in enumerate(names.items()):
         places = columns.places_of(ids)
-        found.append(columns.without_repeated(places) if role == "assistant" else places)
-    counts = [len(places) for places in found]
-    starts = np.concatenate([*found, np.empty(0, dtype=np.int64)])
-    kinds = np.repeat(np.arange(len(names)), counts)
-    widths = np.array([len(ids) for ids in names], dtype=np.int64)
-    order = np.lexsort((-widths[kinds], starts))  # of headers at one place the longest
-    starts, kinds = starts[order], kinds[order]
-    begins = starts + widths[kinds]
-    is_own = starts >= np.maximum.accumulate(np.append(-1, begins))[:-1]
-    starts, begins, kinds = starts[is_own], begins[is_own], kinds[is_own]
+        starts.append(columns.without_repeated(places) if role == "assistant" else places)
+        widths.append(np.full_like(starts[-1], len(ids)))
+        kinds.append(np.full_like(starts[-1], kind))
+    found = np.stack([np.concatenate(of) for of in (starts, widths, kinds)])
+    found = found[:, np.lexsort((-found[1], found[0]))]  # of headers at one place the longest
+    stops = np.maximum.accumulate(np.append(-1, found[0] + found[1]))
+    first, width, kind = found[:, found[0] >= stops[:-1]]
     are_answers = np.array([role == "assistant" for role in names.values()], dtype=np.bool_)
-    return Turns(columns, starts, begins, kinds, are_answers[kinds])
+    return Turns(columns, first, first + width, kind, are_answers[kind])

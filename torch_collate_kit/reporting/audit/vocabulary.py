@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,16 +21,31 @@ THINKING_TAGS = ("think", "thinking", "reasoning")
 
 _MEDIA_WORDS = ("image", "video", "audio", "vision", "pad")
 _REPLACEMENT = "\ufffd"
-_PARTIAL: WeakKeyDictionary[Any, dict[int, np.ndarray]] = WeakKeyDictionary()
-_TAGS: WeakKeyDictionary[Any, dict[Any, set[tuple[int, ...]]]] = WeakKeyDictionary()
-_TEXTS: WeakKeyDictionary[ChatTemplate, RoleTexts] = WeakKeyDictionary()
 _QUESTION, _THINKING, _ANSWER = "Who?", "A thought", "An answer"
+_KNOWN: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
 
 
 class Vocabulary:
     """Special tokens and headers of a tokenizer, of a processor's, or of None, which has none.
 
-    They are ids; None, or an empty tuple, where the tokenizer does not have them.
+    They are ids; None or empty where the tokenizer does not have them.
+
+    Attributes:
+        tokenizer, size, template: the tokenizer, its number of ids, and its chat template.
+        bos_id, eos_id, pad_id: special tokens.
+        end_ids: tokens that end an answer: EOS, and the one that the chat template writes.
+        late_end_ids: tokens that end an answer when something follows it.
+        prompt_ids: the generation prompt of the chat template.
+        header_ids: the same without the white space around it, and without a tag of thinking.
+        role_ids: the role of each header of messages; empty where those before an answer, or what
+            ends it, are unknown.
+        repeats_header: whether the model, too, writes the header: between thinking and answer
+            (gpt-oss).
+        call_tags: the tags around the JSON of a tool call, or None.
+        names_system: whether a system message has a header.
+        added_ids: tokens that were added to the vocabulary, such as all of a chat template.
+        control_ids: special tokens but those that stand for a part of an image or a sound.
+        template_ids: added tokens whose text is in the source of the chat template.
 
     Raises:
         TypeError: something that cannot decode.
@@ -50,18 +65,53 @@ class Vocabulary:
             )
         self.tokenizer = tokenizer
         self.size = len(tokenizer) if hasattr(tokenizer, "__len__") else None
-        self.bos_id: int | None = getattr(tokenizer, "bos_token_id", None)
-        self.eos_id: int | None = getattr(tokenizer, "eos_token_id", None)
-        self.pad_id: int | None = getattr(tokenizer, "pad_token_id", None)
+        self.bos_id, self.eos_id, self.pad_id = (
+            getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad")
+        )
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        self.added_ids = frozenset(added)
+        self.control_ids = frozenset(
+            token
+            for token, text in added.items()
+            if text.special and not any(word in text.content.lower() for word in _MEDIA_WORDS)
+        )
         self.template: ChatTemplate | None = None
-        if tokenizer is not None and (
-            getattr(tokenizer, "chat_template", None) or kwargs.get("chat_template")
-        ):
+        text = getattr(tokenizer, "chat_template", None) or kwargs.get("chat_template")
+        if tokenizer is not None and text:
             self.template = ChatTemplate.of(tokenizer, kwargs, None)
+        source = "" if self.template is None else self.template.source
+        self.template_ids = frozenset(token for token, of in added.items() if of.content in source)
+        self._read_turns()
 
-    @cached_property
+    def _read_turns(self) -> None:
+        """Find the headers and ends that the chat template writes."""
+        header, end = self._plain_turn()
+        self.prompt_ids = self.encode(header)
+        header = header.partition("<think")[0].strip()
+        self.header_ids = self.encode(header)
+        self.repeats_header = bool(header) and self._writes_twice(header)
+        ends = () if self.eos_id is None else (self.eos_id,)
+        of_template = self.encode(end)
+        if len(of_template) == 1:
+            ends = tuple(dict.fromkeys((*ends, *of_template)))
+        self.end_ids: tuple[int, ...] = ends
+        roles = RoleTexts()
+        if self.template is not None:
+            bos = getattr(self.tokenizer, "bos_token", None) or ""
+            roles = _known(self.template, "roles", role_texts, self.template, bos, end)
+        self.call_tags, self.names_system = roles.call, roles.names_system
+        late_ends = map(self.encode, roles.ends)
+        self.late_end_ids = frozenset(ids[0] for ids in late_ends if len(ids) == 1)
+        unknown = getattr(self.tokenizer, "unk_token_id", None)
+        by_ids = {self.encode(text): role for text, role in roles.headers.items() if ends}
+        self.role_ids = {
+            ids: role
+            for ids, role in by_ids.items()
+            if self.added_ids & {*ids} and unknown not in ids
+        }
+
     def _plain_turn(self) -> tuple[str, str]:
-        """Text before an answer, and the added token after it; "" if unknown."""
+        """Return the text before an answer, and the added token after it; "" if unknown."""
         if self.template is None:
             return "", ""
         turn = plain_turn(self.template)
@@ -72,107 +122,31 @@ class Vocabulary:
         except DataError:
             return "", ""
 
-    @cached_property
-    def end_ids(self) -> tuple[int, ...]:
-        """Tokens that end an answer: EOS, and the one that the chat template writes."""
-        ends = () if self.eos_id is None else (self.eos_id,)
-        of_template = self.encode(self._plain_turn[1])
-        return tuple(dict.fromkeys((*ends, *of_template))) if len(of_template) == 1 else ends
-
-    @cached_property
-    def roles(self) -> RoleTexts:
-        """Texts that the chat template writes around messages."""
-        if self.template is None:
-            return RoleTexts()
-        if self.template not in _TEXTS:
-            bos = getattr(self.tokenizer, "bos_token", None) or ""
-            _TEXTS[self.template] = role_texts(self.template, bos, self._plain_turn[1])
-        return _TEXTS[self.template]
-
-    @cached_property
-    def role_ids(self) -> dict[tuple[int, ...], str]:
-        """Role of each header of messages; empty where those before an answer are unknown."""
-        answers = dict.fromkeys(self.roles.answer, "assistant")
-        headers = {**dict(self.roles.others), **answers} if answers else {}
-        by_ids = {self.encode(header): role for header, role in headers.items()}
-        unknown = getattr(self.tokenizer, "unk_token_id", None)
-        return {
-            ids: role
-            for ids, role in by_ids.items()
-            if self.added_ids & {*ids} and unknown not in ids
-        }
-
-    @cached_property
-    def late_end_ids(self) -> frozenset[int]:
-        """Tokens that end an answer when something follows it."""
-        ids = map(self.encode, self.roles.ends)
-        return frozenset(of[0] for of in ids if len(of) == 1)
-
-    @cached_property
-    def _header(self) -> str:
-        return self._plain_turn[0].partition("<think")[0].strip()
-
-    @cached_property
-    def header_ids(self) -> tuple[int, ...]:
-        """Generation prompt of the chat template, without the white space around it."""
-        return self.encode(self._header)
-
-    @cached_property
-    def prompt_ids(self) -> tuple[int, ...]:
-        """Generation prompt of the chat template."""
-        return self.encode(self._plain_turn[0])
-
-    @cached_property
-    def repeats_header(self) -> bool:
-        """Whether the model, too, writes the header: between thinking and answer (gpt-oss)."""
-        if self.template is None or not self._header:
-            return False
+    def _writes_twice(self, header: str) -> bool:
+        """Return whether ``header`` comes between thinking and an answer, too."""
+        assert self.template is not None
         turn = {"role": "assistant", "content": _ANSWER}
         turn |= dict.fromkeys(("thinking", "reasoning_content"), _THINKING)
         try:
             text = self.template.render([{"role": "user", "content": _QUESTION}, turn])
         except DataError:
             return False
-        return self._header in text.partition(_THINKING)[2].partition(_ANSWER)[0]
-
-    @cached_property
-    def _added(self) -> dict[int, Any]:
-        return getattr(self.tokenizer, "added_tokens_decoder", {})
-
-    @cached_property
-    def added_ids(self) -> frozenset[int]:
-        """Tokens that were added to the vocabulary, such as all of a chat template."""
-        return frozenset(self._added)
-
-    @cached_property
-    def control_ids(self) -> frozenset[int]:
-        """Special tokens, other than those that stand for a part of an image or a sound."""
-        return frozenset(
-            token
-            for token, text in self._added.items()
-            if text.special and not any(word in text.content.lower() for word in _MEDIA_WORDS)
-        )
-
-    @cached_property
-    def template_ids(self) -> frozenset[int]:
-        """Added tokens whose text is in the source of the chat template."""
-        source = "" if self.template is None else self.template.source
-        return frozenset(token for token, text in self._added.items() if text.content in source)
+        return header in text.partition(_THINKING)[2].partition(_ANSWER)[0]
 
     def ids_of_tag(self, tag: str) -> set[tuple[int, ...]]:
         """Return the fewest ids that hold ``tag``, in several surroundings.
 
         A tag is given without its last character, which may be merged with what follows.
         """
-        known = _TAGS.setdefault(self.tokenizer, {}) if self.tokenizer is not None else {}
-        if (self.size, tag) not in known:
-            known[self.size, tag] = set().union(
-                *(
-                    self.fewest_ids(f"{before}{tag}{after}a", tag, tag)
-                    for before, after in itertools.product(("", "\n", " "), (">", ">\n"))
-                )
-            )
-        return known[self.size, tag]
+        if self.tokenizer is None:
+            return set()
+        found: set[tuple[int, ...]] = _known(self.tokenizer, (self.size, tag), self._tag_ids, tag)
+        return found
+
+    def _tag_ids(self, tag: str) -> set[tuple[int, ...]]:
+        around = itertools.product(("", "\n", " "), (">", ">\n"))
+        found = (self.fewest_ids(f"{before}{tag}{after}a", tag, tag) for before, after in around)
+        return set().union(*found)
 
     def fewest_ids(self, text: str, first: str, last: str) -> set[tuple[int, ...]]:
         """Return the ids of ``text`` from the start of ``first`` to the end of ``last``, if any."""
@@ -202,11 +176,12 @@ class Vocabulary:
         """Ids, int64, that by themselves are no whole character."""
         if self.tokenizer is None or self.size is None:
             return np.empty(0, dtype=np.int64)
-        known = _PARTIAL.setdefault(self.tokenizer, {})
-        if self.size not in known:
-            texts = self.texts([[token] for token in range(self.size)])
-            known[self.size] = np.flatnonzero([_REPLACEMENT in text for text in texts])
-        return known[self.size]
+        found: np.ndarray = _known(self.tokenizer, self.size, self._partial_ids, self.size)
+        return found
+
+    def _partial_ids(self, size: int) -> np.ndarray:
+        texts = self.texts([[token] for token in range(size)])
+        return np.flatnonzero([_REPLACEMENT in text for text in texts])
 
     def text(self, ids: Sequence[int]) -> str:
         """Return the text of ids; the ids as numbers without a tokenizer, or beyond its size."""
@@ -217,3 +192,11 @@ class Vocabulary:
         except (IndexError, KeyError, OverflowError, TypeError):  # holes in a vocabulary
             pass
         return " ".join(map(str, ids))
+
+
+def _known(owner: Any, key: Any, make: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what is made of ``arguments``, once for each key of ``owner``."""
+    known = _KNOWN.setdefault(owner, {})
+    if key not in known:
+        known[key] = make(*arguments)
+    return known[key]

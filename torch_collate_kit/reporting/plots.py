@@ -1,4 +1,4 @@
-"""Bars of a packing report: the padding of each layout, and how even its ranks are."""
+"""The plots of a packing report: padding, balance of ranks, lengths. matplotlib loads on use."""
 
 from __future__ import annotations
 
@@ -8,18 +8,24 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from torch_collate_kit._reprs import plural
-from torch_collate_kit.batch.showing.style import COLORS, axes_for, legend_below, tint
-from torch_collate_kit.reporting.candidates import PADDED, headline
+from torch_collate_kit.batch.showing.style import (
+    COLORS,
+    axes_for,
+    legend_below,
+    matplotlib_module,
+    tint,
+)
+from torch_collate_kit.reporting.candidates import PADDED, headline, losses
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["LOOKS", "draw_balance", "draw_padding"]
+__all__ = ["PLOTS"]
 
 _MOST_TICKS = 32
 
 # light to dark, and a hatch of its own for each
-LOOKS: dict[str, dict[str, Any]] = {
+_LOOKS: dict[str, dict[str, Any]] = {
     PADDED: {"facecolor": "#E4E4E4", "hatch": "////"},
     "best_fit_decreasing": {"facecolor": COLORS["blue"], "hatch": ""},
     "first_fit_decreasing": {"facecolor": COLORS["purple"], "hatch": "xx"},
@@ -30,7 +36,7 @@ LOOKS: dict[str, dict[str, Any]] = {
 }
 
 
-def draw_padding(report: Mapping[str, Any], ax: Axes | None) -> Axes:
+def _draw_padding(report: Mapping[str, Any], ax: Axes | None) -> Axes:
     """Draw the padding of every candidate, grouped by ``max_tokens``; the best has a star."""
     candidates = report["candidates"]
     ax = axes_for(ax, min(16.0, 4.5 + 0.5 * len(candidates)), 4.2)
@@ -39,7 +45,10 @@ def draw_padding(report: Mapping[str, Any], ax: Axes | None) -> Axes:
     for candidate in candidates:
         percent[candidate["strategy"]].append(100 * candidate["padding"])
         if candidate["strategy"] == PADDED:
-            ticks.append(_tick(candidate, report["recommended"]["max_tokens"]))
+            is_best = candidate["max_tokens"] == report["recommended"]["max_tokens"]
+            lost = ((candidate[f"num_{word}"], word) for word in ("dropped", "cut"))
+            lines = (f"{number:,} {word}" for number, word in lost if number)
+            ticks.append("\n".join([f"{candidate['max_tokens']:,}{' *' * is_best}", *lines]))
     _grouped_bars(ax, percent, ticks, inches=0.75)
     ax.set(
         ylim=(0, max(1.0, 115 * max(c["padding"] for c in candidates))),
@@ -50,16 +59,7 @@ def draw_padding(report: Mapping[str, Any], ax: Axes | None) -> Axes:
     return ax
 
 
-def _tick(candidate: Mapping[str, Any], best: int) -> str:
-    """Return a ``max_tokens``, a star if it is the best, and how many examples do not fit."""
-    lines = [f"{candidate['max_tokens']:,}" + (" *" if candidate["max_tokens"] == best else "")]
-    for word in ("dropped", "cut"):
-        if candidate[f"num_{word}"]:
-            lines.append(f"{candidate[f'num_{word}']:,} {word}")
-    return "\n".join(lines)
-
-
-def draw_balance(report: Mapping[str, Any], ax: Axes | None) -> Axes:
+def _draw_balance(report: Mapping[str, Any], ax: Axes | None) -> Axes:
     """Draw how far the heaviest rank of a step is above the mean, at the best ``max_tokens``."""
     best, ranks = report["recommended"], report["options"]["dp"]
     found = {
@@ -92,9 +92,49 @@ def _grouped_bars(
     handles = []
     for i, (name, heights) in enumerate(groups.items()):
         places = np.arange(len(heights)) + (i - (len(groups) - 1) / 2) * size
-        bars = ax.bar(places, heights, size, label=name, edgecolor="black", **LOOKS[name])
+        bars = ax.bar(places, heights, size, label=name, edgecolor="black", **_LOOKS[name])
         ax.bar_label(bars, [f"{height:.1f}" for height in heights], fontsize=7, padding=1)
         handles.append(bars)
     step = -(-len(ticks) // _MOST_TICKS)
     ax.set_xticks(range(0, len(ticks), step), ticks[::step])
     legend_below(ax, handles, inches=inches)
+
+
+def _draw_lengths(report: Mapping[str, Any], ax: Axes | None) -> Axes:
+    """Draw the share of examples and of tokens by length, and the best ``max_tokens``."""
+    data, best = report["data"], report["recommended"]["max_tokens"]
+    edges = np.array(data["histogram"]["edges"])
+    ax = axes_for(ax, 8.0, 4.2)
+    shares = [
+        100 * np.array(data["histogram"][name]) / data[f"num_{name}"]
+        for name in ("examples", "tokens")
+    ]
+    blue: dict[str, Any] = {"facecolor": tint(COLORS["blue"], 0.5), "edgecolor": COLORS["blue"]}
+    ax.stairs(shares[0], edges - 0.5, label="examples", fill=True, **blue)
+    ax.stairs(shares[1], edges - 0.5, label="tokens", color="black", linewidth=1.8)
+    [candidate, *_] = [c for c in report["candidates"] if c["max_tokens"] == best]
+    lost = losses(candidate, data["num_tokens"])
+    text = f"max_tokens={best} {lost}" if lost else f"max_tokens={best}: all examples fit"
+    ax.axvline(best, color=COLORS["vermillion"], linestyle="--", linewidth=2, label=text)
+    ticker = matplotlib_module("ticker")
+    if len(np.unique(np.diff(edges))) > 1:
+        ax.set_xscale("log", base=2)
+        ax.xaxis.set_major_locator(ticker.LogLocator(base=2, numticks=12))
+        ax.xaxis.set_minor_locator(ticker.NullLocator())
+    else:
+        ax.xaxis.set_major_locator(ticker.MaxNLocator(10, integer=True, min_n_ticks=1))
+    ax.xaxis.set_major_formatter("{x:,.0f}")
+    ax.set(
+        ylim=(0, None),
+        xlabel="length of the example (tokens)",
+        ylabel="share in the bin (%)",
+        title=(
+            f"{plural(data['num_examples'], 'example')}, {plural(data['num_tokens'], 'token')}: "
+            f"median {data['median']:,.0f}, longest {data['longest']:,}"
+        ),
+    )
+    legend_below(ax, ax.get_legend_handles_labels()[0])
+    return ax
+
+
+PLOTS = {"padding": _draw_padding, "balance": _draw_balance, "lengths": _draw_lengths}

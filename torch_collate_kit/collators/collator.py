@@ -1,0 +1,159 @@
+"""The first and the last steps of every collator: its options, and a Batch of placed columns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from torch_collate_kit._checks import checked_bool
+from torch_collate_kit._reprs import call_repr, changed_settings
+from torch_collate_kit.batch import Batch
+from torch_collate_kit.batch.columns import Columns
+from torch_collate_kit.batch.fields import PerExample, PerResponseToken, PerToken
+from torch_collate_kit.batch.placement import Placement
+from torch_collate_kit.batch.storage import Storage
+from torch_collate_kit.ragged import unchecked
+from torch_collate_kit.reading.entries import DeclaredFields
+from torch_collate_kit.reading.examples import PlacedColumns
+from torch_collate_kit.vision import VisionLayout
+
+# Dtypes that torch computes with; of the others it has little more than the name.
+_INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_DTYPES = (*_INTEGERS, torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class Collator:
+    """Collator of tokens; ``names`` are keys and fields of its own, which no other may have."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        normalize_loss: bool,
+        fields: DeclaredFields | None,
+        vision: VisionLayout | None,
+        names: tuple[str, ...],
+    ) -> None:
+        self.pad_token_id = _pad_token_id_of(tokenizer)
+        if vision is None and hasattr(tokenizer, "image_processor"):
+            vision = VisionLayout.of(tokenizer)
+        elif vision is not None and not isinstance(vision, VisionLayout):
+            raise TypeError(
+                f"vision must be a VisionLayout, got {type(vision).__name__}; "
+                "VisionLayout.of(processor, model.config)"
+            )
+        self.vision = vision
+        self._of_images: tuple[str, ...] = ()  # positions and types of tokens
+        if vision is not None:
+            types = vision.family.token_types if vision.family.positions != "model" else ""
+            positions = ("mrope_position_ids",) if vision.has_mrope else ()
+            self._of_images = (*positions, types) if types else positions
+            names = (*names, *self._of_images, *vision.fields)
+        self.normalize_loss = checked_bool("normalize_loss", normalize_loss)
+        self.fields = _checked_fields(fields, (*names, "loss_weights"))
+
+    def __repr__(self) -> str:
+        return call_repr(self, str(self.pad_token_id), **changed_settings(self))
+
+    def _batch(
+        self,
+        placed: PlacedColumns,
+        placement: Placement,
+        names: tuple[str, ...],
+        *,
+        row_metadata: Mapping[str, Any],
+        metadata: Mapping[str, Any],
+        dropped: np.ndarray,
+        cut: np.ndarray,
+        num_loss_tokens_elsewhere: int = 0,
+    ) -> Batch:
+        """Return the Batch of placed examples; ``names`` are its fields."""
+        specs = {**placed.specs, "input_ids": PerToken(torch.int64, placement.pad_token_id)}
+        num_loss_tokens = int(placed.num_trained.sum()) + num_loss_tokens_elsewhere
+        row_offsets = placed.pieces.row_offsets
+        per_piece = {
+            "example_indices": placed.pieces.examples,
+            "example_starts": placed.pieces.starts,
+            "num_actions": placed.counts["responses"],
+            "num_trained": placed.num_trained,
+        }
+        if "examples" in placed.counts:  # dummy images are none
+            is_example = placed.counts["examples"] > 0
+            per_piece = {key: values[is_example] for key, values in per_piece.items()}
+            row_offsets = np.append(0, np.cumsum(is_example))[row_offsets]
+        ragged = {key: unchecked(values.copy(), row_offsets) for key, values in per_piece.items()}
+        all_metadata = {
+            "response_length": placement.response_length,
+            "num_loss_tokens": num_loss_tokens,
+            "loss_mask_divisor": max(1, num_loss_tokens) if self.normalize_loss else 1,
+            "num_tokens": int(placed.pieces.lengths.sum()),
+            **metadata,
+            "num_dropped": len(dropped),
+            "num_cut": len(cut),
+            "dropped": tuple(dropped.tolist()),
+            "cut": tuple(cut.tolist()),
+        }
+        columns = Columns.of(placed.columns, specs, names, placement)
+        storage = Storage(columns, {}, {**ragged, **row_metadata}, all_metadata)
+        return Batch.of_storage(storage, check=False)
+
+
+def _pad_token_id_of(tokenizer: Any) -> int:
+    """Return the pad id of an int, a tokenizer or processor, or anything with ``pad_token_id``."""
+    if hasattr(tokenizer, "image_processor") and hasattr(tokenizer, "tokenizer"):
+        tokenizer = tokenizer.tokenizer
+    pad_token_id: Any = tokenizer
+    is_id = isinstance(tokenizer, int | np.integer) and not isinstance(tokenizer, bool)
+    if not is_id:
+        if not hasattr(tokenizer, "pad_token_id"):
+            raise TypeError(
+                "tokenizer must be an int pad id or have .pad_token_id, got "
+                f"{type(tokenizer).__name__}; pass the tokenizer, or tokenizer.pad_token_id"
+            )
+        pad_token_id = tokenizer.pad_token_id
+    if pad_token_id is None:
+        raise ValueError(
+            "the tokenizer has no pad token (pad_token_id is None); set one, for instance "
+            "tokenizer.pad_token = tokenizer.eos_token, or pass the pad id as an int"
+        )
+    if not isinstance(pad_token_id, int | np.integer):
+        raise TypeError(f"pad_token_id must be an int, got {pad_token_id!r}")
+    if pad_token_id < 0:
+        raise ValueError(f"pad_token_id must be 0 or more, got {pad_token_id}; embeddings index it")
+    return int(pad_token_id)
+
+
+def _checked_fields(fields: DeclaredFields | None, taken_names: tuple[str, ...]) -> DeclaredFields:
+    """Return the declared fields, checked."""
+    if fields is None:
+        return {}
+    if not isinstance(fields, Mapping):
+        raise TypeError(
+            f"fields must map names to PerToken, PerResponseToken or PerExample, got {fields!r:.60}"
+        )
+    for name, spec in fields.items():
+        where = f"fields[{name!r}]"
+        if not isinstance(spec, PerToken | PerResponseToken | PerExample):
+            raise TypeError(
+                f"{where} must be a PerToken, PerResponseToken or PerExample, got {spec!r:.60}; "
+                "for instance PerToken(torch.float32)"
+            )
+        dtype, pad = spec.dtype, getattr(spec, "pad", 0)
+        if not isinstance(dtype, torch.dtype) or dtype.is_complex:
+            raise TypeError(f"{where} must have a torch dtype of real numbers, got {dtype!r}")
+        if not isinstance(spec, PerExample) and dtype not in _DTYPES:
+            raise TypeError(
+                f"{where} has {dtype}, which torch does not place; give a signed integer, uint8, "
+                "bool, or a float of 16 bits or more"
+            )
+        if not isinstance(name, str) or not name.isidentifier():
+            raise ValueError(f"fields names {name!r}, which is no name; use letters and _")
+        if name in taken_names:
+            raise ValueError(
+                f"fields names {name!r}, which the collator reads or makes itself; rename yours"
+            )
+        if torch.tensor(pad, dtype=torch.float64).to(dtype).double().item() != pad:
+            raise ValueError(f"{where} has pad={pad}, which {dtype} does not hold")
+    return dict(fields)
