@@ -29,7 +29,7 @@ from torch_collate_kit.packing.pieces import ImageLoad, Patches, image_load
 from torch_collate_kit.packing.planner import pack, plan_rows
 from torch_collate_kit.packing.rank_plan import PlannedExamples, joined_rows
 from torch_collate_kit.ragged import unchecked
-from torch_collate_kit.reading.entries import DeclaredFields
+from torch_collate_kit.reading.entries import DeclaredFields, joined
 from torch_collate_kit.reading.examples import ExampleColumns
 from torch_collate_kit.reading.images import Images
 from torch_collate_kit.reading.keys import KNOWN, ROLLOUT_KEYS, unknown_images
@@ -55,12 +55,14 @@ class PackedCollator(Collator, ForTrainer):
             vision-language model.
         max_tokens: the most cells of a row.
         strategy: how rows are filled: "balanced" (default), "best_fit_decreasing",
-            "first_fit_decreasing" or "sequential"; see :func:`~torch_collate_kit.pack`.
+            "first_fit_decreasing", "sequential" or "wrapped"; see
+            :func:`~torch_collate_kit.pack`.
         overflow: what to do with an example longer than a row: "raise" (default), "truncate",
             "drop" or "split".
         parallel: the :class:`~torch_collate_kit.ParallelLayout` of the run; one device by default.
         max_patches: the most image patches of a row; no limit by default.
-        packing: a :class:`~torch_collate_kit.PackingOptions` in place of the five options above.
+        isolate: False makes one segment of a row, as in pretraining; needs "wrapped".
+        packing: a :class:`~torch_collate_kit.PackingOptions` in place of the six options above.
         fixed_width: make every batch ``max_tokens`` wide, not as wide as its fullest row.
         normalize_loss: divide ``loss_mask`` by the batch's number of loss tokens.
         train_all: train every token of examples that have no loss target.
@@ -90,6 +92,7 @@ class PackedCollator(Collator, ForTrainer):
         overflow: Literal["raise", "truncate", "drop", "split"] | None = None,
         parallel: ParallelLayout | None = None,
         max_patches: int | None = None,
+        isolate: bool | None = None,
         packing: PackingOptions | None = None,
         fixed_width: bool = False,
         normalize_loss: bool = True,
@@ -106,9 +109,13 @@ class PackedCollator(Collator, ForTrainer):
             overflow=overflow,
             parallel=parallel,
             max_patches=max_patches,
+            isolate=isolate,
         )
         if self.packing.strategy is None:
             self.packing = replace(self.packing, strategy="balanced")
+        self.eos_token_id = None
+        if self.packing.strategy == "wrapped":
+            self.eos_token_id = _eos_token_id_of(tokenizer)
         if self.vision is not None:
             _refuse_unpacked(self.vision)
             if not self.packing.dummy_image_tokens:
@@ -158,7 +165,24 @@ class PackedCollator(Collator, ForTrainer):
         )
         if columns.are_rollouts:
             self._check_rollouts(columns)
+        if self.eos_token_id is not None:
+            self._check_ends(columns)
         return columns
+
+    def _check_ends(self, columns: ExampleColumns) -> None:
+        """Check that every document ends with the end token, which parts it from the next."""
+        if columns.are_rollouts:
+            raise DataError('strategy="wrapped" joins documents with input_ids, not rollouts')
+        ids = joined(columns.input_ids)
+        without = np.flatnonzero(ids.values[ids.offsets[1:] - 1] != self.eos_token_id)
+        if len(without):
+            i = int(without[0])
+            raise DataError(
+                f"example {i} ends with token {int(ids.values[ids.offsets[i + 1] - 1])}, not with "
+                f"the end token {self.eos_token_id} of the tokenizer, which parts documents with "
+                f'strategy="wrapped" ({len(without)} of {len(ids)} examples); append it to every '
+                "document"
+            )
 
     def _check_rollouts(self, rollouts: ExampleColumns) -> None:
         if rollouts.images is not None and self.vision is None:
@@ -232,19 +256,24 @@ class PackedCollator(Collator, ForTrainer):
         if width > MAX_WIDTH:
             raise too_wide(width, f"lower max_tokens={plan.max_tokens}")
         rows = list(pairwise(pieces.row_offsets.tolist()))
-        per_row = {}
+        per_row: dict[str, Any] = {}
         for name, values in columns.per_example.items():
             in_order = [values[i] for i in pieces.examples.tolist()]
             per_row[name] = [PackedValues(in_order[start:stop]) for start, stop in rows]
         if self.vision is not None and part.needs_dummy_image.any():
             columns, pieces = columns.with_dummy_images(pieces, part.needs_dummy_image)
+        indices = unchecked(plan.example_indices[part.numbers], part.pieces.row_offsets)
+        if not self.packing.isolate:
+            per_row["document_indices"] = indices
+            columns, pieces = columns.end_to_end(pieces)
+            firsts = indices.values[indices.offsets[:-1][np.diff(indices.offsets) > 0]]
+            indices = unchecked(firsts, pieces.row_offsets)
         placed = columns.place(pieces)
         num_trained = int(placed.num_trained.sum())
         if self.vision is not None:
             placed.counts["examples"] = (pieces.examples < num_examples).astype(np.int64)
         segments = packed(placed.counts, pieces.row_offsets, width=width, align=plan.align)
         names = (*_FIELDS, *self._of_images, *columns.names, "sub_seq_lengths", "cu_seq_lens")
-        indices = unchecked(plan.example_indices[part.numbers], part.pieces.row_offsets)
         longest = longest_segments(segments["starts"], width)
         return self._batch(
             placed,
@@ -282,8 +311,19 @@ class PackedCollator(Collator, ForTrainer):
             packing = replace(packing, strategy=None)
         changed = changed_settings(packing)
         del own["packing"]
-        common = {"max_tokens", "strategy", "overflow", "parallel", "max_patches"}
+        common = {"max_tokens", "strategy", "overflow", "parallel", "max_patches", "isolate"}
         return {**(changed if changed.keys() <= common else {"packing": packing}), **own}
+
+
+def _eos_token_id_of(tokenizer: Any) -> int:
+    """Return the end token of a tokenizer, which must have one."""
+    found = getattr(tokenizer, "eos_token_id", None)
+    if not isinstance(found, int | np.integer):
+        raise ValueError(
+            f'strategy="wrapped" joins documents with the end token of the tokenizer, and '
+            f"{type(tokenizer).__name__} has eos_token_id={found!r}; pass a tokenizer, no pad id"
+        )
+    return int(found)
 
 
 def _refuse_unpacked(vision: VisionLayout) -> None:

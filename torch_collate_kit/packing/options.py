@@ -224,6 +224,7 @@ def common_options(
     overflow: str | None = None,
     parallel: ParallelLayout | None = None,
     max_patches: int | None = None,
+    isolate: bool | None = None,
 ) -> PackingOptions:
     """Return ``packing``, or options made of the common fields; None means a field's default."""
     common: dict[str, Any] = {
@@ -232,6 +233,7 @@ def common_options(
         "overflow": overflow,
         "parallel": parallel,
         "max_patches": max_patches,
+        "isolate": isolate,
     }
     given = {name: value for name, value in common.items() if value is not None}
     if packing is None:

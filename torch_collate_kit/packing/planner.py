@@ -56,10 +56,10 @@ def pack(
             ``align`` of ``parallel``.
         strategy: "best_fit_decreasing" (default; Johnson 1973, by length histogram as in Krell et
             al. 2021) and "first_fit_decreasing" use at most 11/9 of the optimal number of rows +
-            6/9, and nearly the optimum on real data. "wrapped" joins documents end to end and cuts
-            them at exactly ``max_tokens``, so only the last row has padding. "balanced" evens out the tokens over as many
+            6/9, and nearly the optimum on real data. "balanced" evens out the tokens over as many
             rows as best fit uses (LPT, Graham 1969). "sequential" keeps the order of the examples,
-            within rows and across them.
+            within rows and across them. "wrapped" joins documents end to end and cuts them at
+            exactly ``max_tokens``, so only the last row has padding.
         overflow: what to do with an example longer than a row: "raise" an error (default),
             "truncate" it to its first tokens, "drop" it, or "split" it into consecutive pieces. An
             example with images is never split, and truncated only by a collator, which knows where

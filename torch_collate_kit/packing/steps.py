@@ -125,7 +125,7 @@ def plan_wrapped(
     batch_rows: int,
     group: int,
 ) -> WindowPlan:
-    """Plan steps of documents joined end to end, of which the first ``skipped`` tokens are left out.
+    """Plan steps of documents joined end to end, without their first ``skipped`` tokens.
 
     ``lengths`` int64 [N] are what is read of each, the skipped tokens included.
     """

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch_collate_kit.batch import IGNORE_INDEX
 from torch_collate_kit.batch.fields import FieldSpec, PerResponseToken, PerToken
 from torch_collate_kit.batch.placement import Pieces, whole_examples
+from torch_collate_kit.errors import DataError
+from torch_collate_kit.packing.rows import running_sum
 from torch_collate_kit.ragged import Ragged, span_indices, unchecked
 from torch_collate_kit.reading.arrays import read_images
 from torch_collate_kit.reading.columns import Numbers
@@ -26,6 +28,7 @@ from torch_collate_kit.reading.entries import (
     placed_ids,
     placed_labels,
     placed_weights,
+    taken,
     with_row,
 )
 from torch_collate_kit.reading.images import Images
@@ -97,6 +100,36 @@ class ExampleColumns:
             np.insert(pieces.lengths, ends, num_tokens),
             pieces.row_offsets + np.append(0, np.cumsum(rows)),
         )
+
+    def end_to_end(self, pieces: Pieces) -> tuple[ExampleColumns, Pieces]:
+        """Return every row of pieces as one example, and its piece; rows may be empty.
+
+        Raises:
+            DataError: a target of the last tokens, or a field that is not per token.
+        """
+        others = [column.name for column in self.fields if column.spec.count != "lengths"]
+        if self.num_actions is not None or others:
+            name = others[0] if others else "num_actions"
+            raise DataError(
+                f"the examples have {name}, which is of a whole example, and isolate=False makes "
+                "one example of a row; leave it out, or keep documents apart"
+            )
+        ends = running_sum(pieces.lengths)[pieces.row_offsets]
+        offsets = np.unique(ends)  # an empty row ends where it begins
+
+        def rows_of(values: Numbers) -> Ragged:
+            return unchecked(np.asarray(taken(values, pieces)), offsets)
+
+        target = self.target
+        columns = replace(
+            self,
+            input_ids=rows_of(self.input_ids),
+            target=None if target is None else replace(target, values=rows_of(target.values)),
+            fields=[replace(column, values=rows_of(column.values)) for column in self.fields],
+        )
+        numbers = np.arange(len(offsets) - 1)
+        filled = running_sum(ends[1:] > ends[:-1])
+        return columns, Pieces(numbers, np.zeros_like(numbers), np.diff(offsets), filled)
 
     @cached_property
     def lengths(self) -> np.ndarray:

@@ -94,6 +94,7 @@ class PackedBatchSampler(EpochSampler):
     ) -> None:
         self._collate = checked_collator(collate)
         self._packing = self._collate.packing
+        self._is_wrapped = self._packing.strategy == "wrapped"
         dp = self._packing.parallel.dp
         checked_rank(dp_rank, dp, "parallel.dp")
         is_dataset = isinstance(examples, TokenizedDataset | Mixture)
@@ -110,11 +111,13 @@ class PackedBatchSampler(EpochSampler):
         num_global = self._checked_global(batch_size, batch_rows)
         self._read(examples, patches)
         if self._collate.normalize_loss and _is_tokenized(examples):
-            wrapped = self._packing.strategy == "wrapped"
-            if not wrapped:
-                pass
-            cut = cut_to_fit(self._lengths, self._packing, self._images).cut
-            num_loss_tokens = None if dp == 1 and len(cut) else examples.num_loss_tokens
+            num_loss_tokens = examples.num_loss_tokens
+            if self._is_wrapped:
+                is_unknown = bool((num_loss_tokens != self._lengths - 1).any())
+            else:
+                is_unknown = len(cut_to_fit(self._lengths, self._packing, self._images).cut) > 0
+            if dp == 1 and is_unknown:
+                num_loss_tokens = None
         self._counts = self._checked_counts(num_loss_tokens)
         self._entries = self._entries_by_rows() if num_global[0] == "batch_rows" else None
         super().__init__(
@@ -162,11 +165,13 @@ class PackedBatchSampler(EpochSampler):
             images = image_load(patches, len(self._lengths), self._packing.cost)
             self._images = ImageLoad(images.patches.copy(), images.costs)
             self._image_costs_digest = digest_in_blocks(images.costs)
-        if self._packing.overflow == "raise" or patches is not None:
+        if not self._is_wrapped and (self._packing.overflow == "raise" or patches is not None):
             cut_to_fit(self._lengths, self._packing, self._images)
 
     def _entries_by_rows(self) -> Entries:
         """Return what an order by rows counts: examples, or with "split" their pieces."""
+        if self._is_wrapped:
+            return Entries(self._lengths)
         pieces = cut_to_fit(self._lengths, self._packing, self._images)
         if not len(pieces.lengths):
             raise ValueError(
@@ -200,7 +205,7 @@ class PackedBatchSampler(EpochSampler):
         number = self._num_global[1]
         if self._entries is None:
             return ByExamples(order, self._tail, number, least=1)  # rows are divided, not examples
-        if self._packing.strategy == "wrapped":
+        if self._is_wrapped:
             return ByTokens(
                 order,
                 self._tail,
@@ -244,7 +249,7 @@ class PackedBatchSampler(EpochSampler):
                 f"example {i} has num_loss_tokens={counts[i]} of {lengths[i]} tokens; at most all "
                 "but the first are trained: pass dataset.num_loss_tokens"
             )
-        if packing.strategy == "wrapped":
+        if self._is_wrapped:
             untrained = np.flatnonzero(counts != lengths - 1)
             if len(untrained):
                 raise ValueError(
@@ -279,10 +284,10 @@ class PackedBatchSampler(EpochSampler):
         if plan is None:
             images = None if self._images is None else self._images.take(batch)
             plan = pack(lengths, packing=packing, patches=images)
-        if packing.strategy == "wrapped":
+        if self._is_wrapped:
             counts = None
         part = RankPlan(plan, self._dp_rank, batch, lengths, counts, dp_size=dp)
-        if packing.strategy == "wrapped" and self._counts is not None:  # all tokens are trained
+        if self._is_wrapped and self._counts is not None:  # all tokens are trained
             firsts = len(plan.lengths) if packing.isolate else plan.num_rows - plan.num_dummy_rows
             part.num_loss_tokens = int(plan.lengths.sum()) - firsts
         return part
