@@ -123,13 +123,19 @@ KINDS: dict[str, Any] = {  # a batch of every kind that collators make
     "left": lambda: PaddedCollator(9)(masked_examples()),
     "right": lambda: PaddedCollator(9, padding_side="right")(masked_examples("completion_mask")),
     "labels": lambda: PaddedCollator(9, pad_to_multiple_of=4)(masked_examples("labels")),
-    "packed": lambda: PackedCollator(9, max_tokens=8)(masked_examples()),
-    "packed labels": lambda: PackedCollator(9, max_tokens=8)(masked_examples("labels")),
+    "packed": lambda: PackedCollator(9, max_tokens=8, strategy="best_fit_decreasing")(
+        masked_examples()
+    ),
+    "packed labels": lambda: PackedCollator(9, max_tokens=8, strategy="best_fit_decreasing")(
+        masked_examples("labels")
+    ),
     "aligned": lambda: PackedCollator(9, max_tokens=16, parallel=ParallelLayout(dp=2, tp=4))(
         masked_examples()
     ),
     "rollouts": lambda: RolloutCollator(9)(rollouts(images=True)),
-    "packed rollouts": lambda: PackedCollator(9, max_tokens=9)(rollouts()),
+    "packed rollouts": lambda: PackedCollator(9, max_tokens=9, strategy="best_fit_decreasing")(
+        rollouts()
+    ),
     "images": lambda: PaddedCollator(9, vision=VISION)(image_examples()),
     "packed images": lambda: PackedCollator(
         9, max_tokens=16, vision=VISION, parallel=ParallelLayout(dp=2, tp=2)

@@ -44,7 +44,7 @@ def shared_data(data_folder: Path) -> Path:
 @pytest.fixture
 def packed() -> Batch:
     """Rows [7 | 1 pad], [5 + 3], [4 + 2 | 2 pads]."""
-    return PackedCollator(0, max_tokens=8)(examples())
+    return PackedCollator(0, max_tokens=8, strategy="best_fit_decreasing")(examples())
 
 
 @pytest.fixture

@@ -59,7 +59,10 @@ OF_SUB_SEQUENCES = ("example_indices", "example_starts", "num_actions", "num_tra
 
 @pytest.mark.parametrize(
     ("collate", "expected"),
-    [(RolloutCollator(0), PADDED), (PackedCollator(0, max_tokens=8), PACKED)],
+    [
+        (RolloutCollator(0), PADDED),
+        (PackedCollator(0, max_tokens=8, strategy="best_fit_decreasing"), PACKED),
+    ],
     ids=["padded", "packed"],
 )
 @pytest.mark.parametrize("by", ["pad_rows", "stage_mini_batches"])

@@ -228,9 +228,12 @@ def test_split_knows_the_divisor_of_the_step_and_the_last_part(make: Any) -> Non
 
 # --- errors --------------------------------------------------------------------------------------
 
-X, PACKED = {"x": torch.arange(3)}, PackedCollator(0, max_tokens=8)(examples())
+X, PACKED = (
+    {"x": torch.arange(3)},
+    PackedCollator(0, max_tokens=8, strategy="best_fit_decreasing")(examples()),
+)
 NARROW = PackedCollator(0, max_tokens=6)(examples((6,)))
-OTHER = PackedCollator(0, max_tokens=8)(examples((8,)))
+OTHER = PackedCollator(0, max_tokens=8, strategy="best_fit_decreasing")(examples((8,)))
 ERRORS: list[tuple[str, type[Exception], str]] = [
     *[
         (f"loose()[{i}]", TypeError, r"got .*batch\[i:i \+ 1\]")

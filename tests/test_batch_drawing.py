@@ -64,7 +64,9 @@ def drawn_by_loops(batch: Batch, *, image: int | None = None) -> list[str]:
 
 
 def test_a_packed_batch() -> None:
-    assert repr(PackedCollator(9, max_tokens=8)(masked_examples())) == (
+    assert repr(
+        PackedCollator(9, max_tokens=8, strategy="best_fit_decreasing")(masked_examples())
+    ) == (
         "Batch of 3 packed rows, 8 wide: 5 examples, 21 tokens (88% of the cells), 12\n"
         "    trained\n"
         "  row 0 |aAAaAAa.|\n"

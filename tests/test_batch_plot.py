@@ -87,8 +87,8 @@ def test_every_cell_is_painted_once_for_what_it_is(name: str) -> None:
 
 def test_borders_numbers_and_legend_by_hand() -> None:
     """Rows [7 | 1 pad], [5 + 3], [4 + 2 | 2 pads] of examples 4; 0, 1; 2, 3."""
-    check_a_plot(PackedCollator(0, max_tokens=8)(examples()).plot)
-    ax = PackedCollator(0, max_tokens=8)(examples()).plot()
+    check_a_plot(PackedCollator(0, max_tokens=8, strategy="best_fit_decreasing")(examples()).plot)
+    ax = PackedCollator(0, max_tokens=8, strategy="best_fit_decreasing")(examples()).plot()
     kind = matplotlib.collections.LineCollection
     (borders,) = (c for c in ax.collections if isinstance(c, kind))
     lines = [(x, round((top + bottom) / 2)) for (x, top), (_, bottom) in borders.get_segments()]
@@ -102,7 +102,7 @@ def test_borders_numbers_and_legend_by_hand() -> None:
 
 
 def test_of_many_rows_the_first_are_drawn() -> None:
-    batch = PackedCollator(0, max_tokens=8)(examples([8] * 200))
+    batch = PackedCollator(0, max_tokens=8, strategy="best_fit_decreasing")(examples([8] * 200))
     ax = batch.plot()
     assert ax.get_title().startswith("first 40 of 200 rows of 8 cells: 320 tokens")
     assert len(painted(ax)) == 40

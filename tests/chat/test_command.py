@@ -78,7 +78,8 @@ def test_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         errors = capsys.readouterr().err
         assert errors.startswith(message)
         assert errors.count("\n") == 1
-    for arguments in ([], ["template"], ["unknown"]):
+    assert main(["template"]) == 2
+    for arguments in ([], ["unknown"]):
         with pytest.raises(SystemExit) as caught:
             main(arguments)
         assert caught.value.code == 2

@@ -101,7 +101,7 @@ def test_sizes_read_a_dataset_in_parts() -> None:
         collate.sizes(many)
     for wrong in (7, iter(records())):
         with pytest.raises(
-            TypeError, match=r"examples is a .*; pass a list of examples, a mapping"
+            TypeError, match=r"examples is an? .*; pass a list of examples, a mapping"
         ):
             collate.sizes(wrong)  # type: ignore[arg-type]
 
@@ -144,7 +144,9 @@ def test_conversations_and_rows_have_an_overflow_of_their_own() -> None:
     packing = PackingOptions(limit, overflow="drop")
     collate = VisionLanguageCollator(processor, packing=packing)
     assert collate([long, short]).metadata["dropped"] == (0,)
-    with pytest.raises(ValueError, match="overflow='drop' is for conversations over max_tokens; "):
+    with pytest.raises(
+        ValueError, match="overflow='drop' is for packed rows; pass max_tokens, too"
+    ):
         VisionLanguageCollator(processor, overflow="drop")
     for name, value in (("train_on", "each"), ("labels", True), ("pixels", False)):
         with pytest.raises(ValueError, match=f"{name}={value!r} is not for this collator"):
@@ -153,7 +155,7 @@ def test_conversations_and_rows_have_an_overflow_of_their_own() -> None:
 
 def test_a_patch_budget_without_a_token_budget_is_refused() -> None:
     processor = QWEN.processor()
-    with pytest.raises(ValueError, match=r"max_patches=4 limits packed rows.*pass max_tokens, too"):
+    with pytest.raises(ValueError, match=r"max_patches=4 is for packed rows; pass max_tokens, too"):
         VisionLanguageCollator(processor, max_patches=4)
     collate = VisionLanguageCollator(processor, max_tokens=64, max_patches=16)
     packing = collate.collator.packing
