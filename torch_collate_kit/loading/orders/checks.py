@@ -14,6 +14,7 @@ from torch_collate_kit.errors import StateError
 
 Indices: TypeAlias = npt.NDArray[np.int64]
 MAX_COUNT = 2**63 - 1
+NEW_RUN = "build the sampler with the arguments of the saved run, or start without the state"
 MAX_WORD = 2**32 - 1  # one word of a SeedSequence each, or (2**32 + 1, 0) would be (1, 1)
 
 
@@ -144,9 +145,17 @@ def damaged_state(found: str) -> StateError:
     return StateError(f"state has {found}; pass what state_dict() gave")
 
 
-def state_int(name: str, value: Any) -> int:
-    """``value`` when it is an int of 0 .. 2**32 - 1, else StateError."""
-    if not is_count(value):
-        raise damaged_state(f"{name}={value!r}, not an int between 0 and {MAX_WORD}")
+def impossible_reshuffles(records: Any, epoch: int, step: int) -> StateError:
+    """Return the error of reshuffles that no run can have made before a position."""
+    return damaged_state(
+        f"reshuffles at {records!r}, which cannot all lie, in order, before its position, "
+        f"epoch {epoch} step {step}"
+    )
+
+
+def state_int(name: str, value: Any, most: int = MAX_WORD) -> int:
+    """``value`` when it is an int of 0 .. ``most``, else StateError."""
+    if not is_count(value, most):
+        raise damaged_state(f"{name}={value!r}, not an int between 0 and {most}")
     number: int = value
     return number

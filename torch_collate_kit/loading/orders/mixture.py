@@ -27,6 +27,7 @@ from torch_collate_kit.loading.orders.checks import (
     damaged_state,
     is_count,
 )
+from torch_collate_kit.loading.orders.order import Order
 from torch_collate_kit.loading.orders.source_passes import SourcePasses
 from torch_collate_kit.loading.orders.states import digest_in_blocks
 from torch_collate_kit.packing import RankPlan
@@ -200,7 +201,7 @@ class Mixture:
         }
 
 
-class MixedOrder:
+class MixedOrder(Order):
     """The order of a mixture: an ``Order``.
 
     With ``offsets``, int64 [examples + 1], what is ordered are the pieces ``offsets[i]:offsets[i +
@@ -295,11 +296,31 @@ class MixedOrder:
             )
         )
 
-    def state(self, epoch: int) -> dict[str, Any]:
-        """Return the examples of each source before an epoch, as JSON."""
+    def fix(self, epoch: int) -> None:
+        """Raise ValueError if no example is left for an epoch."""
+        if not self.size(epoch):
+            raise ValueError(
+                f"epoch {epoch} of the mixture has no example left: all sources have been read "
+                "max_passes times"
+            )
+
+    def reshuffled(self, epoch: int, step: int, place: int) -> MixedOrder:
+        """Raise ValueError: the order follows from the weights."""
+        raise ValueError("a Mixture cannot be reshuffled: its order follows from its weights")
+
+    def until(self, epoch: int, step: int) -> MixedOrder:
+        """Return the order as it is, since it has no reshuffles."""
+        return self
+
+    def state(self, epoch: int, step: int) -> dict[str, Any]:
+        """Return the examples taken of each source before an epoch."""
         return {"taken": list(self._taken(epoch))}
 
-    def loaded(self, state: Mapping[str, Any], epoch: int) -> MixedOrder:
+    def num_known(self, state: Mapping[str, Any], *, allow_appended: bool) -> int:
+        """Return the number of examples, which the fingerprint compares."""
+        return self.num_examples
+
+    def loaded(self, state: Mapping[str, Any], epoch: int, step: int) -> MixedOrder:
         """Return the order with an epoch as a state has it. Raises StateError if it is damaged."""
         taken = state["taken"]
         if not isinstance(taken, list) or not all(is_count(n, MAX_COUNT) for n in taken):

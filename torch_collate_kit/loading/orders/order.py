@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol, TypeAlias
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from torch_collate_kit.loading.orders.checks import Indices, checked_order
+from torch_collate_kit.errors import StateError
+from torch_collate_kit.loading.orders.checks import (
+    MAX_COUNT,
+    NEW_RUN,
+    Indices,
+    checked_order,
+    damaged_state,
+    impossible_reshuffles,
+    state_int,
+)
 from torch_collate_kit.loading.orders.permutations import (
     ArrayOrder,
     EpochOrder,
@@ -22,27 +32,60 @@ __all__ = ["Order", "ShuffledOrder", "UserOrder"]
 UserOrder: TypeAlias = Callable[[int, np.random.Generator], npt.ArrayLike]
 
 
-class Order(Protocol):
+class Order(ABC):
     """The examples of all epochs in order; immutable but for what it keeps to be fast.
 
     Places count from the start of an epoch: below 0 are the last ones of epochs before it, and
     those from its size on are the first ones of the next.
     """
 
+    @property
+    @abstractmethod
+    def num_examples(self) -> int:
+        """The length of the dataset that is ordered."""
+
+    @abstractmethod
     def size(self, epoch: int) -> int:
         """Return the number of examples of an epoch."""
 
+    @abstractmethod
     def before(self, epoch: int) -> int:
         """Return the number of examples of all epochs before one."""
 
+    @abstractmethod
     def take(self, epoch: int, start: int, stop: int) -> Indices:
         """Return the examples at places ``start`` to ``stop`` - 1: int64."""
 
+    @abstractmethod
     def places(self, epoch: int, example: int) -> list[int]:
         """Return the places of an example in an epoch, ascending."""
 
+    @abstractmethod
+    def fix(self, epoch: int) -> None:
+        """Read what the order of an epoch depends on. Raises ValueError if it has no example."""
 
-class ShuffledOrder:
+    @abstractmethod
+    def reshuffled(self, epoch: int, step: int, place: int) -> Order:
+        """Return the order with the rest of an epoch, from a place on, in a new order."""
+
+    @abstractmethod
+    def until(self, epoch: int, step: int) -> Order:
+        """Return the order without the reshuffles after a position."""
+
+    @abstractmethod
+    def state(self, epoch: int, step: int) -> dict[str, Any]:
+        """Return what a state of this position says of the order."""
+
+    @abstractmethod
+    def num_known(self, state: Mapping[str, Any], *, allow_appended: bool) -> int:
+        """Return the number of examples of a state's run. Raises StateError if it does not fit."""
+
+    @abstractmethod
+    def loaded(self, state: Mapping[str, Any], epoch: int, step: int) -> Order:
+        """Return the order of a state that fits. Raises StateError if it is damaged."""
+
+
+class ShuffledOrder(Order):
     """One dataset, shuffled in each epoch, in sequence, or in the user's order.
 
     ``reshuffles`` are (epoch, step, place): from this place on the epoch is in a new order. With
@@ -65,17 +108,74 @@ class ShuffledOrder:
         self._sizes: dict[int, int] = {}  # of the user's epochs
         self._epochs: dict[int, EpochOrder] = {}  # the two that were read last
 
-    def changed(self, **changes: Any) -> ShuffledOrder:
+    def _changed(self, **changes: Any) -> ShuffledOrder:
         """Return a copy with another ``growth`` or other ``reshuffles``."""
-        given = {
-            "growth": self.growth,
-            "reshuffles": self.reshuffles,
-            "seed": self._seed,
-            "shuffle": self._shuffle,
-            "user": self._user,
-            "offsets": self._offsets,
-        }
-        return ShuffledOrder(**{**given, **changes})
+        given: dict[str, Any] = {"growth": self.growth, "reshuffles": self.reshuffles}
+        return ShuffledOrder(
+            **{**given, **changes},
+            seed=self._seed,
+            shuffle=self._shuffle,
+            user=self._user,
+            offsets=self._offsets,
+        )
+
+    @property
+    def num_examples(self) -> int:
+        """The length of the dataset that is ordered."""
+        return self.growth.last
+
+    def reshuffled(self, epoch: int, step: int, place: int) -> ShuffledOrder:
+        """Return the order with the rest of an epoch, from a place on, in a new order."""
+        made = self.until(epoch, step).reshuffles
+        return self._changed(reshuffles=(*made, (epoch, step, place)))
+
+    def until(self, epoch: int, step: int) -> ShuffledOrder:
+        """Return the order without the reshuffles after a position."""
+        kept = tuple(at for at in self.reshuffles if at[:2] <= (epoch, step))
+        return self if kept == self.reshuffles else self._changed(reshuffles=kept)
+
+    def state(self, epoch: int, step: int) -> dict[str, Any]:
+        """Return the number of examples by epoch, and the reshuffles until a position."""
+        made = [list(at) for at in self.until(epoch, step).reshuffles]
+        return {"num_examples": self.growth.as_state(), "reshuffles": made}
+
+    def num_known(self, state: Mapping[str, Any], *, allow_appended: bool) -> int:
+        """Return the number of examples of a state's run. Raises StateError if it does not fit."""
+        was, now = Growth.of_state(state["num_examples"]).last, self.growth.last
+        if was > now or (was < now and not allow_appended):
+            hint = "examples were taken away; " + NEW_RUN
+            if was < now:
+                hint = (
+                    "if they were added at the end, build the sampler with allow_appended=True: "
+                    "the running epoch keeps its order, and the next one has them"
+                )
+            raise StateError(f"state is of {was} examples, the data has {now}; {hint}")
+        if was < now and self._user is not None:
+            raise StateError(
+                f"state is of {was} examples, the data has {now}; allow_appended=True cannot keep "
+                "the running epoch's order, which order= decides: finish the epoch with the data "
+                "of the saved run"
+            )
+        return was
+
+    def loaded(self, state: Mapping[str, Any], epoch: int, step: int) -> ShuffledOrder:
+        """Return the order of a state that fits. Raises StateError if it is damaged."""
+        records = state["reshuffles"]
+        are_lists = isinstance(records, list) and all(isinstance(r, list | tuple) for r in records)
+        if not are_lists or any(len(record) != 3 for record in records):
+            raise damaged_state(f"reshuffles={records!r}, not a list of [epoch, step, place]")
+        names = "a reshuffle's epoch", "a reshuffle's step", "a reshuffle's place"
+        made = tuple(
+            tuple(state_int(name, n, MAX_COUNT) for name, n in zip(names, record, strict=True))
+            for record in records
+        )
+        growth = Growth.of_state(state["num_examples"])  # the running epoch keeps its examples
+        grown = growth.to(self.growth.last, from_epoch=epoch + (step > 0))
+        order = self._changed(growth=grown, reshuffles=made)
+        inside = all(at[:2] <= (epoch, step) for at in made)
+        if not inside or list(made) != sorted(made) or any(p > order.size(e) for e, _, p in made):
+            raise impossible_reshuffles(records, epoch, step)
+        return order
 
     def fix(self, epoch: int) -> None:
         """Read the order of an epoch, which a user's function decides, if it is not known yet."""

@@ -14,6 +14,7 @@ from torch_collate_kit.loading.orders.checks import (
     Indices,
     are_pairs,
     damaged_state,
+    impossible_reshuffles,
     is_count,
 )
 from torch_collate_kit.loading.orders.mixture import MixedOrder
@@ -117,6 +118,12 @@ class ByExamples(Budget):
     def place(self, epoch: int, step: int) -> int:
         """Return the place of the order from which on a reshuffle may change it."""
         return max(step * self._size - self._carried(epoch), 0)
+
+    def load(self, state: Mapping[str, Any], epoch: int, step: int) -> None:
+        """Check the places of reshuffles. Raises StateError if they are wrong."""
+        made = state.get("reshuffles", [])
+        if any(s > self.num_steps(e) or p != self.place(e, s) for e, s, p in made):
+            raise impossible_reshuffles(made, epoch, step)
 
     def _carried(self, epoch: int) -> int:
         """Return the number of examples of earlier epochs in the first batch of an epoch."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sized
@@ -10,23 +9,16 @@ from typing import Any
 
 from torch_collate_kit._checks import checked_bool, checked_choice, checked_int
 from torch_collate_kit._reprs import KindAndSize, call_repr
-from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading.orders import Mixture
 from torch_collate_kit.loading.orders.checks import (
-    MAX_COUNT,
     Indices,
     checked_length,
     checked_rank,
     checked_shuffle,
     checked_word,
-    damaged_state,
-    differences,
-    is_count,
-    is_same,
-    state_int,
 )
 from torch_collate_kit.loading.orders.mixture import MixedOrder
-from torch_collate_kit.loading.orders.order import ShuffledOrder, UserOrder
+from torch_collate_kit.loading.orders.order import Order, ShuffledOrder, UserOrder
 from torch_collate_kit.loading.orders.states import Growth
 from torch_collate_kit.loading.sampler.budgets import Budget, Step
 
@@ -104,7 +96,7 @@ class EpochSampler(ABC):
         self._set_order(self._new_order(examples))
         self._budget.has_step(0, 0)
 
-    def _new_order(self, examples: Any) -> ShuffledOrder | MixedOrder:
+    def _new_order(self, examples: Any) -> Order:
         if not isinstance(examples, Mixture):
             return ShuffledOrder(
                 Growth([(0, checked_length(examples))]),
@@ -120,11 +112,11 @@ class EpochSampler(ABC):
             )
         return MixedOrder(examples, seed=self._seed, shuffle=self._shuffle)
 
-    def _set_order(self, order: ShuffledOrder | MixedOrder) -> None:
+    def _set_order(self, order: Order) -> None:
         self._order, self._budget = order, self._new_budget(order)
 
     @abstractmethod
-    def _new_budget(self, order: ShuffledOrder | MixedOrder) -> Budget:
+    def _new_budget(self, order: Order) -> Budget:
         """Return the steps of an order."""
 
     @abstractmethod
@@ -138,42 +130,13 @@ class EpochSampler(ABC):
     def _num_steps(self, epoch: int) -> int:
         return self._budget.num_steps(epoch)
 
-    def _layout(self) -> dict[str, Any]:
-        """Return the settings that a resumed run may have otherwise, as JSON."""
-        return {"dp_size": self._dp_size}
+    @abstractmethod
+    def state_at(self, epoch: int, step: int) -> dict[str, Any]:
+        """Return the state after ``step`` steps of ``epoch``."""
 
-    def _check_layout(self, layout: dict[str, Any]) -> None:
-        """Raise StateError if no run can have had the layout of a state."""
-        if not is_count(layout["dp_size"]) or not layout["dp_size"]:
-            raise damaged_state(f"layout={layout!r}")
-
-    def _fingerprint(self, num_examples: int) -> dict[str, Any]:
-        """Return what is compared of the first so many examples, as JSON."""
-        make = self._data_fingerprint
-        return {"fingerprint": make(num_examples) if callable(make) else None}
-
-    def _fits(self, like: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return the settings that a state must share, for as many examples as ``like`` has."""
-        number = self.num_examples
-        if like is not None and isinstance(self._order, ShuffledOrder):
-            number = Growth.of_state(like["num_examples"]).last
-        if number not in self._fingerprints:
-            self._fingerprints[number] = self._fingerprint(number)
-        name, num_global = self._num_global
-        own = {"tail": self._tail, "custom_order": self._user_order is not None}
-        own |= {name: num_global, "seed": self._seed, "shuffle": self._shuffle}
-        fits = {**own, **self._fingerprints[number]}
-        if like is not None:
-            fits["fingerprint"] = _known(fits["fingerprint"], like["fingerprint"])
-        return fits
-
-    def _extra(self, epoch: int, step: int) -> dict[str, Any]:
-        """Return what a state holds besides its position and settings."""
-        order, extra = self._order, self._budget.state(epoch, step)
-        if isinstance(order, MixedOrder):
-            return {**order.state(epoch), **extra}
-        made = [list(at) for at in order.reshuffles if at[:2] <= (epoch, step)]
-        return {"num_examples": order.growth.as_state(), "reshuffles": made, **extra}
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next ``iter()`` go on where the state was saved."""
 
     def _settings(self) -> dict[str, Any]:
         """Return the constructor's keywords that are not the default."""
@@ -201,8 +164,7 @@ class EpochSampler(ABC):
     @property
     def num_examples(self) -> int:
         """The length of the dataset that the indices are of."""
-        order = self._order
-        return order.num_examples if isinstance(order, MixedOrder) else order.growth.last
+        return self._order.num_examples
 
     @property
     def epoch(self) -> int:
@@ -222,13 +184,7 @@ class EpochSampler(ABC):
         epoch, step = self._position()
         latest = self._latest
         budget = self._budget if latest is None or latest.drawn else latest.budget
-        if isinstance(budget.order, ShuffledOrder):
-            budget.order.fix(epoch)
-        elif not budget.order.size(epoch):
-            raise ValueError(
-                f"epoch {epoch} of the mixture has no example left: all sources have been read "
-                "max_passes times"
-            )
+        budget.order.fix(epoch)
         budget.has_step(epoch, step)  # raises what is wrong with the epoch
         self._latest = StepIterator(self, budget, epoch, step)
         self._epoch, self._step = epoch + 1, 0
@@ -263,12 +219,11 @@ class EpochSampler(ABC):
         >>> sampler.state_dict()["reshuffles"], sorted(sum(sampler, []))
         ([[0, 1, 2]], [2, 3, 4, 5])
         """
-        if isinstance(self._order, MixedOrder):
-            raise ValueError("a Mixture cannot be reshuffled: its order follows from its weights")
         epoch, step = self._position()
+        place = self._budget.place(epoch, step)
+        order = self._order.reshuffled(epoch, step, place)
         self._jump(epoch, step)
-        at = epoch, step, self._budget.place(epoch, step)
-        self._set_order(self._order.changed(reshuffles=(*self._order.reshuffles, at)))
+        self._set_order(order)
 
     def examples(self, epoch: int, step: int) -> Indices:
         """Calculate the examples of any step, past or future.
@@ -315,150 +270,6 @@ class EpochSampler(ABC):
         epoch = self._position()[0] if epoch is None else checked_word("epoch", epoch)
         return [(epoch, step) for step in self._budget.steps_of(epoch, example)]
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position of the next ``iter()``; a consumer saves :meth:`state_at` instead."""
-        return self._state_at(*self._position())  # does not ask for the length of the next epoch
-
-    def state_at(self, epoch: int, step: int) -> dict[str, Any]:
-        """Return the state after ``step`` steps of ``epoch``, as small JSON.
-
-        Raises:
-            TypeError, ValueError: the epoch or the step is not an int or out of range.
-        """
-        epoch, step = self._checked_position(epoch, step)
-        return self._state_at(epoch, step)
-
-    def _state_at(self, epoch: int, step: int) -> dict[str, Any]:
-        where = {"version": _VERSION, "epoch": epoch, "step": step}
-        return {**where, **self._extra(epoch, step), **self._fits(), "layout": self._layout()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next ``iter()`` go on where the state was saved, on any number of ranks.
-
-        Every step has the examples that it would have had. How they are divided over ranks and
-        packed into rows follows from this sampler's arguments; what differs is logged.
-
-        Raises:
-            StateError: the state is of another sampler, or no state; nothing has been changed.
-        """
-        other = copy.copy(self)
-        before = other._load(state)
-        vars(self).update(vars(other))
-        now = self._layout().items()
-        changed = [f"{k} {before[k]} -> {v}" for k, v in now if not is_same(v, before[k])]
-        if changed:
-            level = logging.WARNING if self._replans(before) else logging.INFO
-            kept = "the same examples in each step" + (", other rows" if level > 20 else "")
-            message = "resumed at epoch %d step %d with another layout (%s): %s"
-            _logger.log(level, message, *self._position(), ", ".join(changed), kept)
-
-    def _replans(self, before: Mapping[str, Any]) -> bool:
-        """Return whether rows differ from those of another layout."""
-        return False
-
-    def _load(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Restore a state that fits, and return the layout of its run."""
-        if not isinstance(state, Mapping):
-            raise StateError(
-                f"a state must be a mapping, got {type(state).__name__}; "
-                "pass what state_dict() gave"
-            )
-        if not is_same(state.get("version"), _VERSION):
-            raise StateError(
-                f"state has version {state.get('version')!r}, this release reads version "
-                f"{_VERSION}; load it with the release that saved it"
-            )
-        self._check_keys(state)
-        epoch, step = (state_int(key, state[key]) for key in ("epoch", "step"))
-        self._check_fits(state, epoch, step)
-        self._set_order(self._loaded_order(state, epoch, step))
-        self._budget.load(state, epoch, step)
-        if step and not self._budget.has_step(epoch, step):
-            num_steps = self._num_steps(epoch)
-            raise StateError(
-                f"state is of step {step}, but epoch {epoch} has {num_steps} steps; {NEW_RUN}"
-            )
-        layout = state["layout"]
-        if not isinstance(layout, dict) or layout.keys() != self._layout().keys():
-            raise damaged_state(f"layout={layout!r}")
-        self._check_layout(layout)
-        self._epoch, self._step, self._latest = epoch, step, None
-        return layout
-
-    def _loaded_order(
-        self, state: Mapping[str, Any], epoch: int, step: int
-    ) -> ShuffledOrder | MixedOrder:
-        """Return the order of a state that fits. Raises StateError if it is damaged."""
-        order = self._order
-        if isinstance(order, MixedOrder):
-            return order.loaded(state, epoch)
-        growth = Growth.of_state(state["num_examples"])
-        grown = growth.to(order.growth.last, from_epoch=epoch + (step > 0))  # this one keeps its
-        records = state["reshuffles"]
-        are_lists = isinstance(records, list) and all(isinstance(r, list | tuple) for r in records)
-        if not are_lists or any(len(record) != 3 for record in records):
-            raise damaged_state(f"reshuffles={records!r}, not a list of [epoch, step, place]")
-        names = "a reshuffle's epoch", "a reshuffle's step"
-        places = []
-        for e, s, place in records:
-            if not is_count(place, MAX_COUNT):
-                raise damaged_state(f"a reshuffle's place={place!r}, not a count")
-            places.append((state_int(names[0], e), state_int(names[1], s), place))
-        order = order.changed(growth=grown, reshuffles=())
-        inside = all(at[:2] <= (epoch, step) for at in places)
-        if (
-            not inside
-            or places != sorted(places)
-            or any(p > order.size(e) or s > self._most_steps(order, e) for e, s, p in places)
-        ):
-            raise damaged_state(
-                f"reshuffles at {records!r}, which cannot all lie, in order, before its position, "
-                f"epoch {epoch} step {step}"
-            )
-        return order.changed(reshuffles=tuple(places))
-
-    def _most_steps(self, order: ShuffledOrder, epoch: int) -> int:
-        """Return the steps of an epoch, or a number that it cannot exceed."""
-        return self._new_budget(order).num_steps(epoch)
-
-    def _check_keys(self, state: Mapping[str, Any]) -> None:
-        keys = {"version", "epoch", "step", "layout", *self._extra(0, 0), *self._fits()}
-        if state.keys() != keys:
-            missing, unknown = sorted(keys - state.keys()), sorted(map(str, state.keys() - keys))
-            raise StateError(
-                f"state of another kind: keys missing {missing}, unknown {unknown}; "
-                f"pass what state_dict() of a {type(self).__name__} gave, in the same version of "
-                "the library"
-            )
-
-    def _check_fits(self, state: Mapping[str, Any], epoch: int, step: int) -> None:
-        """Check that a state of this position is of the same run."""
-        if isinstance(self._order, ShuffledOrder):
-            self._check_size(Growth.of_state(state["num_examples"]).last)
-        fits = self._fits(like=state)
-        state = {key: state[key] for key in fits}  # in the same order
-        was, now = differences(state, fits), differences(fits, state)
-        if was:
-            raise StateError(f"state is of {was}, this sampler has {now}; {NEW_RUN}")
-
-    def _check_size(self, was: int) -> None:
-        """Check that the data have as many examples as a state says, or allowed ones more."""
-        now = self.num_examples
-        if was > now or (was < now and not self._allow_appended):
-            hint = "examples were taken away; " + NEW_RUN
-            if was < now:
-                hint = (
-                    "if they were added at the end, build the sampler with allow_appended=True: "
-                    "the running epoch keeps its order, and the next one has them"
-                )
-            raise StateError(f"state is of {was} examples, the data has {now}; {hint}")
-        if was < now and self._user_order is not None:
-            raise StateError(
-                f"state is of {was} examples, the data has {now}; allow_appended=True cannot keep "
-                "the running epoch's order, which order= decides: finish the epoch with the data "
-                "of the saved run"
-            )
-
     def _position(self) -> tuple[int, int]:
         """Return the epoch and step that the next ``iter()`` begins with."""
         if self._latest is not None and not self._latest.drawn:
@@ -468,10 +279,9 @@ class EpochSampler(ABC):
     def _jump(self, epoch: int, step: int) -> None:
         """Make a checked position the next one; reshuffles after it are undone."""
         self._epoch, self._step, self._latest = epoch, step, None
-        if isinstance(self._order, ShuffledOrder):
-            kept = tuple(at for at in self._order.reshuffles if at[:2] <= (epoch, step))
-            if kept != self._order.reshuffles:
-                self._set_order(self._order.changed(reshuffles=kept))
+        order = self._order.until(epoch, step)
+        if order is not self._order:
+            self._set_order(order)
 
     def _checked_position(self, epoch: int, step: int) -> tuple[int, int]:
         """Return the position as ints; the end of an epoch is the start of the next one."""
@@ -486,13 +296,3 @@ class EpochSampler(ABC):
                 f"got {step}"
             )
         return epoch + 1, 0
-
-
-def _known(mine: Any, other: Any) -> Any:
-    """Return my fingerprint; where either side does not know one, the other's."""
-    if mine is None or other is None:
-        return other
-    own, others = (of.get("sources") if isinstance(of, dict) else None for of in (mine, other))
-    if not isinstance(own, list) or not isinstance(others, list) or len(own) != len(others):
-        return mine
-    return {**mine, "sources": [_known(a, b) for a, b in zip(own, others, strict=True)]}

@@ -13,6 +13,7 @@ from torch_collate_kit._reprs import KindAndSize
 from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading.dataset import TokenizedDataset
 from torch_collate_kit.loading.orders.checks import (
+    NEW_RUN,
     Indices,
     checked_collator,
     checked_rank,
@@ -21,10 +22,10 @@ from torch_collate_kit.loading.orders.checks import (
     is_same,
 )
 from torch_collate_kit.loading.orders.mixture import MixedOrder, Mixture
-from torch_collate_kit.loading.orders.order import Order, ShuffledOrder, UserOrder
+from torch_collate_kit.loading.orders.order import Order, UserOrder
 from torch_collate_kit.loading.orders.states import digest_in_blocks
 from torch_collate_kit.loading.sampler.budgets import Budget, ByExamples, ByRows, Entries, Step
-from torch_collate_kit.loading.sampler.epochs import NEW_RUN, EpochSampler
+from torch_collate_kit.loading.sampler.resuming import ResumingSampler
 from torch_collate_kit.loading.sampler.wrapped import ByTokens
 from torch_collate_kit.packing import PackingOptions, RankPlan, pack
 from torch_collate_kit.packing.pieces import ImageLoad, Patches, cut_to_fit, image_load
@@ -33,7 +34,7 @@ from torch_collate_kit.packing.rows import running_sum
 __all__ = ["PackedBatchSampler"]
 
 
-class PackedBatchSampler(EpochSampler):
+class PackedBatchSampler(ResumingSampler):
     """Batches whose rows are planned over all ranks, of which each rank reads only its own.
 
     Args:
@@ -188,7 +189,7 @@ class PackedBatchSampler(EpochSampler):
             return None
         return running_sum(np.bincount(self._entries.examples, minlength=len(self._lengths)))
 
-    def _new_order(self, examples: Any) -> ShuffledOrder | MixedOrder:
+    def _new_order(self, examples: Any) -> Order:
         order = super()._new_order(examples)
         if isinstance(order, MixedOrder):
             entries = Entries(self._lengths) if self._entries is None else self._entries

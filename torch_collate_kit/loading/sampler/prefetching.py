@@ -10,12 +10,12 @@ from torch_collate_kit.loading.orders import Mixture
 from torch_collate_kit.loading.orders.checks import checked_batch_size
 from torch_collate_kit.loading.orders.order import Order, UserOrder
 from torch_collate_kit.loading.sampler.budgets import Budget, ByExamples, Step
-from torch_collate_kit.loading.sampler.epochs import EpochSampler
+from torch_collate_kit.loading.sampler.resuming import ResumingSampler
 
 __all__ = ["PrefetchingSampler"]
 
 
-class PrefetchingSampler(EpochSampler):
+class PrefetchingSampler(ResumingSampler):
     """Batches of one dataset's indices: shuffled by (seed, epoch), sharded, resumable.
 
     Args:
