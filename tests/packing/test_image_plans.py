@@ -15,9 +15,10 @@ from tests.packing.image_mixes import MIXES, mix, totals
 from tests.packing.oracle_packing import needed_dummies, pack_with
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing import ModelCost, PackingOptions, PackingPlan, ParallelLayout, pack
-from torch_collate_kit.packing.options import STRATEGIES
 from torch_collate_kit.packing.pieces import image_load
 from torch_collate_kit.packing.planner import batch_of_rows, fill_rows
+
+STRATEGIES = ("best_fit_decreasing", "first_fit_decreasing", "balanced", "sequential")
 
 COST = ModelCost(language_linear=20, vision_linear=7, vision_quadratic=1)
 
