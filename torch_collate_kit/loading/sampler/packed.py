@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from torch_collate_kit._checks import checked_int, checked_lengths
+from torch_collate_kit._checks import checked_int
 from torch_collate_kit._reprs import KindAndSize
-from torch_collate_kit.errors import DataError, StateError
+from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading.dataset import TokenizedDataset
 from torch_collate_kit.loading.orders.checks import (
     NEW_RUN,
@@ -23,12 +23,12 @@ from torch_collate_kit.loading.orders.checks import (
 )
 from torch_collate_kit.loading.orders.mixture import MixedOrder, Mixture
 from torch_collate_kit.loading.orders.order import Order, UserOrder
-from torch_collate_kit.loading.orders.states import digest_in_blocks
 from torch_collate_kit.loading.sampler.budgets import Budget, ByExamples, ByRows, Entries, Step
 from torch_collate_kit.loading.sampler.resuming import ResumingSampler
+from torch_collate_kit.loading.sampler.sizes import ExampleSizes
 from torch_collate_kit.loading.sampler.wrapped import ByTokens
 from torch_collate_kit.packing import PackingOptions, RankPlan, pack
-from torch_collate_kit.packing.pieces import ImageLoad, Patches, cut_to_fit, image_load
+from torch_collate_kit.packing.pieces import Patches
 from torch_collate_kit.packing.rows import running_sum
 
 __all__ = ["PackedBatchSampler"]
@@ -102,27 +102,13 @@ class PackedBatchSampler(ResumingSampler):
         self._shown_examples = repr(KindAndSize(examples)) if is_dataset else None
         if isinstance(examples, Mixture):
             self._shown_examples = repr(examples)
-        if _is_tokenized(examples) and (num_loss_tokens is not None or patches is not None):
-            raise TypeError(
-                "num_loss_tokens and patches are read from the TokenizedDataset; pass them only "
-                "beside bare lengths"
-            )
         self._window = checked_int("window", window)
         self._group = self._packing.row_multiple
         num_global = self._checked_global(batch_size, batch_rows)
-        self._read(examples, patches)
-        if self._collate.normalize_loss and _is_tokenized(examples):
-            num_loss_tokens = examples.num_loss_tokens
-            if self._is_wrapped:
-                is_unknown = bool((num_loss_tokens != self._lengths - 1).any())
-            else:
-                is_unknown = len(cut_to_fit(self._lengths, self._packing, self._images).cut) > 0
-            if dp == 1 and is_unknown:
-                num_loss_tokens = None
-        self._counts = self._checked_counts(num_loss_tokens)
-        self._entries = self._entries_by_rows() if num_global[0] == "batch_rows" else None
+        self._sizes = ExampleSizes(examples, self._collate, num_loss_tokens, patches)
+        self._entries = self._sizes.entries() if num_global[0] == "batch_rows" else None
         super().__init__(
-            examples if is_dataset else len(self._lengths),  # type: ignore[arg-type]
+            examples if is_dataset else len(self._sizes.lengths),  # type: ignore[arg-type]
             num_global=num_global,
             shuffle=shuffle,
             seed=seed,
@@ -154,45 +140,15 @@ class PackedBatchSampler(ResumingSampler):
                 )
         return "batch_rows", batch_rows
 
-    def _read(self, examples: Any, patches: Patches | None) -> None:
-        """Read lengths and patches; an example that does not fit is named before any batch."""
-        if isinstance(examples, TokenizedDataset | Mixture):
-            if _is_tokenized(examples):
-                patches = None if self._collate.vision is None else examples.patches
-            examples = examples.lengths
-        self._lengths = checked_lengths(examples).copy()
-        self._images, self._image_costs_digest = None, None
-        if patches is not None:
-            images = image_load(patches, len(self._lengths), self._packing.cost)
-            self._images = ImageLoad(images.patches.copy(), images.costs)
-            self._image_costs_digest = digest_in_blocks(images.costs)
-        if not self._is_wrapped and (self._packing.overflow == "raise" or patches is not None):
-            cut_to_fit(self._lengths, self._packing, self._images)
-
-    def _entries_by_rows(self) -> Entries:
-        """Return what an order by rows counts: examples, or with "split" their pieces."""
-        if self._is_wrapped:
-            return Entries(self._lengths)
-        pieces = cut_to_fit(self._lengths, self._packing, self._images)
-        if not len(pieces.lengths):
-            raise ValueError(
-                f"all {len(self._lengths)} examples are longer than max_tokens="
-                f"{self._packing.max_tokens} and dropped; raise max_tokens"
-            )
-        if self._packing.overflow != "split" or not len(pieces.cut):
-            return Entries(self._lengths, self._images)
-        images = None if self._images is None else ImageLoad(pieces.patches, pieces.vision_costs)
-        return Entries(pieces.lengths, images, pieces.example_indices, pieces.starts)
-
     def _piece_offsets(self) -> Indices | None:
         if self._entries is None or self._entries.examples is None:
             return None
-        return running_sum(np.bincount(self._entries.examples, minlength=len(self._lengths)))
+        return running_sum(np.bincount(self._entries.examples, minlength=len(self._sizes.lengths)))
 
     def _new_order(self, examples: Any) -> Order:
         order = super()._new_order(examples)
         if isinstance(order, MixedOrder):
-            entries = Entries(self._lengths) if self._entries is None else self._entries
+            entries = Entries(self._sizes.lengths) if self._entries is None else self._entries
             return MixedOrder(
                 examples,
                 seed=self._seed,
@@ -210,7 +166,7 @@ class PackedBatchSampler(ResumingSampler):
             return ByTokens(
                 order,
                 self._tail,
-                self._lengths,
+                self._sizes.lengths,
                 self._packing,
                 batch_rows=number,
                 window=self._window,
@@ -226,69 +182,28 @@ class PackedBatchSampler(ResumingSampler):
             group=self._group,
         )
 
-    def _checked_counts(self, num_loss_tokens: npt.ArrayLike | None) -> Indices | None:
-        """Return the loss tokens of every example, checked; None where none are needed."""
-        lengths, packing, images = self._lengths, self._packing, self._images
-        if num_loss_tokens is None:
-            if packing.parallel.dp > 1 and self._collate.normalize_loss:
-                raise ValueError(
-                    "normalize_loss=True divides by the loss tokens of all ranks, which bare "
-                    "lengths do not tell; pass a TokenizedDataset, or num_loss_tokens=, or collate "
-                    "with normalize_loss=False and give token_loss the sum over the ranks"
-                )
-            return None
-        counts = np.asarray(num_loss_tokens)
-        if counts.shape != lengths.shape or counts.dtype.kind not in "iu":
-            raise ValueError(
-                f"num_loss_tokens must be one int for each of the {len(lengths)} examples, got "
-                f"shape {counts.shape}, dtype {counts.dtype}; pass dataset.num_loss_tokens"
-            )
-        wrong = (counts < 0) | (counts >= lengths)
-        if wrong.any():
-            i = int(wrong.argmax())
-            raise DataError(
-                f"example {i} has num_loss_tokens={counts[i]} of {lengths[i]} tokens; at most all "
-                "but the first are trained: pass dataset.num_loss_tokens"
-            )
-        if self._is_wrapped:
-            untrained = np.flatnonzero(counts != lengths - 1)
-            if len(untrained):
-                raise ValueError(
-                    f"not all tokens of example {int(untrained[0])} are trained, and it is not "
-                    'known which are in a piece that strategy="wrapped" cuts; collate with '
-                    "normalize_loss=False and give token_loss the sum over the ranks"
-                )
-            return counts.astype(np.int64)
-        cut = cut_to_fit(lengths, packing, images).cut
-        if len(cut):
-            limit = packing.capacity - (packing.reserved if images else 0)
-            raise ValueError(
-                f"it is not known how many loss tokens are left of example {int(cut[0])}, cut to "
-                f"{limit} tokens by overflow={packing.overflow!r}; cut it when tokenizing, or "
-                "collate with normalize_loss=False and without num_loss_tokens="
-            )
-        return counts.astype(np.int64)
-
     def __repr__(self) -> str:
-        given = {"patches": self._images and self._images.patches, "num_loss_tokens": self._counts}
+        sizes = self._sizes
+        given = {"patches": sizes.images and sizes.images.patches, "num_loss_tokens": sizes.counts}
         shown: dict[str, Any] = {k: KindAndSize(of) for k, of in given.items() if of is not None}
         examples = self._shown_examples
         if examples is None:
-            examples = f"<{self.num_examples:,} lengths, {int(self._lengths.sum()):,} tokens>"
+            examples = f"<{self.num_examples:,} lengths, {int(sizes.lengths.sum()):,} tokens>"
             return self._shown(f"{examples}, {self._collate!r}", **shown)
         return self._shown(f"{examples}, {self._collate!r}")
 
     def _pick(self, step: Step) -> RankPlan:
         packing, batch, plan = self._packing, step.examples, step.plan
-        lengths, dp = self._lengths[batch], packing.parallel.dp
-        counts = None if self._counts is None else self._counts[batch]
+        sizes, dp = self._sizes, packing.parallel.dp
+        lengths = sizes.lengths[batch]
+        counts = None if sizes.counts is None else sizes.counts[batch]
         if plan is None:
-            images = None if self._images is None else self._images.take(batch)
+            images = None if sizes.images is None else sizes.images.take(batch)
             plan = pack(lengths, packing=packing, patches=images)
         if self._is_wrapped:
             counts = None
         part = RankPlan(plan, self._dp_rank, batch, lengths, counts, dp_size=dp)
-        if self._is_wrapped and self._counts is not None:  # all tokens are trained
+        if self._is_wrapped and sizes.counts is not None:  # all tokens are trained
             firsts = len(plan.lengths) if packing.isolate else plan.num_rows - plan.num_dummy_rows
             part.num_loss_tokens = int(plan.lengths.sum()) - firsts
         return part
@@ -296,7 +211,7 @@ class PackedBatchSampler(ResumingSampler):
     def _layout(self) -> dict[str, Any]:
         if self._entries is not None:
             return {"dp": self._packing.parallel.dp}
-        return {**self._packing.as_state(), "image_costs_digest": self._image_costs_digest}
+        return {**self._packing.as_state(), "image_costs_digest": self._sizes.image_costs_digest}
 
     def _fits(self, like: Mapping[str, Any] | None = None) -> dict[str, Any]:
         fits = super()._fits(like)
@@ -309,7 +224,7 @@ class PackedBatchSampler(ResumingSampler):
             **fits,
             "window": self._window,
             **packing,
-            "image_costs_digest": self._image_costs_digest,
+            "image_costs_digest": self._sizes.image_costs_digest,
         }
 
     def _load(self, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -330,22 +245,12 @@ class PackedBatchSampler(ResumingSampler):
         except (TypeError, ValueError, OverflowError) as error:
             raise damaged_state(f"a layout that no run can have had: {error}") from error
         now = self._packing  # what was too long then, and lost tokens, must lose the same ones now
-        if before != now and self._lost(before) != self._lost(now):
+        if before != now and self._sizes.lost(before) != self._sizes.lost(now):
             raise StateError(
                 f"state is of max_tokens={before.max_tokens}, overflow={before.overflow!r}, this "
                 f"sampler has max_tokens={now.max_tokens}, overflow={now.overflow!r}, which drops "
                 f"or cuts other examples, so steps would not have what they had; {NEW_RUN}"
             )
-
-    def _lost(self, packing: PackingOptions) -> tuple[int, list[int]]:
-        """Return the number of tokens cut off, and the examples dropped."""
-        if packing.overflow in ("raise", "split"):
-            return 0, []
-        try:
-            pieces = cut_to_fit(self._lengths, packing, self._images)
-        except DataError as error:
-            raise StateError(f"state is of a packing that no run can have had: {error}") from error
-        return pieces.num_cut_tokens, pieces.dropped.tolist()
 
     def _replans(self, before: Mapping[str, Any]) -> bool:
         if self._entries is not None:
@@ -360,24 +265,7 @@ class PackedBatchSampler(ResumingSampler):
         return {"dp_rank": self._dp_rank} if self._dp_rank else {}
 
     def _fingerprint(self, num_examples: int) -> dict[str, Any]:
-        counted = {
-            "lengths_digest": self._lengths,
-            "patches_digest": None if self._images is None else self._images.patches,
-            "loss_tokens_digest": self._counts,
-        }
-        digests = {
-            name: None if counts is None else digest_in_blocks(counts[:num_examples])
-            for name, counts in counted.items()
-        }
-        known = super()._fingerprint(num_examples)
-        return {"num_tokens": int(self._lengths[:num_examples].sum()), **digests, **known}
-
-
-def _is_tokenized(examples: Any) -> TypeGuard[TokenizedDataset | Mixture]:
-    """Return whether trained tokens can be read from the examples."""
-    if isinstance(examples, Mixture):
-        return examples.is_tokenized
-    return isinstance(examples, TokenizedDataset)
+        return {**self._sizes.fingerprint(num_examples), **super()._fingerprint(num_examples)}
 
 
 def _packing_of(layout: Mapping[str, Any]) -> PackingOptions:

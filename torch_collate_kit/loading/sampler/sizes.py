@@ -1,0 +1,154 @@
+"""Tokens, images and trained tokens of the examples that a sampler plans."""
+
+from __future__ import annotations
+
+from typing import Any, TypeGuard
+
+import numpy as np
+import numpy.typing as npt
+
+from torch_collate_kit._checks import checked_lengths
+from torch_collate_kit.collators import PackedCollator
+from torch_collate_kit.errors import DataError, StateError
+from torch_collate_kit.loading.dataset import TokenizedDataset
+from torch_collate_kit.loading.orders import Mixture
+from torch_collate_kit.loading.orders.checks import Indices
+from torch_collate_kit.loading.orders.states import digest_in_blocks
+from torch_collate_kit.loading.sampler.budgets import Entries
+from torch_collate_kit.packing import PackingOptions
+from torch_collate_kit.packing.pieces import ImageLoad, Patches, cut_to_fit, image_load
+
+
+class ExampleSizes:
+    """What a plan needs of each example; ``images`` and ``counts`` are None where unknown.
+
+    ``lengths`` and ``counts`` (trained tokens) are int64 [N], copies.
+    """
+
+    def __init__(
+        self,
+        examples: Any,
+        collate: PackedCollator,
+        num_loss_tokens: npt.ArrayLike | None,
+        patches: Patches | None,
+    ) -> None:
+        self._collate, self._packing = collate, collate.packing
+        self._is_wrapped = self._packing.strategy == "wrapped"
+        if _is_tokenized(examples) and (num_loss_tokens is not None or patches is not None):
+            raise TypeError(
+                "num_loss_tokens and patches are read from the TokenizedDataset; pass them only "
+                "beside bare lengths"
+            )
+        self._read(examples, patches)
+        if collate.normalize_loss and _is_tokenized(examples):
+            num_loss_tokens = examples.num_loss_tokens
+            if self._is_wrapped:
+                is_unknown = bool((num_loss_tokens != self.lengths - 1).any())
+            else:
+                is_unknown = len(cut_to_fit(self.lengths, self._packing, self.images).cut) > 0
+            if self._packing.parallel.dp == 1 and is_unknown:
+                num_loss_tokens = None
+        self.counts = self._checked_counts(num_loss_tokens)
+
+    def _read(self, examples: Any, patches: Patches | None) -> None:
+        """Read lengths and patches; an example that does not fit is named before any batch."""
+        if isinstance(examples, TokenizedDataset | Mixture):
+            if _is_tokenized(examples):
+                patches = None if self._collate.vision is None else examples.patches
+            examples = examples.lengths
+        self.lengths = checked_lengths(examples).copy()
+        self.images, self.image_costs_digest = None, None
+        if patches is not None:
+            images = image_load(patches, len(self.lengths), self._packing.cost)
+            self.images = ImageLoad(images.patches.copy(), images.costs)
+            self.image_costs_digest = digest_in_blocks(images.costs)
+        if not self._is_wrapped and (self._packing.overflow == "raise" or patches is not None):
+            cut_to_fit(self.lengths, self._packing, self.images)
+
+    def entries(self) -> Entries:
+        """Return what an order by rows counts: examples, or with "split" their pieces."""
+        if self._is_wrapped:
+            return Entries(self.lengths)
+        pieces = cut_to_fit(self.lengths, self._packing, self.images)
+        if not len(pieces.lengths):
+            raise ValueError(
+                f"all {len(self.lengths)} examples are longer than max_tokens="
+                f"{self._packing.max_tokens} and dropped; raise max_tokens"
+            )
+        if self._packing.overflow != "split" or not len(pieces.cut):
+            return Entries(self.lengths, self.images)
+        images = None if self.images is None else ImageLoad(pieces.patches, pieces.vision_costs)
+        return Entries(pieces.lengths, images, pieces.example_indices, pieces.starts)
+
+    def _checked_counts(self, num_loss_tokens: npt.ArrayLike | None) -> Indices | None:
+        """Return the loss tokens of every example, checked; None where none are needed."""
+        lengths, packing, images = self.lengths, self._packing, self.images
+        if num_loss_tokens is None:
+            if packing.parallel.dp > 1 and self._collate.normalize_loss:
+                raise ValueError(
+                    "normalize_loss=True divides by the loss tokens of all ranks, which bare "
+                    "lengths do not tell; pass a TokenizedDataset, or num_loss_tokens=, or collate "
+                    "with normalize_loss=False and give token_loss the sum over the ranks"
+                )
+            return None
+        counts = np.asarray(num_loss_tokens)
+        if counts.shape != lengths.shape or counts.dtype.kind not in "iu":
+            raise ValueError(
+                f"num_loss_tokens must be one int for each of the {len(lengths)} examples, got "
+                f"shape {counts.shape}, dtype {counts.dtype}; pass dataset.num_loss_tokens"
+            )
+        wrong = (counts < 0) | (counts >= lengths)
+        if wrong.any():
+            i = int(wrong.argmax())
+            raise DataError(
+                f"example {i} has num_loss_tokens={counts[i]} of {lengths[i]} tokens; at most all "
+                "but the first are trained: pass dataset.num_loss_tokens"
+            )
+        if self._is_wrapped:
+            untrained = np.flatnonzero(counts != lengths - 1)
+            if len(untrained):
+                raise ValueError(
+                    f"not all tokens of example {int(untrained[0])} are trained, and it is not "
+                    'known which are in a piece that strategy="wrapped" cuts; collate with '
+                    "normalize_loss=False and give token_loss the sum over the ranks"
+                )
+            return counts.astype(np.int64)
+        cut = cut_to_fit(lengths, packing, images).cut
+        if len(cut):
+            limit = packing.capacity - (packing.reserved if images else 0)
+            raise ValueError(
+                f"it is not known how many loss tokens are left of example {int(cut[0])}, cut to "
+                f"{limit} tokens by overflow={packing.overflow!r}; cut it when tokenizing, or "
+                "collate with normalize_loss=False and without num_loss_tokens="
+            )
+        return counts.astype(np.int64)
+
+    def lost(self, packing: PackingOptions) -> tuple[int, list[int]]:
+        """Return the number of tokens cut off, and the examples dropped."""
+        if packing.overflow in ("raise", "split"):
+            return 0, []
+        try:
+            pieces = cut_to_fit(self.lengths, packing, self.images)
+        except DataError as error:
+            raise StateError(f"state is of a packing that no run can have had: {error}") from error
+        return pieces.num_cut_tokens, pieces.dropped.tolist()
+
+    def fingerprint(self, num_examples: int) -> dict[str, Any]:
+        """Return digests of the first so many examples, as JSON."""
+        counted = {
+            "lengths_digest": self.lengths,
+            "patches_digest": None if self.images is None else self.images.patches,
+            "loss_tokens_digest": self.counts,
+        }
+        digests = {
+            name: None if counts is None else digest_in_blocks(counts[:num_examples])
+            for name, counts in counted.items()
+        }
+        return {"num_tokens": int(self.lengths[:num_examples].sum()), **digests}
+
+
+def _is_tokenized(examples: Any) -> TypeGuard[TokenizedDataset | Mixture]:
+    """Return whether trained tokens can be read from the examples."""
+    if isinstance(examples, Mixture):
+        return examples.is_tokenized
+    return isinstance(examples, TokenizedDataset)
