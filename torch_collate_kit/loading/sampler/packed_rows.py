@@ -36,6 +36,13 @@ class _Row(PlannedRow):
     source: PackedRows
     number: int
 
+    @property
+    def examples(self) -> list[int]:
+        """The index in the dataset of the example of each piece."""
+        first, stop = self.source.plan.row_offsets[self.number : self.number + 2]
+        examples: list[int] = self.source.plan.example_indices[first:stop].tolist()
+        return examples
+
     def joined(self, rows: Sequence[PlannedRow]) -> PlannedExamples:
         own = [row for row in rows if isinstance(row, _Row) and row.source is self.source]
         if len(own) < len(rows):
@@ -46,8 +53,7 @@ class _Row(PlannedRow):
         return self.source.planned([row.number for row in own])
 
     def __repr__(self) -> str:
-        pieces = self.source.plan.row_offsets[self.number : self.number + 2]
-        return f"<row {self.number} of {self.source!r}: {int(np.diff(pieces)[0])} pieces>"
+        return f"<row {self.number} of {self.source!r}: {len(self.examples)} pieces>"
 
 
 class PackedRows(Dataset[PlannedRow]):
@@ -138,17 +144,24 @@ class PackedRows(Dataset[PlannedRow]):
 
     def planned(self, numbers: Sequence[int]) -> PlannedExamples:
         """Return some rows as one planned batch, with their examples; a row may come twice."""
-        chosen = Rows(np.arange(len(self.plan.lengths)), self.plan.row_offsets)
-        rows = chosen.take(np.array(numbers, dtype=np.int64))
-        part = self.plan.in_rows(rows)
-        copies = rows.labels() * len(self._examples) + part.example_indices
+        plan = self.plan
+        pieces = [np.arange(*plan.row_offsets[number : number + 2]) for number in numbers]
+        offsets = running_sum(np.array([len(of_row) for of_row in pieces]))
+        chosen = np.concatenate(pieces)
+        rows = Rows(chosen, offsets).labels()
+        copies = rows * len(self._examples) + plan.example_indices[chosen]
         read, positions = np.unique(copies, return_inverse=True)
         examples = read % len(self._examples)
         part = replace(
-            part,
+            plan,
             example_indices=positions,
-            dropped=part.dropped[:0],
-            cut=np.flatnonzero(np.isin(examples, part.cut)),
+            starts=plan.starts[chosen],
+            lengths=plan.lengths[chosen],
+            row_offsets=offsets,
+            patches=plan.patches[chosen],
+            vision_costs=plan.vision_costs[chosen],
+            dropped=plan.dropped[:0],
+            cut=np.flatnonzero(np.isin(examples, plan.cut)),
             num_cut_tokens=0,
             num_dropped_tokens=0,
         )
@@ -162,11 +175,11 @@ class PackedRows(Dataset[PlannedRow]):
         """
         from datasets import Dataset as ArrowDataset
 
-        def read(batch: dict[str, Any]) -> dict[str, Any]:
-            return {"input_ids": [self[number] for (number,) in batch["input_ids"]]}
-
         numbers = np.arange(len(self))[:, None]
-        return ArrowDataset.from_dict({"input_ids": numbers}).with_transform(read)
+        return ArrowDataset.from_dict({"input_ids": numbers}).with_transform(self._read)
+
+    def _read(self, batch: dict[str, Any]) -> dict[str, Any]:
+        return {"input_ids": [self[number] for (number,) in batch["input_ids"]]}
 
     def __repr__(self) -> str:
         seed = {"seed": self._seed} if self._seed else {}
