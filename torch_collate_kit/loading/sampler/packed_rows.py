@@ -18,7 +18,7 @@ from torch_collate_kit.loading.orders.checks import Indices, checked_collator, c
 from torch_collate_kit.loading.orders.mixture import MixedOrder
 from torch_collate_kit.loading.orders.permutations import seeded_generator
 from torch_collate_kit.packing import PackingPlan
-from torch_collate_kit.packing.pieces import image_load
+from torch_collate_kit.packing.pieces import cut_to_fit, image_load
 from torch_collate_kit.packing.planner import plan_rows
 from torch_collate_kit.packing.rank_plan import PlannedExamples, PlannedRow
 from torch_collate_kit.packing.rows import Rows, running_sum
@@ -68,6 +68,7 @@ class PackedRows(Dataset[PlannedRow]):
     Item i is a row, planned once; ``collate([rows[3], rows[8]])`` joins rows without planning
     again, and reads their examples then. Examples are planned in blocks of 2,000 and levelled, so
     that rows cost alike. Rows are the same in every epoch; their order is the trainer's.
+    ``rows[3].examples`` are the indices of the examples in a row.
 
     Raises:
         TypeError, ValueError, DataError: an argument is wrong, or an example does not fit in a row.
@@ -104,6 +105,7 @@ class PackedRows(Dataset[PlannedRow]):
         images = None
         if collator.vision is not None:
             images = image_load(examples.patches, len(lengths), collator.packing.cost)
+        cut_to_fit(lengths, collator.packing, images)  # names an example that does not fit
         blocks, order = [], self._order(lengths)
         for start in range(0, len(order), _BLOCK):
             block = order[start : start + _BLOCK]
