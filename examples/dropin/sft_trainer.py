@@ -1,13 +1,14 @@
-"""TRL's SFTTrainer on packed rows: chats with labels, the kit's collator, no packing of TRL's own.
+"""TRL's SFTTrainer on the kit's packed rows, in place of TRL's packing.
 
     python examples/dropin/sft_trainer.py
     torchrun --standalone --nproc_per_node 2 examples/dropin/sft_trainer.py
 
-Columns `input_ids` and `labels` pass TRL's preparation as they are. A `loss_mask` column would be
-removed, and every token would train: tokenize with `labels=True`. `packing=True` and
-`padding_free=True` of SFTConfig use TRL's collator and refuse another, so they stay off. The
-`num_tokens` that TRL logs is the width of a batch, whatever the number of its rows; the count of
-`include_num_input_tokens_seen="non_padding"` is that of the tokens.
+SFTTrainer accepts nothing but a `datasets.Dataset`, so it gets `rows.to_datasets()`, which reads a
+row when it is asked for; `skip_prepare_dataset` leaves the rows alone, and
+`per_device_train_batch_size` counts them. `packing=True` and `padding_free=True` of SFTConfig use
+TRL's collator and refuse another, so they stay off. The `num_tokens` that TRL logs is the width of
+a batch, whatever the number of its rows; the count of `include_num_input_tokens_seen="non_padding"`
+is that of the tokens.
 """
 
 from __future__ import annotations
@@ -27,17 +28,18 @@ num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
 tokenizer = tiny.make_tokenizer()
 chats = datasets.Dataset.from_list(tiny.make_chats())
 examples, skipped = kit.tokenize_chat_dataset(chats, tokenizer, kit.ChatOptions(labels=True))
+collate = kit.PackedCollator(tokenizer, max_tokens=62).for_trainer()
+rows = kit.PackedRows(kit.TokenizedDataset(examples), collate)
 
 with tempfile.TemporaryDirectory() as folder:
     settings = trl.SFTConfig(
         output_dir=folder,
-        max_steps=tiny.NUM_STEPS,
-        per_device_train_batch_size=tiny.BATCH_SIZE // ACCUMULATE // num_ranks,
+        num_train_epochs=2,  # of the same rows, in another order
+        per_device_train_batch_size=tiny.ROWS_PER_STEP // ACCUMULATE // num_ranks,
         gradient_accumulation_steps=ACCUMULATE,
-        max_length=None,  # nothing is cut: that of tokenize_chat_dataset drops and counts
-        max_grad_norm=0.0,  # the rest is as in the reference: no clipping, no schedule, in order
+        dataset_kwargs={"skip_prepare_dataset": True},  # the examples are tokenized
+        max_grad_norm=0.0,  # the rest is as in the reference: no clipping, no schedule
         lr_scheduler_type="constant",
-        train_sampling_strategy="sequential",
         logging_steps=1,
         include_num_input_tokens_seen="non_padding",  # right, unlike num_tokens
         save_strategy="no",
@@ -46,21 +48,21 @@ with tempfile.TemporaryDirectory() as folder:
         use_cpu=True,
         bf16=False,
     )
-    model = tiny.make_model()
+    model, noting = tiny.make_model(), tiny.Noting(collate)
     trainer = trl.SFTTrainer(
         model,
         settings,
-        train_dataset=examples,
-        data_collator=kit.PackedCollator(tokenizer, max_tokens=tiny.MAX_TOKENS).for_trainer(),
+        train_dataset=rows.to_datasets(),
+        data_collator=noting,
         processing_class=tokenizer,
         optimizers=(tiny.make_optimizer(model), None),
     )
     trainer.train()
+    steps = noting.steps(ACCUMULATE)
 
 if trainer.is_world_process_zero():
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    steps = range(0, len(examples), tiny.BATCH_SIZE)
-    tiny.compare(losses, [list(range(i, i + tiny.BATCH_SIZE)) for i in steps])
+    tiny.compare(losses, steps)
 
 accelerator = trainer.accelerator
 del trainer, model  # they hold the process group, in a cycle

@@ -24,6 +24,7 @@ import torch_collate_kit as kit
 NUM_STEPS = 20
 BATCH_SIZE = 8  # examples per step, over all ranks and micro-batches
 MAX_TOKENS = 64  # per row
+ROWS_PER_STEP = 4  # of scripts whose dataset has packed rows, over all ranks and micro-batches
 ACCURACY = 1e-5  # of every loss, in float32
 PAD = 0
 VOCABULARY = ["<pad>", "<user>", "<assistant>", "<end>", *"abcdefghijklmnopqrstuvwxyz"]
@@ -147,6 +148,29 @@ def numbers_in(*batches: kit.Batch) -> list[int]:
     of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, mine)
     return list(chain.from_iterable(of_ranks))
+
+
+class Noting:
+    """A data_collator for rows that notes which examples were in each of this rank's batches."""
+
+    def __init__(self, collate: Any) -> None:
+        self.collate, self.batches = collate, []
+
+    def __call__(self, items: list[Any]) -> dict[str, Any]:
+        rows = [item["input_ids"] if isinstance(item, dict) else item for item in items]
+        self.batches.append([row.examples for row in rows])
+        return self.collate(items)
+
+    def steps(self, num_micro_batches: int) -> list[list[int]]:
+        """Return the examples of each step on all ranks."""
+        of_ranks: list[Any] = [self.batches]
+        if dist.is_initialized():
+            of_ranks *= dist.get_world_size()
+            dist.all_gather_object(of_ranks, self.batches)
+        batches = [list(chain.from_iterable(of)) for of in zip(*of_ranks, strict=True)]
+        starts = range(0, len(batches), num_micro_batches)
+        of_steps = [chain(*batches[i : i + num_micro_batches]) for i in starts]
+        return [list(chain.from_iterable(rows)) for rows in of_steps]
 
 
 def compare(losses: list[float], numbers: list[list[int]]) -> None:

@@ -1,11 +1,13 @@
-"""transformers.Trainer on packed rows: accumulation, evaluation, and metrics per example.
+"""transformers.Trainer on a dataset of packed rows: full steps, in the order of its own sampler.
 
     python examples/dropin/trainer.py
     torchrun --standalone --nproc_per_node 2 examples/dropin/trainer.py
 
-Trainer counts the labels of a step over micro-batches and ranks, and the model divides by that
-count (`num_items_in_batch`), so the loss is the exact token mean. `eval_loss` is not: it is a mean
-of batch means. `compute_metrics` below takes the loss of each example out of the rows.
+An item of PackedRows is a planned row: `per_device_train_batch_size` counts rows, and the shuffle,
+schedule and resume are Trainer's own. Trainer counts the labels of a step over micro-batches and
+ranks, and the model divides by that count (`num_items_in_batch`), so the loss is the exact token
+mean. `eval_loss` is not: it is a mean of row means. `compute_metrics` below takes the loss of each
+example out of the rows.
 """
 
 from __future__ import annotations
@@ -24,16 +26,18 @@ import torch_collate_kit as kit
 
 ACCUMULATE = 2
 num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
-train_examples, eval_examples = tiny.make_examples(), tiny.make_examples(21, seed=1)
+collate = kit.PackedCollator(tiny.PAD, max_tokens=62).for_trainer()
 
-# One row per micro-batch. In evaluation Trainer gathers rows: their number must be the same on all
-# ranks. "sequential" keeps the examples of a row in their order, and so that of the results.
-longest = max(len(example["input_ids"]) for example in train_examples + eval_examples)
-collate = kit.PackedCollator(
-    tiny.PAD,
-    max_tokens=tiny.BATCH_SIZE * longest,
-    strategy="sequential",
-).for_trainer()
+
+def rows_of(examples: list[dict[str, Any]]) -> kit.PackedRows:
+    """Return the examples as packed rows; the trainer's sampler shuffles and divides them."""
+    dataset = kit.TokenizedDataset(examples, columns=["input_ids", "labels"])
+    return kit.PackedRows(dataset, collate)
+
+
+train_rows = rows_of(tiny.make_examples())
+eval_examples = tiny.make_examples(21, seed=1)
+eval_rows = rows_of(eval_examples)
 
 
 def token_losses(logits: torch.Tensor, labels: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -45,15 +49,13 @@ def token_losses(logits: torch.Tensor, labels: tuple[torch.Tensor, ...]) -> torc
 
 
 def sums_and_counts(prediction: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Of each example in the order of the dataset: the sum of its losses, and its targets.
+    """Of each example in the order of the rows: the sum of its losses, and its targets.
 
     All of them have targets: unpack leaves out an example without any, and the next moves up.
     """
     labels, position_ids = prediction.label_ids
     inputs = {"labels": labels, "position_ids": position_ids}
-    # On several ranks the last batch was filled up with examples of the beginning: cut them off.
-    losses = kit.unpack(prediction.predictions, inputs)[: len(eval_examples)]
-    targets = kit.unpack(labels, inputs)[: len(eval_examples)]
+    losses, targets = kit.unpack(prediction.predictions, inputs), kit.unpack(labels, inputs)
     counts = [np.count_nonzero(part != -100) for part in targets]
     return np.array([part.sum() for part in losses]), np.array(counts)
 
@@ -66,14 +68,13 @@ def compute_metrics(prediction: transformers.EvalPrediction) -> dict[str, float]
 with tempfile.TemporaryDirectory() as folder:
     settings = transformers.TrainingArguments(
         output_dir=folder,
-        max_steps=tiny.NUM_STEPS,
-        per_device_train_batch_size=tiny.BATCH_SIZE // ACCUMULATE // num_ranks,
+        num_train_epochs=2,  # of the same rows, in another order
+        per_device_train_batch_size=tiny.ROWS_PER_STEP // ACCUMULATE // num_ranks,
         gradient_accumulation_steps=ACCUMULATE,
-        per_device_eval_batch_size=tiny.BATCH_SIZE,
+        per_device_eval_batch_size=1,
         label_names=["labels", "position_ids"],  # compute_metrics needs both to find the examples
-        max_grad_norm=0.0,  # the rest is as in the reference: no clipping, no schedule, in order
+        max_grad_norm=0.0,  # the rest is as in the reference: no clipping, no schedule
         lr_scheduler_type="constant",
-        train_sampling_strategy="sequential",
         logging_steps=1,
         save_strategy="no",
         report_to=[],
@@ -81,32 +82,33 @@ with tempfile.TemporaryDirectory() as folder:
         disable_tqdm=True,
         use_cpu=True,
     )
-    model = tiny.make_model()
+    model, noting = tiny.make_model(), tiny.Noting(collate)
     trainer = transformers.Trainer(
         model,
         settings,
-        train_dataset=train_examples,
-        eval_dataset=eval_examples,
-        data_collator=collate,
+        train_dataset=train_rows,
+        eval_dataset=eval_rows,
+        data_collator=noting,
         optimizers=(tiny.make_optimizer(model), None),
         preprocess_logits_for_metrics=token_losses,
         compute_metrics=compute_metrics,
     )
     trainer.train()
+    steps = noting.steps(ACCUMULATE)
     trainer.evaluate()  # prints its metrics
-    sums, counts = sums_and_counts(trainer.predict(eval_examples))
+    sums, counts = sums_and_counts(trainer.predict(eval_rows))
 
 if trainer.is_world_process_zero():
     alone = tiny.make_model("eager")
     alone.load_state_dict(model.state_dict())
-    expected = [tiny.nll_of(alone, e).item() / tiny.num_targets([e]) for e in eval_examples]
+    in_rows = [eval_examples[i] for row in eval_rows for i in row.examples]
+    expected = [tiny.nll_of(alone, e).item() / tiny.num_targets([e]) for e in in_rows]
     difference = np.abs(sums / counts - expected).max()
     print(f"evaluation: {len(sums)} examples, the largest difference is {difference:.1e}")
     if not difference <= tiny.ACCURACY:
         raise SystemExit("the losses of examples differ from those of each example alone")
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    steps = range(0, len(train_examples), tiny.BATCH_SIZE)
-    tiny.compare(losses, [list(range(i, i + tiny.BATCH_SIZE)) for i in steps])
+    tiny.compare(losses, steps)
 
 accelerator = trainer.accelerator
 del trainer, model  # they hold the process group, in a cycle

@@ -12,7 +12,15 @@ import pytest
 from torch.utils.data import DataLoader
 
 from tests.building import packed_collator
-from torch_collate_kit import Mixture, PackedCollator, PackedRows, TokenizedDataset
+from torch_collate_kit import (
+    Mixture,
+    PackedCollator,
+    PackedRows,
+    PrefetchingSampler,
+    PrefetchLoader,
+    TokenizedDataset,
+)
+from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing import ParallelLayout
 
 RNG = np.random.default_rng(0)
@@ -55,6 +63,44 @@ def test_a_batch_is_its_rows_one_after_the_other() -> None:
     assert pickle.loads(pickle.dumps(rows))[3].joined is not None
 
 
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_workers_collate_rows(start: str) -> None:
+    collate = packed_collator(0, max_tokens=64)
+    rows = PackedRows(TokenizedDataset([DATA[i] for i in range(60)]), collate)
+    options: dict[str, Any] = {"batch_size": 7, "collate_fn": collate}
+    expected = [batch["input_ids"] for batch in DataLoader(rows, **options)]
+    workers = {"num_workers": 1, "multiprocessing_context": start}
+    for dataset in (rows, rows.to_datasets()):
+        found = [batch["input_ids"] for batch in DataLoader(dataset, **options, **workers)]
+        assert all(a.equal(b) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_row_says_its_examples() -> None:
+    examples = [{"input_ids": [i + 1] * n} for i, n in enumerate(LENGTHS[:200])]
+    collate = packed_collator(0, max_tokens=64)
+    rows = PackedRows(TokenizedDataset(examples), collate)
+    assert sorted(i for row in rows for i in row.examples) == list(range(200))
+    for row in rows:
+        ids = collate([row])["input_ids"][0].tolist()
+        assert [token - 1 for token in dict.fromkeys(ids) if token] == row.examples
+    assert repr(rows[2]).startswith("<row 2 of PackedRows(<TokenizedDataset of 200>, Packed")
+    assert repr(rows[2]).endswith(f": {len(rows[2].examples)} pieces>")
+
+
+def test_a_row_that_fails_is_left_out_and_logged() -> None:
+    examples: list[dict[str, Any]] = [{"input_ids": [7] * n, "loss_mask": [1] * n} for n in LENGTHS]
+    examples[140]["loss_mask"] = [1, 1, 1, 1] if LENGTHS[140] != 4 else [1]
+    collate = packed_collator(0, max_tokens=64)
+    rows = PackedRows(TokenizedDataset(examples), collate)
+    (bad,) = (row.number for row in rows if 140 in row.examples)
+    sampler = PrefetchingSampler(rows, batch_size=4)
+    data = DataLoader(rows, batch_sampler=sampler, collate_fn=collate)
+    with PrefetchLoader(data, on_error="skip") as loader:
+        seen = sum(batch.metadata["num_tokens"] for batch in loader)
+        assert [one.example for one in loader.skipped] == [bad]
+    assert seen == LENGTHS.sum() - rows.plan.row_tokens[bad]
+
+
 @pytest.mark.parametrize("overflow", ["split", "truncate", "drop"])
 def test_what_is_too_long(overflow: str, caplog: pytest.LogCaptureFixture) -> None:
     collate = packed_collator(0, max_tokens=12, overflow=overflow)
@@ -93,6 +139,7 @@ BAD: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
         TypeError,
         "examples must be a TokenizedDataset or a Mixture of them, got <list of",
     ),
+    (DATA, {"max_tokens": 16}, DataError, "example 0 has 51 tokens, more than the 16 that fit"),
     (
         SHORT,
         {"parallel": ParallelLayout(dp=2)},

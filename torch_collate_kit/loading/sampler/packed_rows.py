@@ -18,7 +18,7 @@ from torch_collate_kit.loading.orders.checks import Indices, checked_collator, c
 from torch_collate_kit.loading.orders.mixture import MixedOrder
 from torch_collate_kit.loading.orders.permutations import seeded_generator
 from torch_collate_kit.packing import PackingPlan
-from torch_collate_kit.packing.pieces import image_load
+from torch_collate_kit.packing.pieces import cut_to_fit, image_load
 from torch_collate_kit.packing.planner import plan_rows
 from torch_collate_kit.packing.rank_plan import PlannedExamples, PlannedRow
 from torch_collate_kit.packing.rows import Rows, running_sum
@@ -36,6 +36,13 @@ class _Row(PlannedRow):
     source: PackedRows
     number: int
 
+    @property
+    def examples(self) -> list[int]:
+        """The index in the dataset of the example of each piece."""
+        first, stop = self.source.plan.row_offsets[self.number : self.number + 2]
+        examples: list[int] = self.source.plan.example_indices[first:stop].tolist()
+        return examples
+
     def joined(self, rows: Sequence[PlannedRow]) -> PlannedExamples:
         own = [row for row in rows if isinstance(row, _Row) and row.source is self.source]
         if len(own) < len(rows):
@@ -46,8 +53,7 @@ class _Row(PlannedRow):
         return self.source.planned([row.number for row in own])
 
     def __repr__(self) -> str:
-        pieces = self.source.plan.row_offsets[self.number : self.number + 2]
-        return f"<row {self.number} of {self.source!r}: {int(np.diff(pieces)[0])} pieces>"
+        return f"<row {self.number} of {self.source!r}: {len(self.examples)} pieces>"
 
 
 class PackedRows(Dataset[PlannedRow]):
@@ -62,6 +68,7 @@ class PackedRows(Dataset[PlannedRow]):
     Item i is a row, planned once; ``collate([rows[3], rows[8]])`` joins rows without planning
     again, and reads their examples then. Examples are planned in blocks of 2,000 and levelled, so
     that rows cost alike. Rows are the same in every epoch; their order is the trainer's.
+    ``rows[3].examples`` are the indices of the examples in a row.
 
     Raises:
         TypeError, ValueError, DataError: an argument is wrong, or an example does not fit in a row.
@@ -98,6 +105,7 @@ class PackedRows(Dataset[PlannedRow]):
         images = None
         if collator.vision is not None:
             images = image_load(examples.patches, len(lengths), collator.packing.cost)
+        cut_to_fit(lengths, collator.packing, images)  # names an example that does not fit
         blocks, order = [], self._order(lengths)
         for start in range(0, len(order), _BLOCK):
             block = order[start : start + _BLOCK]
@@ -138,17 +146,24 @@ class PackedRows(Dataset[PlannedRow]):
 
     def planned(self, numbers: Sequence[int]) -> PlannedExamples:
         """Return some rows as one planned batch, with their examples; a row may come twice."""
-        chosen = Rows(np.arange(len(self.plan.lengths)), self.plan.row_offsets)
-        rows = chosen.take(np.array(numbers, dtype=np.int64))
-        part = self.plan.in_rows(rows)
-        copies = rows.labels() * len(self._examples) + part.example_indices
+        plan = self.plan
+        pieces = [np.arange(*plan.row_offsets[number : number + 2]) for number in numbers]
+        offsets = running_sum(np.array([len(of_row) for of_row in pieces]))
+        chosen = np.concatenate(pieces)
+        rows = Rows(chosen, offsets).labels()
+        copies = rows * len(self._examples) + plan.example_indices[chosen]
         read, positions = np.unique(copies, return_inverse=True)
         examples = read % len(self._examples)
         part = replace(
-            part,
+            plan,
             example_indices=positions,
-            dropped=part.dropped[:0],
-            cut=np.flatnonzero(np.isin(examples, part.cut)),
+            starts=plan.starts[chosen],
+            lengths=plan.lengths[chosen],
+            row_offsets=offsets,
+            patches=plan.patches[chosen],
+            vision_costs=plan.vision_costs[chosen],
+            dropped=plan.dropped[:0],
+            cut=np.flatnonzero(np.isin(examples, plan.cut)),
             num_cut_tokens=0,
             num_dropped_tokens=0,
         )
@@ -162,11 +177,11 @@ class PackedRows(Dataset[PlannedRow]):
         """
         from datasets import Dataset as ArrowDataset
 
-        def read(batch: dict[str, Any]) -> dict[str, Any]:
-            return {"input_ids": [self[number] for (number,) in batch["input_ids"]]}
-
         numbers = np.arange(len(self))[:, None]
-        return ArrowDataset.from_dict({"input_ids": numbers}).with_transform(read)
+        return ArrowDataset.from_dict({"input_ids": numbers}).with_transform(self._read)
+
+    def _read(self, batch: dict[str, Any]) -> dict[str, Any]:
+        return {"input_ids": [self[number] for (number,) in batch["input_ids"]]}
 
     def __repr__(self) -> str:
         seed = {"seed": self._seed} if self._seed else {}
