@@ -88,7 +88,9 @@ def _figures(
     ids = SimpleNamespace(pad_token_id=0, eos_token_id=0)  # "wrapped" needs an end token
     collate = PackedCollator(ids, packing=packing, normalize_loss=False)
     sampler = PackedBatchSampler(lengths, collate, patches=images, **number)  # type: ignore[arg-type]
-    num_steps, epoch, figures, drawn = len(sampler), 0, [], []
+    num_steps, epoch = len(sampler), 0
+    figures: list[tuple[float, ...]] = []
+    drawn: list[tuple[Ints, Ints]] = []
     while len(figures) < _MOST_STEPS:
         for step, part in enumerate(islice(sampler, _MOST_STEPS - len(figures))):
             plan = part.plan
@@ -98,6 +100,7 @@ def _figures(
             figures.append((*_of_step(plan, width), _token_mean(np.log2(sizes), plan.lengths)))
         epoch += 1
     tokens, cells, slowest, time, ideal, means = np.transpose(figures)
+    sizes, placed = (np.concatenate(of) for of in zip(*drawn, strict=True))
     return {
         "steps": kind,
         **number,
@@ -105,7 +108,7 @@ def _figures(
         "padding": 1 - float(tokens.sum() / cells.sum()),
         "imbalance": float(slowest.mean()),
         "imbalance_99": float(np.quantile(slowest, 0.99)),
-        "unlikeness": _unlikeness(means, *map(np.concatenate, zip(*drawn, strict=True)), lengths),
+        "unlikeness": _unlikeness(means, sizes, placed, lengths),
         "time_per_token": float(time.sum() / ideal.sum()),
     }
 

@@ -158,11 +158,17 @@ class PackedBatchSampler(EpochSampler):
             images = image_load(patches, len(self._lengths), self._packing.cost)
             self._images = ImageLoad(images.patches.copy(), images.costs)
             self._image_costs_digest = digest_in_blocks(images.costs)
-        if self._packing.overflow == "raise" or patches is not None:
+        if (self._packing.overflow == "raise" and not self._all_fit()) or patches is not None:
             cut_to_fit(self._lengths, self._packing, self._images)
+
+    def _all_fit(self) -> bool:
+        """Return whether no length has to be looked at again, nor arrays made of all of them."""
+        return self._images is None and int(self._lengths.max(initial=0)) <= self._packing.capacity
 
     def _entries_by_rows(self) -> Entries:
         """Return what an order by rows counts: examples, or with "split" their pieces."""
+        if len(self._lengths) and self._all_fit():
+            return Entries(self._lengths)
         pieces = cut_to_fit(self._lengths, self._packing, self._images)
         if not len(pieces.lengths):
             raise ValueError(
