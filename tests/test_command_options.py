@@ -54,6 +54,7 @@ OPTIONS = [
     ("report", "lengths.npy", "--strategy sequential", ", best_fit_decr", ", sequential"),
     ("report", "lengths.npy --max-tokens 8", "--overflow truncate", "drops 1", "cuts 1"),
     ("report", "lengths.npy", "--batch-size 2", "packed all examples", "packed 2 examples"),
+    ("report", "lengths.npy --json", "--batch-rows 1", '"steps": []', '"steps": "by_rows"'),
     ("report", "lengths.npy --json", "--dp 2", '"dp": 1', '"dp": 2'),
     ("report", "lengths.npy --cp 2", "--tp 4", "aligned to 4 ", "aligned to 16 "),
     ("report", "lengths.npy --tp 2", "--cp 4", "aligned to 2 ", "aligned to 16 "),

@@ -57,6 +57,12 @@ def add_report(commands: Any) -> None:
         help=f"packing strategies to compare: {', '.join(STRATEGIES)}",
     )
     parser.add_argument(
+        "--batch-rows",
+        type=number,
+        metavar="N",
+        help="rows of a step over all ranks: compares steps by examples, by rows and wrapped",
+    )
+    parser.add_argument(
         "--overflow",
         choices=("drop", "truncate", "split", "raise"),
         default="drop",
@@ -78,6 +84,7 @@ def _report(options: argparse.Namespace) -> int:
         parallel=ParallelLayout(dp=options.dp, tp=options.tp, cp=options.cp),
         overflow=options.overflow,
         batch_size=options.batch_size,
+        batch_rows=options.batch_rows,
         show=False,
     )
     print(json.dumps(report, indent=2) if options.json else report)

@@ -33,6 +33,7 @@ from torch_collate_kit.reporting.candidates import (
 )
 from torch_collate_kit.reporting.lengths import data_lengths
 from torch_collate_kit.reporting.plots import PLOTS
+from torch_collate_kit.reporting.steps import steps_legend, steps_of, steps_table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -53,12 +54,14 @@ class PackingReport(dict[str, Any]):
       ``histogram`` of lengths;
     - ``"options"``: the options of the plans;
     - ``"candidates"``: a dict for each ``max_tokens`` and strategy, padded rows first;
-    - ``"recommended"``: ``max_tokens``, ``strategy``, the ``reason``, and ``notes``.
+    - ``"recommended"``: ``max_tokens``, ``strategy``, the ``reason``, and ``notes``;
+    - ``"steps"``: with ``batch_rows``, a dict for steps "by_examples", "by_rows" and "wrapped".
 
     A candidate has ``max_tokens``, ``strategy``, ``efficiency`` and ``padding`` (shares of the
     cells), ``num_rows``, ``num_tokens``, ``num_cells``, ``num_dropped``, ``num_dropped_tokens``,
     ``num_cut``, ``num_cut_tokens``, ``tokens_per_rank``, ``cost_per_rank``,
-    ``tokens_max_over_mean``, ``cost_max_over_mean`` and ``plan_seconds``.
+    ``tokens_max_over_mean``, ``cost_max_over_mean`` and ``plan_seconds``. Steps have ``num_steps``,
+    ``padding``, ``imbalance``, ``imbalance_99``, ``unlikeness`` and ``time_per_token``.
 
     >>> report = packing_report([5, 3, 9, 2], 10, show=False)
     >>> [(c["strategy"], c["num_rows"]) for c in report["candidates"]]
@@ -105,7 +108,11 @@ class PackingReport(dict[str, Any]):
         for i, (candidate, line) in enumerate(zip(self["candidates"], lines, strict=True)):
             begins_group = i > 0 and candidate["strategy"] == PADDED
             texts += ["", line] if begins_group else [line]
-        return "\n".join([*texts, "", headline(self), *_recommendation(self)])
+        texts += ["", headline(self), *_recommendation(self)]
+        if self.get("steps"):
+            names, rows = steps_table(self)
+            texts += ["", *text_table(names, rows, names[:1]), *steps_legend(names)]
+        return "\n".join(texts)
 
     def _repr_html_(self) -> str | None:
         """Return the report as an HTML table, the recommended layout in bold."""
@@ -117,7 +124,12 @@ class PackingReport(dict[str, Any]):
         table = html_table(names, rows, _LEFT, ["font-weight:bold" * (of == best) for of in found])
         before = "<br>".join(map(escape, _intro(self, names)))
         after = "<br>".join(map(escape, _recommendation(self)))
-        return f"<div><p>{before}</p>{table}<p><b>{escape(headline(self))}</b><br>{after}</p></div>"
+        html = f"<p>{before}</p>{table}<p><b>{escape(headline(self))}</b><br>{after}</p>"
+        if self.get("steps"):
+            names, rows = steps_table(self)
+            table = html_table(names, rows, names[:1], [""] * len(rows))
+            html += f"<br>{table}<p>{'<br>'.join(map(escape, steps_legend(names)))}</p>"
+        return f"<div>{html}</div>"
 
 
 def packing_report(
@@ -133,6 +145,7 @@ def packing_report(
     patches: Patches | None = None,
     max_patches: int | None = None,
     batch_size: int | None = None,
+    batch_rows: int | None = None,
     padded_batch_size: int | None = None,
     show: bool = True,
 ) -> PackingReport:
@@ -161,6 +174,9 @@ def packing_report(
         max_patches: as for ``pack``.
         batch_size: examples that are packed together, over all ranks: the batch of a collator.
             None packs all of the data at once, as if it had been packed before training.
+        batch_rows: rows of a step over all ranks. A second table then compares steps by examples,
+            by rows and of documents joined end to end ("wrapped"), at the recommended
+            ``max_tokens``. None: no such table.
         padded_batch_size: examples that a rank pads together. None: ``batch_size`` divided by the
             ranks, or 8.
         show: print the report.
@@ -207,7 +223,11 @@ def packing_report(
         padded_batch_size = 8 if batch_size is None else max(1, batch_size // ranks)
     padded_batch_size = checked_int("padded_batch_size", padded_batch_size)
     checked_bool("show", show)
+    batch_rows = checked_optional_int("batch_rows", batch_rows, hint="None compares no steps")
     report = _report(found.lengths, images, packings, batch_size, padded_batch_size)
+    if batch_rows is not None and not fits_nothing(report):
+        packing = replace(packing, max_tokens=report["recommended"]["max_tokens"])
+        report["steps"] = steps_of(found.lengths, images, packing, batch_rows, batch_size)
     if show:
         print(report)
     return report
@@ -251,6 +271,7 @@ def _report(
         options={**options, "batch_size": batch_size, "padded_batch_size": padded_batch_size},
         candidates=candidates,
         recommended=recommended(candidates, num_tokens),
+        steps=[],
     )
 
 

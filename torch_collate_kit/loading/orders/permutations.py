@@ -68,8 +68,11 @@ class KeyedOrder:
         stop = min(stop, self._size)
         first, block = self._block  # one read: another thread may be at another place
         if not first <= start <= stop <= first + len(block):
-            first = start // _BLOCK * _BLOCK
-            block = self._at(np.arange(first, min(self._size, max(stop, first + _BLOCK))))
+            kept = block[start - first :] if first <= start else block[:0]
+            first = start if len(kept) else start // _BLOCK * _BLOCK
+            done = first + len(kept)  # read on, so that no position of a scan is computed twice
+            rest = self._at(np.arange(done, min(self._size, max(stop, done + _BLOCK))))
+            block = np.concatenate([kept, rest])
             self._block = first, block
         return block[start - first : stop - first]
 

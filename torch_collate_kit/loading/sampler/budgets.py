@@ -193,6 +193,7 @@ class ByRows(Budget):
         self._starts: dict[int, dict[int, int]] = {}  # [epoch][first step of a window]: its place
         self._windows: dict[tuple[int, int], _Window] = {}
         self._planned: tuple[int, _Window, Indices, WindowPlan] | None = None
+        self._recent = -1, 0  # epoch and first step of the window that was asked for last
 
     def num_steps(self, epoch: int) -> int:
         """Return the number of steps of an epoch."""
@@ -274,7 +275,7 @@ class ByRows(Budget):
                 f"window_start={start!r}, where no window of step {step} of an epoch of {size} "
                 "examples can begin"
             )
-        self._starts = {epoch: {first: place}}
+        self._starts, self._recent = {epoch: {first: place}}, (-1, 0)
 
     def _is_piece(self, entries: Indices) -> np.ndarray:
         """Return whether each entry is one of several pieces of its example: bool."""
@@ -306,9 +307,12 @@ class ByRows(Budget):
 
     def _window_of(self, epoch: int, step: int) -> _Window | None:
         """Return the window that has a step; None if the epoch has no such step."""
-        first = self._start_before(epoch, step)
+        of, first = self._recent  # one read: another thread may be at another window
+        if of != epoch or first > step:
+            first = self._start_before(epoch, step)  # takes longer, the more windows are known
         while (window := self._window(epoch, first)) is not None:
             if step < first + window.num_steps:
+                self._recent = epoch, first
                 return window
             first += window.num_steps
         return None

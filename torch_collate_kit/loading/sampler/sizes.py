@@ -62,12 +62,17 @@ class ExampleSizes:
             images = image_load(patches, len(self.lengths), self._packing.cost)
             self.images = ImageLoad(images.patches.copy(), images.costs)
             self.image_costs_digest = digest_in_blocks(images.costs)
-        if not self._is_wrapped and (self._packing.overflow == "raise" or patches is not None):
+        if not self._all_fit() and (self._packing.overflow == "raise" or patches is not None):
             cut_to_fit(self.lengths, self._packing, self.images)
+
+    def _all_fit(self) -> bool:
+        """Return whether no length has to be looked at again, nor arrays made of all of them."""
+        longest = int(self.lengths.max(initial=0))
+        return self._is_wrapped or (self.images is None and longest <= self._packing.capacity)
 
     def entries(self) -> Entries:
         """Return what an order by rows counts: examples, or with "split" their pieces."""
-        if self._is_wrapped:
+        if len(self.lengths) and self._all_fit():
             return Entries(self.lengths)
         pieces = cut_to_fit(self.lengths, self._packing, self.images)
         if not len(pieces.lengths):
