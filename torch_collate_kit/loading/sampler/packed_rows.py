@@ -17,6 +17,7 @@ from torch_collate_kit.loading.orders import Mixture
 from torch_collate_kit.loading.orders.checks import Indices, checked_collator, checked_word
 from torch_collate_kit.loading.orders.mixture import MixedOrder
 from torch_collate_kit.loading.orders.permutations import seeded_generator
+from torch_collate_kit.loading.sampler.sizes import is_tokenized
 from torch_collate_kit.packing import PackingPlan
 from torch_collate_kit.packing.pieces import cut_to_fit, image_load
 from torch_collate_kit.packing.planner import plan_rows
@@ -67,7 +68,7 @@ class PackedRows(Dataset[PlannedRow]):
 
     Item i is a row, planned once; ``collate([rows[3], rows[8]])`` joins rows without planning
     again, and reads their examples then. Examples are planned in blocks of 2,000 and levelled, so
-    that rows cost alike. Rows are the same in every epoch; their order is the trainer's.
+    that rows cost alike ("wrapped": all at once). Rows are the same in every epoch; their order is the trainer's.
     ``rows[3].examples`` are the indices of the examples in a row.
 
     Raises:
@@ -87,10 +88,7 @@ class PackedRows(Dataset[PlannedRow]):
         self._examples, self._collate = examples, collate
         self._seed = checked_word("seed", seed)
         collator = checked_collator(collate)
-        is_tokenized = isinstance(examples, TokenizedDataset) or (
-            isinstance(examples, Mixture) and examples.is_tokenized
-        )
-        if not is_tokenized:
+        if not is_tokenized(examples):
             raise TypeError(
                 "examples must be a TokenizedDataset or a Mixture of them, got "
                 f"{KindAndSize(examples)!r}; wrap it: TokenizedDataset(examples)"
@@ -105,17 +103,21 @@ class PackedRows(Dataset[PlannedRow]):
         images = None
         if collator.vision is not None:
             images = image_load(examples.patches, len(lengths), collator.packing.cost)
-        cut_to_fit(lengths, collator.packing, images)  # names an example that does not fit
         blocks, order = [], self._order(lengths)
-        for start in range(0, len(order), _BLOCK):
-            block = order[start : start + _BLOCK]
+        at_once = _BLOCK
+        if collator.packing.strategy == "wrapped":
+            at_once = len(order)  # each block would end with a row that is not full
+        else:
+            cut_to_fit(lengths, collator.packing, images)  # names an example that does not fit
+        for start in range(0, len(order), at_once):
+            block = order[start : start + at_once]
             of_block = None if images is None else images.take(block)
             blocks.append((block, plan_rows(lengths[block], collator.packing, of_block)))
         self.plan = _joined(blocks)
         if not len(self.plan.lengths):
             raise ValueError(f"all {len(lengths)} examples are dropped; raise max_tokens")
         lost = len(self.plan.dropped), len(self.plan.cut), self.plan.num_dropped_tokens
-        if lost[0] or lost[1]:
+        if lost[2] or self.plan.num_cut_tokens:
             _logger.warning(
                 "PackedRows: %d of %d examples are dropped with %d tokens, and %d are cut by %d",
                 lost[0], len(lengths), lost[2], lost[1], self.plan.num_cut_tokens,

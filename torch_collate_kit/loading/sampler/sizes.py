@@ -34,13 +34,13 @@ class ExampleSizes:
     ) -> None:
         self._collate, self._packing = collate, collate.packing
         self._is_wrapped = self._packing.strategy == "wrapped"
-        if _is_tokenized(examples) and (num_loss_tokens is not None or patches is not None):
+        if is_tokenized(examples) and (num_loss_tokens is not None or patches is not None):
             raise TypeError(
                 "num_loss_tokens and patches are read from the TokenizedDataset; pass them only "
                 "beside bare lengths"
             )
         self._read(examples, patches)
-        if collate.normalize_loss and _is_tokenized(examples):
+        if collate.normalize_loss and is_tokenized(examples):
             num_loss_tokens = examples.num_loss_tokens
             if self._is_wrapped:
                 is_unknown = bool((num_loss_tokens != self.lengths - 1).any())
@@ -53,7 +53,7 @@ class ExampleSizes:
     def _read(self, examples: Any, patches: Patches | None) -> None:
         """Read lengths and patches; an example that does not fit is named before any batch."""
         if isinstance(examples, TokenizedDataset | Mixture):
-            if _is_tokenized(examples):
+            if is_tokenized(examples):
                 patches = None if self._collate.vision is None else examples.patches
             examples = examples.lengths
         self.lengths = checked_lengths(examples).copy()
@@ -152,7 +152,7 @@ class ExampleSizes:
         return {"num_tokens": int(self.lengths[:num_examples].sum()), **digests}
 
 
-def _is_tokenized(examples: Any) -> TypeGuard[TokenizedDataset | Mixture]:
+def is_tokenized(examples: Any) -> TypeGuard[TokenizedDataset | Mixture]:
     """Return whether trained tokens can be read from the examples."""
     if isinstance(examples, Mixture):
         return examples.is_tokenized
