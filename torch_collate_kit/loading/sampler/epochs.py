@@ -17,7 +17,7 @@ from torch_collate_kit.loading.orders.checks import (
     checked_shuffle,
     checked_word,
 )
-from torch_collate_kit.loading.orders.mixture import MixedOrder
+from torch_collate_kit.loading.orders.mixed_order import MixedOrder
 from torch_collate_kit.loading.orders.order import Order, ShuffledOrder, UserOrder
 from torch_collate_kit.loading.orders.states import Growth
 from torch_collate_kit.loading.sampler.budgets import Budget, Step

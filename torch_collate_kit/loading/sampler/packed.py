@@ -12,6 +12,7 @@ from torch_collate_kit._checks import checked_int
 from torch_collate_kit._reprs import KindAndSize
 from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading.dataset import TokenizedDataset
+from torch_collate_kit.loading.orders import Mixture
 from torch_collate_kit.loading.orders.checks import (
     NEW_RUN,
     Indices,
@@ -21,9 +22,10 @@ from torch_collate_kit.loading.orders.checks import (
     is_count,
     is_same,
 )
-from torch_collate_kit.loading.orders.mixture import MixedOrder, Mixture
+from torch_collate_kit.loading.orders.mixed_order import MixedOrder
 from torch_collate_kit.loading.orders.order import Order, UserOrder
-from torch_collate_kit.loading.sampler.budgets import Budget, ByExamples, ByRows, Entries, Step
+from torch_collate_kit.loading.sampler.budgets import Budget, ByExamples, Step
+from torch_collate_kit.loading.sampler.by_rows import ByRows, Entries
 from torch_collate_kit.loading.sampler.resuming import ResumingSampler
 from torch_collate_kit.loading.sampler.sizes import ExampleSizes
 from torch_collate_kit.loading.sampler.wrapped import ByTokens

@@ -15,7 +15,7 @@ from torch_collate_kit._reprs import KindAndSize, call_repr
 from torch_collate_kit.loading.dataset import TokenizedDataset
 from torch_collate_kit.loading.orders import Mixture
 from torch_collate_kit.loading.orders.checks import Indices, checked_collator, checked_word
-from torch_collate_kit.loading.orders.mixture import MixedOrder
+from torch_collate_kit.loading.orders.mixed_order import MixedOrder
 from torch_collate_kit.loading.orders.permutations import seeded_generator
 from torch_collate_kit.loading.sampler.sizes import is_tokenized
 from torch_collate_kit.packing import PackingPlan
@@ -68,8 +68,8 @@ class PackedRows(Dataset[PlannedRow]):
 
     Item i is a row, planned once; ``collate([rows[3], rows[8]])`` joins rows without planning
     again, and reads their examples then. Examples are planned in blocks of 2,000 and levelled, so
-    that rows cost alike ("wrapped": all at once). Rows are the same in every epoch; their order is the trainer's.
-    ``rows[3].examples`` are the indices of the examples in a row.
+    that rows cost alike ("wrapped": all at once). Rows are the same in every epoch; their order is
+    the trainer's. ``rows[3].examples`` are the indices of the examples in a row.
 
     Raises:
         TypeError, ValueError, DataError: an argument is wrong, or an example does not fit in a row.

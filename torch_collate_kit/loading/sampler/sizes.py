@@ -14,7 +14,7 @@ from torch_collate_kit.loading.dataset import TokenizedDataset
 from torch_collate_kit.loading.orders import Mixture
 from torch_collate_kit.loading.orders.checks import Indices
 from torch_collate_kit.loading.orders.states import digest_in_blocks
-from torch_collate_kit.loading.sampler.budgets import Entries
+from torch_collate_kit.loading.sampler.by_rows import Entries
 from torch_collate_kit.packing import PackingOptions
 from torch_collate_kit.packing.pieces import ImageLoad, Patches, cut_to_fit, image_load
 

@@ -1,0 +1,256 @@
+"""Steps of full rows: an order cut into windows of steps, which are planned together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from torch_collate_kit.loading.orders.checks import (
+    MAX_COUNT,
+    Indices,
+    are_pairs,
+    damaged_state,
+    is_count,
+)
+from torch_collate_kit.loading.orders.mixed_order import MixedOrder
+from torch_collate_kit.loading.orders.order import Order
+from torch_collate_kit.loading.sampler.budgets import Budget, Step
+from torch_collate_kit.packing import PackingOptions
+from torch_collate_kit.packing.pieces import ImageLoad
+from torch_collate_kit.packing.steps import WindowPlan, num_rows_needed, num_that_fit, plan_window
+
+__all__ = ["ByRows", "Entries"]
+
+
+class Entries(NamedTuple):
+    """What an order by rows counts: examples, or with "split" their pieces."""
+
+    lengths: Indices
+    """int64 [E] tokens."""
+    images: ImageLoad | None = None
+    examples: Indices | None = None
+    """int64 [E], the example of each piece; None where an entry is an example."""
+    starts: Indices | None = None
+    """int64 [E], the first token of each piece in its example."""
+
+
+class _Window(NamedTuple):
+    first: int  # step
+    num_steps: int
+    start: int  # places in the order
+    stop: int
+
+
+class ByRows(Budget):
+    """Steps of ``batch_rows`` rows, planned in windows of steps.
+
+    A window is the next run of the order that fits, so its start is all that has to be known of
+    what came before. Which rows make a step does not depend on the ranks of ``packing``.
+    """
+
+    def __init__(
+        self,
+        order: Order,
+        tail: str,
+        entries: Entries,
+        packing: PackingOptions,
+        *,
+        batch_rows: int,
+        window: int,
+        group: int,
+    ) -> None:
+        super().__init__(order, tail)
+        self.batch_rows, self.window, self.group = batch_rows, window, group
+        self._entries, self._packing = entries, packing
+        mean = max(1.0, float(entries.lengths[:1_000_000].mean()))
+        per_window = batch_rows * window * packing.max_tokens / mean
+        self._guess = int(min(per_window * 1.1, len(entries.lengths))) + batch_rows * window
+        self._starts: dict[int, dict[int, int]] = {}  # [epoch][first step of a window]: its place
+        self._windows: dict[tuple[int, int], _Window] = {}
+        self._planned: tuple[int, _Window, Indices, WindowPlan] | None = None
+        self._recent = -1, 0  # epoch and first step of the window that was asked for last
+
+    def num_steps(self, epoch: int) -> int:
+        """Return the number of steps of an epoch."""
+        self._start_before(epoch, 0)
+        first = max(self._starts[epoch])
+        while (window := self._window(epoch, first)) is not None:
+            first += window.num_steps
+        return first
+
+    def has_step(self, epoch: int, step: int) -> bool:
+        """Return whether an epoch has a step of this number."""
+        return self._window_of(epoch, step) is not None
+
+    def step(self, epoch: int, step: int) -> Step:
+        """Return a step that the epoch has."""
+        window = self._window_of(epoch, step)
+        assert window is not None, "no such step"
+        entries, planned = self._plan(epoch, window)
+        numbers, plan = planned.step(step - window.first, self._packing)
+        chosen, pieces = entries[numbers], self._entries
+        if pieces.examples is None or pieces.starts is None:
+            return Step(chosen, plan)
+        examples, cut = pieces.examples[chosen], np.flatnonzero(self._is_piece(chosen))
+        starts = pieces.starts[chosen][plan.example_indices]
+        return Step(examples, replace(plan, starts=starts, cut=cut))
+
+    def steps_of(self, epoch: int, example: int) -> list[int]:
+        """Return the steps of an epoch that have an example, ascending."""
+        places, found, first = self.order.places(epoch, example), set(), 0
+        self._start_before(epoch, 0)
+        while (window := self._window(epoch, first)) is not None:
+            is_in = any(window.start <= place < window.stop for place in places)
+            if is_in or window.stop > self.order.size(epoch):  # of the next epoch's, or this one's
+                steps = range(first, first + window.num_steps)
+                found |= {k for k in steps if (self.step(epoch, k).examples == example).any()}
+            first += window.num_steps
+        return sorted(found)
+
+    def place(self, epoch: int, step: int) -> int:
+        """Return the place of the order from which on a reshuffle may change it."""
+        window = self._window_of(epoch, step)
+        if window is None:
+            return self.order.size(epoch)
+        return window.start if step == window.first else window.stop
+
+    def state(self, epoch: int, step: int) -> dict[str, Any]:
+        """Return what a state of this position holds besides it."""
+        window = self._window_of(epoch, step)
+        first = step if window is None else window.first
+        extra: dict[str, Any] = {"window_start": [first, self._starts[epoch][first]]}
+        if isinstance(self.order, MixedOrder):
+            begun = sum(at <= first for at in self.order.breaks)
+            extra["stage_places"] = self.order.stage_places.get(epoch, [])[:begun]
+        return extra
+
+    def load(self, state: Mapping[str, Any], epoch: int, step: int) -> None:
+        """Restore what ``state`` returned. Raises StateError if it is wrong."""
+        start = state["window_start"]
+        if not are_pairs([start]) or not all(is_count(n, MAX_COUNT) for n in start):
+            raise damaged_state(f"window_start={start!r}, not [its first step, its place]")
+        first, place = start
+        if isinstance(self.order, MixedOrder):
+            places = state["stage_places"]
+            if not isinstance(places, list) or not all(is_count(n, MAX_COUNT) for n in places):
+                raise damaged_state(f"stage_places={places!r}, not a list of counts")
+            begun = sum(at <= first for at in self.order.breaks)
+            if len(places) != begun or [*places, place] != sorted([*places, place]):
+                raise damaged_state(f"stage_places={places!r}, of another position")
+            self.order.stage_places = {epoch: list(places)}
+        size = self.order.size(epoch)
+        is_first = first == 0 and (place == 0 or self.tail == "wrap")
+        is_later = 0 < first <= place < size
+        breaks = self.order.breaks if isinstance(self.order, MixedOrder) else []
+        since = max([0, *(at for at in breaks if at <= first)])
+        if (first - since) % self.window or not first <= step < first + self.window:
+            is_first = is_later = False
+        if not (is_first or is_later):
+            raise damaged_state(
+                f"window_start={start!r}, where no window of step {step} of an epoch of {size} "
+                "examples can begin"
+            )
+        self._starts, self._recent = {epoch: {first: place}}, (-1, 0)
+
+    def _is_piece(self, entries: Indices) -> np.ndarray:
+        """Return whether each entry is one of several pieces of its example: bool."""
+        starts = self._entries.starts
+        assert starts is not None
+        following = np.minimum(entries + 1, len(starts) - 1)
+        return (starts[entries] > 0) | (starts[following] > 0)
+
+    def _plan(self, epoch: int, window: _Window) -> tuple[Indices, WindowPlan]:
+        kept = self._planned  # one read: another thread may be at another window
+        if kept is not None and kept[:2] == (epoch, window):
+            return kept[2:]
+        entries = self.order.take(epoch, window.start, window.stop)
+        lengths, images = self._sizes(entries)
+        planned = plan_window(
+            lengths,
+            self._packing,
+            images,
+            num_steps=window.num_steps,
+            batch_rows=self.batch_rows,
+            group=self.group,
+        )
+        self._planned = epoch, window, entries, planned
+        return entries, planned
+
+    def _sizes(self, entries: Indices) -> tuple[Indices, ImageLoad | None]:
+        images = self._entries.images
+        return self._entries.lengths[entries], None if images is None else images.take(entries)
+
+    def _window_of(self, epoch: int, step: int) -> _Window | None:
+        """Return the window that has a step; None if the epoch has no such step."""
+        of, first = self._recent  # one read: another thread may be at another window
+        if of != epoch or first > step:
+            first = self._start_before(epoch, step)  # takes longer, the more windows are known
+        while (window := self._window(epoch, first)) is not None:
+            if step < first + window.num_steps:
+                self._recent = epoch, first
+                return window
+            first += window.num_steps
+        return None
+
+    def _start_before(self, epoch: int, step: int) -> int:
+        """Return the first step of the last known window that begins at or before a step."""
+        known = self._starts.setdefault(epoch, {})
+        firsts = [first for first in list(known) if first <= step]
+        if firsts:
+            return max(firsts)
+        known[0] = 0
+        if self.tail == "wrap" and epoch:
+            first = self.num_steps(epoch - 1)
+            known[0] = self._starts[epoch - 1][first] - self.order.size(epoch - 1)
+        return 0
+
+    def _window(self, epoch: int, first: int) -> _Window | None:
+        """Return the window that begins with a step, whose place is known; None after the last."""
+        if (epoch, first) not in self._windows:
+            start = self._starts[epoch][first]
+            if start >= self.order.size(epoch):
+                return None
+            order = self.order
+            breaks = order.breaks if isinstance(order, MixedOrder) else []
+            following = [step for step in breaks if step > first]
+            most = min([self.window, *(step - first for step in following)])
+            stop, num_steps = self._end(epoch, start, most)
+            if not num_steps:
+                return None
+            if isinstance(order, MixedOrder) and first + num_steps in following:
+                known = order.stage_places.setdefault(epoch, [])
+                if len(known) == len(breaks) - len(following):
+                    known.append(stop)
+            self._starts[epoch][first + num_steps] = stop
+            self._windows[epoch, first] = _Window(first, num_steps, start, stop)
+        return self._windows[epoch, first]
+
+    def _end(self, epoch: int, start: int, most_steps: int) -> tuple[int, int]:
+        """Return the place where a window ends, and its number of steps; 0 for a dropped tail."""
+        most, rows = self.order.size(epoch) - start, self.batch_rows * most_steps
+        ahead = self._guess
+        while True:
+            num_read = ahead if self.tail == "wrap" else min(ahead, most)
+            lengths, images = self._sizes(self.order.take(epoch, start, start + num_read))
+            number = num_that_fit(lengths, self._packing, rows, images)
+            if number < num_read or (num_read == most and self.tail != "wrap"):
+                break
+            ahead *= 2
+        if num_read < most or self.tail == "wrap":
+            return start + number, most_steps
+        capacity = rows * self._packing.max_tokens
+        needed = rows + 1
+        if number == most or int(lengths.sum()) <= capacity:
+            needed = num_rows_needed(lengths, self._packing, images)
+        if needed > rows:
+            return start + number, most_steps
+        if self.tail == "keep":
+            return start + most, max(1, -(-needed // self.batch_rows))
+        num_steps = needed // self.batch_rows
+        if not num_steps:
+            return start, 0
+        number = num_that_fit(lengths, self._packing, num_steps * self.batch_rows, images)
+        return start + number, num_steps
