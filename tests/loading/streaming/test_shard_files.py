@@ -1,4 +1,4 @@
-"""What users have: shards of JSONL (plain, gz, zst) and Parquet, read by ``datasets`` or by hand."""
+"""Shards of JSONL (plain, gz, zst) and Parquet, read by ``datasets`` or by hand."""
 
 from __future__ import annotations
 
@@ -154,7 +154,5 @@ def test_a_damaged_file_ends_the_run(
 def test_files_without_token_ids_are_named(tmp_path: Path) -> None:
     file = tmp_path / "text.jsonl"
     write(file, [{"text": "not tokenized"}])
-    with pytest.raises(
-        DataError, match=r"example 0 of the stream has no input_ids|no input_ids in"
-    ):
+    with pytest.raises(DataError, match="no input_ids in example 0 of the str"):
         list(packed_stream(by_datasets([file]), **SETTINGS))
