@@ -64,6 +64,8 @@ def _settings(rng: np.random.Generator, num_shards: int) -> dict[str, Any]:
         "rows": int(rng.integers(1, 3)),
         "strategy": str(rng.choice(["best_fit_decreasing", "sequential"])),
         "num_shards": num_shards,
+        "shuffle": bool(rng.random() < 0.5),
+        "seed": int(rng.integers(100)),
     }
 
 

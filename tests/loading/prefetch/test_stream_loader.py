@@ -217,7 +217,7 @@ def test_states_of_other_loaders_are_refused() -> None:
         for epoch in (None, True, 2**40):
             with pytest.raises(StateError, match=r"the state has epoch=.*; pass what state"):
                 loader.load_state_dict(state | {"epoch": epoch})
-        with pytest.raises(StateError, match="the state has version 3, this one reads version 5"):
+        with pytest.raises(StateError, match="the state has version 3, this one reads version 6"):
             loader.load_state_dict(state | {"stream": state["stream"] | {"version": 3}})
         assert loader.state_dict() == state
         assert ids(loader) == ORDER[3:]

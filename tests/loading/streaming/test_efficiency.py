@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.building import packed_stream
+from tests.loading.streaming.step_figures import figures, steps_of
 from tests.loading.streaming.streaming_oracle import EXAMPLES, SETTINGS, moved
 from torch_collate_kit.packing import pack
 
@@ -79,3 +80,12 @@ def test_within_one_percent_of_offline_on_real_lengths(
     lengths = np.load(shared_data / "lengths" / f"{name}.qwen.npy")[:6000]
     stream, offline = stream_efficiency(lengths, max_tokens, buffer_size=1000, rows=4)
     assert offline - stream <= 0.01, (stream, offline)
+
+
+def test_steps_over_ranks_are_full_and_as_even_as_chance_has_it(shared_data: Path) -> None:
+    lengths = np.load(shared_data / "lengths" / "mix_all.qwen.npy")[:6000]
+    steps = steps_of(lengths[lengths <= 8192], 4, 2, 8192, num_passes=1)
+    found = figures(steps, 8192)
+    assert found["steps"] > 20
+    assert found["full"] > 0.98
+    assert 1 < found["imbalance"] < 1.15

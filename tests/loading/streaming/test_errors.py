@@ -54,7 +54,7 @@ def test_a_state_of_other_settings_is_refused(change: dict[str, Any], message: s
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        ({"version": 2}, "the state has version 2, this one reads version 5; pass what state_dict"),
+        ({"version": 2}, "the state has version 2, this one reads version 6; pass what state_dict"),
         ({"version": np.arange(2)}, r"the state has version array\(\[0, 1\]\), this one reads"),
         ({"max_tokens": np.arange(3)}, "the state is of max_tokens=array.*, the dataset has"),
     ],

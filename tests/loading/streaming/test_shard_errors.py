@@ -122,7 +122,7 @@ def test_the_state_of_another_rank_is_refused() -> None:
         ({"shards": None}, "the state has shards=None, ended=.*; it is damaged"),
         ({"ended": [[]]}, r"ended=\[\[\]\]; it is damaged"),
         ({"ended": [99]}, r"ended=\[99\]; it is damaged"),
-        ({"version": 4}, "the state has version 4, this one reads version 5"),
+        ({"version": 4}, "the state has version 4, this one reads version 6"),
         ({"shards": [[0, 0, 0, 0]] * 4}, "the state has shards=.*; it is damaged"),
     ],
 )

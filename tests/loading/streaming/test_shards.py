@@ -216,13 +216,13 @@ def test_states_by_hand() -> None:
         "balance": "attention", "max_patches": None, "cost": [24576, 1, 5266, 1],
         "dummy_image_tokens": 0, "rows_multiple_of": None, "fixed_width": False, "pad_token_id": 0,
         "normalize_loss": True, "train_all": False, "fields": "",
-        "presharded": False, "epoch": None,
+        "seed": None, "presharded": False, "epoch": None,
         "fingerprint": {"num_examples": 43, **TokenizedDataset(EXAMPLES).fingerprint()},
     }  # fmt: skip
     alone = {"dp_size": 1, "num_workers": 0, "shards": {"0": [0, 0, 3, 3]}, "ended": []}
     divided = {"shards": {"0": [0, 0, 2, 2], "1": [0, 0, 1, 1]}, "ended": []}
     for num_shards, shards in ((None, alone), (2, divided)):
-        expected = {"version": 5, "num_shards": num_shards, **common, **shards}
+        expected = {"version": 6, "num_shards": num_shards, **common, **shards}
         dataset = packed_stream(EXAMPLES, **SETTINGS, num_shards=num_shards)
         list(islice(dataset, 3))
         assert dataset.state_dict() == expected

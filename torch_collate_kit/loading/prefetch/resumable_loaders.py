@@ -210,7 +210,7 @@ class _StreamLoader(_Loader):
         self._passes = _Passes(self._stream)
         collate = partial(_collate_turn, loader.collate_fn)
         super().__init__(loader, dataset=self._passes, collate_fn=collate)
-        self._position = self._at(0, self._stream.start())
+        self._position = self._at(self._stream.first_pass(), self._stream.start())
         self._received, self._source_epoch = self._position.mark  # of the pass that is being read
 
     def _at(self, epoch: int, positions: _Positions) -> LoaderPosition:
@@ -264,13 +264,19 @@ class _StreamLoader(_Loader):
     def state_at(self, position: LoaderPosition) -> dict[str, Any]:
         positions, source_epoch = position.mark
         source_epoch = self._stream.epoch if source_epoch is None else source_epoch
-        return {"epoch": position.epoch, "stream": self._stream.state_at(positions, source_epoch)}
+        stream = self._stream.state_at(positions, position.epoch, source_epoch)
+        return {"epoch": position.epoch, "stream": stream}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         epoch, stream = state.get("epoch"), _part_of(state, "stream")
         if type(epoch) is not int or not 0 <= epoch < 2**32:
             raise StateError(f"the state has epoch={epoch!r}; pass what state_dict() returned")
-        self._position = self._at(epoch, self._stream.positions_in(stream))
+        positions = self._stream.positions_in(stream)
+        if self._stream.pass_in(stream, epoch) != epoch:
+            raise StateError(
+                f"the state has epoch={epoch}, its stream pass={stream['pass']}; it is damaged"
+            )
+        self._position = self._at(epoch, positions)
 
 
 class _Passes(IterableDataset[Any]):

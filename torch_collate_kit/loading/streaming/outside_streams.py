@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 from torch.utils.data._utils import worker as torch_worker
 
 from torch_collate_kit.reading.source import is_a
@@ -23,6 +24,7 @@ __all__ = [
     "no_worker",
     "node_of",
     "outside_workers",
+    "with_shuffled_files",
 ]
 
 _END: Any = object()
@@ -46,11 +48,31 @@ def canonical_part(stream: Any, shard: int, num_shards: int) -> Any:
     """
     from datasets.distributed import split_dataset_by_node
 
-    alone = copy.copy(stream)
-    alone._ex_iterable = _own_steps(stream._ex_iterable)
+    alone = _alone(stream)
     part = split_dataset_by_node(alone, shard, num_shards)
     part.set_epoch(stream.epoch)
     return part
+
+
+def with_shuffled_files(stream: Any, generator: np.random.Generator) -> Any:
+    """Return a new stream of the same files in another order; after take or skip, the same.
+
+    ``stream.shuffle`` would add a buffer, whose state ``datasets`` does not restore.
+    """
+    alone = _alone(stream)
+    try:
+        alone._ex_iterable = alone._ex_iterable.shuffle_data_sources(generator)
+    except Exception as error:
+        if type(error).__name__ != "DataSourcesShufflingDisallowed":
+            raise
+    return alone
+
+
+def _alone(stream: Any) -> Any:
+    """Copy a stream with its steps; ``copy.copy`` of one shares its attributes."""
+    alone = object.__new__(type(stream))
+    vars(alone).update(vars(stream), _ex_iterable=_own_steps(stream._ex_iterable))
+    return alone
 
 
 def _own_steps(step: Any) -> Any:

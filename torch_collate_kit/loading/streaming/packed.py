@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torch_collate_kit._checks import checked_bool, checked_int, checked_optional_int
 from torch_collate_kit._reprs import KindAndSize, call_repr, changed_settings
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.loading.orders.checks import checked_collator, checked_rank
+from torch_collate_kit.loading.orders.checks import checked_collator, checked_rank, checked_word
 from torch_collate_kit.loading.skipping import SkipPolicy
 from torch_collate_kit.loading.streaming.shard_batches import DividedStream, ShardBatches, Turn
 from torch_collate_kit.loading.streaming.shards import ExampleSource, Stream
@@ -31,10 +31,11 @@ __all__ = ["PackedIterableDataset"]
 
 @dataclass
 class _Pass:
-    """Position of a pass in each shard of this process, and the epoch of its source."""
+    """Position of a pass in each shard of this process, its number, the epoch of its source."""
 
     positions: dict[int, Position]
-    epoch: int | None
+    number: int
+    source_epoch: int | None
 
 
 class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
@@ -48,6 +49,10 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
         batch_rows: rows of a step over all ranks, a multiple of ``dp``; each rank yields batches of
             ``batch_rows / dp`` rows. The last batch of a pass may have fewer.
         buffer_size: the most examples held at a time. At 1,000, rows are within 1% of the fullest.
+        shuffle: read shards in another order in every pass, and shuffle blocks of ``buffer_size``
+            examples in themselves. Up to twice as many are then held. ``set_epoch`` or the epoch of
+            a ``PrefetchLoader`` is the number of the pass.
+        seed: of the shuffled order.
         dp_rank: the rank whose part of the stream is read, without collectives. Each rank plans its
             own rows. None reads the whole stream and yields the rows of all ranks, shard-major.
         presharded: the source gives every rank and worker different examples; do not split it.
@@ -78,6 +83,8 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
         *,
         batch_rows: int | None = None,
         buffer_size: int = 1000,
+        shuffle: bool = False,
+        seed: int = 0,
         dp_rank: int | None = 0,
         num_shards: int | None = None,
         presharded: bool = False,
@@ -93,6 +100,7 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
         self.batch_rows = dp if batch_rows is None else checked_int("batch_rows", batch_rows)
         self._rows = self.batch_rows // self.dp_size
         self._check_rows(checked_collator(collate).packing)
+        self.shuffle, self.seed = checked_bool("shuffle", shuffle), checked_word("seed", seed)
         self.presharded = checked_bool("presharded", presharded)
         self.on_error, self.max_skipped = on_error, max_skipped
         self.max_skipped_in_a_row = max_skipped_in_a_row
@@ -106,15 +114,20 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
             presharded=presharded,
             collate=collate if self.dp_size == 1 else _for_one_rank(collate),
             num_shards=self.num_shards,
+            seed=self.seed if self.shuffle else None,
         )
         self._saved: Mapping[str, Any] | None = None
         self._pass: _Pass | None = None
+        self._next_pass = 0  # its number, if shuffled
 
     def __iter__(self) -> Iterator[Batch | dict[str, Any]]:
         own = self._own_shards()
-        current = _Pass(own.start(), self._stream.epoch)
+        current = _Pass(own.start(), own.first_pass(), self._stream.epoch)
         self._saved, self._pass = None, current
-        return _given_out(own.turns(current.positions, current.epoch), current)
+        epoch = current.source_epoch
+        if self.shuffle:
+            epoch, self._next_pass = current.number, current.number + 1
+        return _given_out(own.turns(current.positions, epoch), current)
 
     def __repr__(self) -> str:
         own = {k: v for k, v in changed_settings(self).items() if k != "collate"}
@@ -127,7 +140,13 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
 
     @property
     def set_epoch(self) -> Any:
-        """None: the order is the source's. Accelerate's loaders look for it before each pass."""
+        """Return ``set_epoch(epoch)``: the next ``iter()`` is that pass. Only with shuffle.
+
+        Without it the order is the source's. A state that was loaded for the same pass is kept. In
+        DataLoader workers ``iter()`` counts passes by itself only if they are persistent, so call
+        it before every pass, or wrap the loader in a ``PrefetchLoader``.
+        """
+        # Accelerate's loaders look for it before each pass
         caller = sys._getframe(1).f_locals.get("self")
         if type(caller).__name__ in ("DataLoaderDispatcher", "IterableDatasetShard"):
             raise TypeError(
@@ -138,10 +157,18 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
                 "prepare leaves as it is: PrefetchLoader(DataLoader(dataset, batch_size=None, "
                 "collate_fn=dataset.as_is), device=accelerator.device)"
             )
+        if self.shuffle:
+            return self._set_epoch
         raise AttributeError(
-            "a PackedIterableDataset has no set_epoch; its order is the source's: call set_epoch "
-            "there"
+            "a PackedIterableDataset without shuffle=True has no set_epoch; its order is the "
+            "source's: call set_epoch there"
         )
+
+    def _set_epoch(self, epoch: int) -> None:
+        self._next_pass = checked_word("epoch", epoch)
+        if self._saved is not None and self._saved["pass"] != self._next_pass:
+            self._saved = None
+        self._pass = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the newest pass, after the last batch that it has yielded.
@@ -153,8 +180,8 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
         """
         own = self._own_shards()
         if self._saved is None and self._pass is not None:
-            return own.state_at(self._pass.positions, self._pass.epoch)
-        return own.state_at(own.start(), self._stream.epoch)
+            return own.state_at(*vars(self._pass).values())
+        return own.state_at(own.start(), own.first_pass(), self._stream.epoch)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next ``iter()`` go on where ``state`` was taken.
@@ -208,7 +235,8 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
             policy=self._policy,
         )
         settings = self._settings()
-        return DividedStream(self._stream, read, settings, num_workers, worker, self._saved)
+        saved, number = self._saved, self._next_pass
+        return DividedStream(self._stream, read, settings, num_workers, worker, saved, number)
 
     def _settings(self) -> dict[str, Any]:
         """Return all that shapes batches, but for how the stream is divided."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from torch_collate_kit.reading.keys import KNOWN
 from torch_collate_kit.reading.reader import read_columns
 from torch_collate_kit.reading.source import Examples
 
-__all__ = ["ENTRY", "place_after", "reader_of"]
+__all__ = ["ENTRY", "Reader", "place_after", "reader_of"]
 
 ENTRY = np.dtype(
     [
@@ -38,6 +38,7 @@ ENTRY = np.dtype(
         ("num_read", np.int64),  # the Place after this entry:
         ("next_start", np.int64),  # ...
         ("source", np.object_),
+        ("taken", np.int64),
         ("example", np.object_),  # the whole of it; None where rows are read by position
         ("skipped", np.object_),  # a tuple of the wrong examples that were left out before it
     ]
@@ -46,7 +47,22 @@ ENTRY = np.dtype(
 
 def place_after(entry: Any) -> Place:
     """Return the place of a pass after this entry."""
-    return Place(int(entry["num_read"]), int(entry["next_start"]), entry["source"])
+    num_read, start = int(entry["num_read"]), int(entry["next_start"])
+    return Place(num_read, start, entry["source"], int(entry["taken"]))
+
+
+class Reader(Protocol):
+    """Reads the entries of a shard, from a place on."""
+
+    @property
+    def place(self) -> Place:
+        """The place after all that was read."""
+
+    def read(self, num_entries: int) -> np.ndarray:
+        """Return the next entries, ENTRY [num_entries]; fewer only at the end of the stream."""
+
+    def examples(self, entries: np.ndarray) -> Examples:
+        """Return the examples of entries, for a collator."""
 
 
 class _ExampleReader:
@@ -251,9 +267,7 @@ def _check(collator: PackedCollator, examples: Examples) -> None:
     read_columns(examples, train_all=of.train_all, fields=of.fields, vision=of.vision)
 
 
-def reader_of(
-    stream: Stream, part: Part, place: Place, wrong: WrongExamples
-) -> _RowReader | _ExampleReader:
+def reader_of(stream: Stream, part: Part, place: Place, wrong: WrongExamples) -> Reader:
     """Return a reader of what comes after ``place`` in a shard."""
     dataset = stream.columns(part, place)
     if dataset is None:

@@ -21,6 +21,7 @@ from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading.skipping import Skipped, SkipPolicy
 from torch_collate_kit.loading.streaming.readers import reader_of
 from torch_collate_kit.loading.streaming.shards import Stream
+from torch_collate_kit.loading.streaming.shuffled_blocks import ShuffledReader
 from torch_collate_kit.loading.streaming.skipping import WrongExamples
 from torch_collate_kit.loading.streaming.states import Place, Position, positions_in, state_of
 from torch_collate_kit.loading.streaming.windows import Windows
@@ -57,11 +58,15 @@ class ShardBatches:
         buffer_size: int,
         policy: SkipPolicy,
     ) -> None:
-        part = stream.part(shard)
+        part = stream.part(shard, epoch)
         self._call, self._position, self._policy = stream.collate, position, policy
         self._wrong = WrongExamples(policy, part.name)
         self._name = part.name if part.num_shards == 1 else f"shard {part.first} of the stream"
-        self._reader = reader_of(stream, part, position.place, self._wrong)
+        self._reader = reader_of(stream, part, position.place._replace(taken=0), self._wrong)
+        if stream.seed is not None:
+            words = stream.seed, epoch or 0, shard
+            at = position.place
+            self._reader = ShuffledReader(self._reader, at, block_size=buffer_size, words=words)
         self._shard = None if stream.num_shards is None else shard
         self._epoch = {} if epoch is None else {"epoch": epoch}
         packing = stream.collator.packing
@@ -205,6 +210,8 @@ class DividedStream:
     """None: the shards of all workers."""
     saved: Mapping[str, Any] | None
     """The state that the dataset has loaded for its next pass."""
+    next_pass: int = 0
+    """The number of that pass otherwise, of a shuffled stream."""
 
     @property
     def epoch(self) -> int | None:
@@ -232,6 +239,21 @@ class DividedStream:
         """
         return self.beginning() if self.saved is None else self.positions_in(self.saved)
 
+    def first_pass(self) -> int:
+        """Return the number of the pass that ``start`` begins; 0 of a stream without shuffle."""
+        return self.next_pass if self.saved is None else self.pass_in(self.saved)
+
+    def pass_in(self, state: Mapping[str, Any], default: int = 0) -> int:
+        """Return the number of the pass of a state; the default of a stream without shuffle.
+
+        Raises:
+            StateError: it is damaged.
+        """
+        number = default if self.stream.seed is None else state.get("pass")
+        if type(number) is not int or not 0 <= number < 2**32:
+            raise StateError(f"the state has pass={number!r}; it is damaged")
+        return number
+
     def turns(self, positions: Mapping[int, Position], epoch: int | None) -> Iterator[Turn]:
         """Return the turns of this process's shards in pass ``epoch``."""
         read = partial(self.read, epoch=epoch)
@@ -241,9 +263,12 @@ class DividedStream:
         of_worker = {"worker": worker.id, "num_workers": worker.num_workers}
         return in_rounds(self._shards, positions, read, **of_worker)
 
-    def state_at(self, positions: Mapping[int, Position], epoch: int | None) -> dict[str, Any]:
-        """Return the state of these shards; ``epoch`` is the source's."""
-        return state_of(self._all_settings() | {"epoch": epoch}, positions)
+    def state_at(
+        self, positions: Mapping[int, Position], number: int | None, epoch: int | None
+    ) -> dict[str, Any]:
+        """Return the state of these shards in pass ``number``; ``epoch`` is the source's."""
+        of_pass = {} if self.stream.seed is None else {"pass": number}
+        return state_of(self._all_settings() | of_pass | {"epoch": epoch}, positions)
 
     def positions_in(self, state: Mapping[str, Any]) -> dict[int, Position]:
         """Return the positions of these shards.
@@ -252,7 +277,9 @@ class DividedStream:
             StateError: the state does not fit, or is damaged.
         """
         packing = self.stream.collator.packing
-        return positions_in(state, self._all_settings(), packing, self._shards)
+        positions = positions_in(state, self._all_settings(), packing, self._shards)
+        self.pass_in(state)
+        return positions
 
     def _all_settings(self) -> dict[str, Any]:
         stream = self.stream
@@ -262,6 +289,7 @@ class DividedStream:
         return {
             **division,
             **self.settings,
+            "seed": stream.seed,
             "presharded": stream.presharded,
             "epoch": stream.epoch,
             "fingerprint": stream.fingerprint(),

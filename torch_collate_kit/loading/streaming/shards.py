@@ -13,6 +13,7 @@ from torch_collate_kit._checks import type_name
 from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading.dataset import TokenizedDataset
 from torch_collate_kit.loading.orders.checks import checked_collator
+from torch_collate_kit.loading.orders.permutations import seeded_generator
 from torch_collate_kit.loading.streaming.fingerprints import SourceFingerprint
 from torch_collate_kit.loading.streaming.outside_streams import (
     canonical_part,
@@ -21,6 +22,7 @@ from torch_collate_kit.loading.streaming.outside_streams import (
     no_worker,
     node_of,
     outside_workers,
+    with_shuffled_files,
 )
 from torch_collate_kit.loading.streaming.states import Place
 from torch_collate_kit.reading.source import is_a
@@ -62,12 +64,14 @@ class Stream:
         presharded: bool,
         collate: Any,
         num_shards: int | None = None,
+        seed: int | None = None,
     ) -> None:
         _check_source(source)
         self.collate, self.collator = collate, checked_collator(collate)
         self.source, self._dp_rank, self._dp_size = source, dp_rank, dp_size
         self.fingerprint = SourceFingerprint(source)
         self.presharded, self.num_shards = presharded, num_shards
+        self.seed = seed  # None: not shuffled
         self._was_moved = False  # a datasets stream keeps the state it was given for every pass
         if num_shards is not None:
             _check_divisible(source, num_shards, dp_size, presharded=presharded)
@@ -102,21 +106,29 @@ class Stream:
                 )
         return range(dp_rank * num_each, (dp_rank + 1) * num_each)
 
-    def part(self, shard: int) -> Part:
-        """Return the source and the examples of a shard."""
+    def part(self, shard: int, epoch: int | None = None) -> Part:
+        """Return the source and the examples of a shard, in the order of a pass if shuffled."""
         if self.num_shards is None:
-            source = self._made()
-            self._check_not_split(source)
+            source = self._opened(epoch)
             return Part(source, *self._index(source))
+        if self.seed is not None and epoch is not None:
+            shard = int(seeded_generator(self.seed, epoch).permutation(self.num_shards)[shard])
         name = f"shard {shard} of the stream"
         with no_worker():
             if self.presharded:
                 return Part(self._made(shard), name=name)
-            source = self._made()
-            self._check_not_split(source)
+            source = self._opened(epoch)
             if is_datasets_stream(source):
                 return Part(canonical_part(source, shard, self.num_shards), name=name)
             return Part(source, shard, self.num_shards)
+
+    def _opened(self, epoch: int | None) -> Any:
+        """Return the whole source, the files of a ``datasets`` stream in the order of a pass."""
+        source = self._made()
+        self._check_not_split(source)
+        if self.seed is None or epoch is None or not is_datasets_stream(source):
+            return source
+        return with_shuffled_files(source, seeded_generator(self.seed, epoch))
 
     def _made(self, *shard: int) -> Any:
         if _is_iterable(self.source):

@@ -15,9 +15,10 @@ __all__ = ["Place", "Position", "merge_states", "positions_in", "state_of"]
 
 # It goes up with the number of buffers in a window, and with any change to which examples make a
 # batch.
-_VERSION = 5
+_VERSION = 6
 _MAX_COUNT = 2**63 - 1
 _MOST_APART = 2**20  # rounds between two shards of a state: the rounds between are counted
+_COUNTS = ("num_read", "start", "num_batches", "num_given")
 _NONE = [0, 0]  # num_skipped and num_in_a_row of a shard that has left out nothing
 
 
@@ -27,6 +28,7 @@ class Place(NamedTuple):
     num_read: int = 0  # examples of the source before it, those of other shards included
     start: int = 0  # tokens of the next example before it
     source: Any = None  # the source's own state after num_read examples, if it has one
+    taken: int = 0  # entries of the shuffled block that begins here, before it
 
 
 class Position(NamedTuple):
@@ -43,16 +45,19 @@ class Position(NamedTuple):
 def state_of(settings: Mapping[str, Any], positions: Mapping[int, Position]) -> dict[str, Any]:
     """Return the state of some shards.
 
-    Each has num_read, start, num_batches, num_given and the source's own state, if there is one.
+    Each has num_read, start, num_batches, num_given, of a shuffled stream taken, and the source's
+    own state, if there is one.
     """
-    shards = {str(shard): _entry_of(at) for shard, at in positions.items()}
+    is_shuffled = settings["seed"] is not None
+    shards = {str(shard): _entry_of(at, is_shuffled) for shard, at in positions.items()}
     ended = [shard for shard, at in positions.items() if at.has_ended]
     skipped = {str(shard): _skipped_of(at) for shard, at in positions.items() if at.num_skipped}
     return _with_shards({"version": _VERSION, **settings}, shards, ended, skipped)
 
 
-def _entry_of(at: Position) -> list[Any]:
+def _entry_of(at: Position, is_shuffled: bool) -> list[Any]:
     counts = [at.place.num_read, at.place.start, at.num_batches, at.num_given]
+    counts += [at.place.taken] if is_shuffled else []
     return counts if at.place.source is None else [*counts, at.place.source]
 
 
@@ -99,28 +104,37 @@ def positions_in(
         )
     skipped = _skipped_in(state)
     positions = {}
+    names = _COUNTS if settings["seed"] is None else (*_COUNTS, "taken")
     for shard in shards:
         entry = state["shards"][str(shard)]
-        if not isinstance(entry, list) or len(entry) not in (4, 5) or not _are_counts(entry[:4]):
+        of, sizes = len(names), (len(names), len(names) + 1)
+        if not isinstance(entry, list) or len(entry) not in sizes or not _are_counts(entry[:of]):
             raise StateError(
-                f"the state's shard {shard} is {entry!r}, not [num_read, start, num_batches, "
-                "num_given] with a state of the source or without; it is damaged"
+                f"the state's shard {shard} is {entry!r}, not [{', '.join(names)}] with a state of "
+                "the source or without; it is damaged"
             )
-        position = _position(entry, skipped.get(str(shard), _NONE), packing)
+        position = _position(entry, of, skipped.get(str(shard), _NONE), packing)
+        if position.place.taken >= max(1, settings["buffer_size"]):
+            raise StateError(
+                f"the state has taken={position.place.taken} in shard {shard}, but a block has "
+                f"buffer_size={settings['buffer_size']} examples; it is damaged"
+            )
         positions[shard] = position._replace(has_ended=shard in state["ended"])
     _check_rounds(state, positions.values(), packing)
     return positions
 
 
-def _position(entry: list[Any], skipped: Any, packing: PackingOptions) -> Position:
-    num_read, start, num_batches, num_given, *source = copy.deepcopy(entry)
+def _position(entry: list[Any], of: int, skipped: Any, packing: PackingOptions) -> Position:
+    num_read, start, num_batches, num_given, *taken = entry[:of]
+    source = copy.deepcopy(entry[of]) if len(entry) > of else None
     _check_start(start, packing)
     is_pair = isinstance(skipped, list) and len(skipped) == 2 and _are_counts(skipped)
     if not is_pair or skipped[1] > skipped[0]:
         raise StateError(
             f"the state has skipped={skipped!r}, not [num_skipped, num_in_a_row]; it is damaged"
         )
-    return Position(Place(num_read, start, *source), num_batches, num_given, False, *skipped)
+    place = Place(num_read, start, source, *taken)
+    return Position(place, num_batches, num_given, False, *skipped)
 
 
 def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -248,7 +262,7 @@ def _check_rounds(
     for at in positions:
         # a batch has an example at least, a given one or a skipped one
         too_few = at.num_batches > at.num_given + at.num_skipped
-        too_many = at.num_given > at.place.num_read + at.num_batches
+        too_many = at.num_given > at.place.num_read + at.place.taken + at.num_batches
         if too_few or (too_many and packing.overflow != "split"):
             raise StateError(
                 f"the state has a shard with {at.num_batches} batches after "
