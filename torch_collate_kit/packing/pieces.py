@@ -230,6 +230,8 @@ def num_pieces(lengths: Ints, packing: PackingOptions, images: ImageLoad | None 
 def _longest(packing: PackingOptions, images: ImageLoad | None) -> Ints | np.int64:
     """Return the longest piece that each example may have: int64 [N], or one for all."""
     capacity = min(packing.capacity, 2**63 - 1)
+    if packing.strategy == "wrapped":  # cut where a row ends, wherever that is
+        capacity = 2**63 - 1
     if images is None:
         return np.int64(capacity)
     return np.where(images.patches > 0, capacity, capacity - packing.reserved)

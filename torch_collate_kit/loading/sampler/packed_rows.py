@@ -104,11 +104,9 @@ class PackedRows(Dataset[PlannedRow]):
         if collator.vision is not None:
             images = image_load(examples.patches, len(lengths), collator.packing.cost)
         blocks, order = [], self._order(lengths)
-        at_once = _BLOCK
-        if collator.packing.strategy == "wrapped":
-            at_once = len(order)  # each block would end with a row that is not full
-        else:
-            cut_to_fit(lengths, collator.packing, images)  # names an example that does not fit
+        cut_to_fit(lengths, collator.packing, images)  # names an example that does not fit
+        is_wrapped = collator.packing.strategy == "wrapped"  # a block ends with a row not full
+        at_once = len(order) if is_wrapped else _BLOCK
         for start in range(0, len(order), at_once):
             block = order[start : start + at_once]
             of_block = None if images is None else images.take(block)

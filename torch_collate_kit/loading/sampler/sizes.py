@@ -67,8 +67,7 @@ class ExampleSizes:
 
     def _all_fit(self) -> bool:
         """Return whether no length has to be looked at again, nor arrays made of all of them."""
-        longest = int(self.lengths.max(initial=0))
-        return self._is_wrapped or (self.images is None and longest <= self._packing.capacity)
+        return self.images is None and int(self.lengths.max(initial=0)) <= self._packing.capacity
 
     def entries(self) -> Entries:
         """Return what an order by rows counts: examples, or with "split" their pieces."""

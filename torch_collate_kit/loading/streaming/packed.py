@@ -197,11 +197,6 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
 
     def _check_rows(self, packing: PackingOptions) -> None:
         dp = packing.parallel.dp
-        if packing.strategy == "wrapped":
-            raise ValueError(
-                'strategy="wrapped" needs the lengths of all documents, which no stream has; '
-                'use a PackedBatchSampler or PackedRows, or best fit with overflow="split"'
-            )
         if self.batch_rows % dp:
             raise ValueError(
                 f"batch_rows must be a multiple of parallel.dp={dp}, got {self.batch_rows}; it "

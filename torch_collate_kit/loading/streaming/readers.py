@@ -25,7 +25,7 @@ from torch_collate_kit.reading.keys import KNOWN
 from torch_collate_kit.reading.reader import read_columns
 from torch_collate_kit.reading.source import Examples
 
-__all__ = ["ENTRY", "Reader", "place_after", "reader_of"]
+__all__ = ["ENTRY", "Reader", "check_start", "place_after", "reader_of"]
 
 ENTRY = np.dtype(
     [
@@ -111,7 +111,7 @@ class _ExampleReader:
                 self.place = after
                 continue
             before = self.place
-            _check_start(before, position, num_tokens)
+            check_start(before, position, num_tokens)
             for start, length in pieces:
                 stop = start + length
                 following = after if stop == num_tokens else before._replace(start=stop)
@@ -119,7 +119,7 @@ class _ExampleReader:
                     of = position, start, length, is_split, patches, cost
                     yield *of, *following, example, self._wrong.taken()
             self.place = after
-        _check_start(self.place)
+        check_start(self.place)
 
     def _images(self, example: Example) -> ImageLoad:
         """Return the image load of one example."""
@@ -168,7 +168,7 @@ class _RowReader:
         self._collator, self._wrong = collator, wrong
         self.place = place  # before the first of the positions
         if not positions:
-            _check_start(place)
+            check_start(place)
         self._ready = np.empty(0, dtype=ENTRY)  # pieces of the last example before them
 
     def read(self, num_entries: int) -> np.ndarray:
@@ -194,7 +194,7 @@ class _RowReader:
         positions = np.arange(span.start, span.stop, span.step)
         try:
             lengths = self._dataset._lengths_at(positions)
-            _check_start(self.place, span[0], int(lengths[0]))
+            check_start(self.place, span[0], int(lengths[0]))
             counts = self._num_pieces(lengths)
             counts[0] -= self._num_pieces(np.array([self.place.start]))[0]
             num_used = 1 + int(np.searchsorted(np.cumsum(counts), num_entries))
@@ -248,7 +248,7 @@ class _RowReader:
 _NO_IMAGE = ImageLoad.none(1)
 
 
-def _check_start(place: Place, position: int = -1, num_tokens: int = 0) -> None:
+def check_start(place: Place, position: int = -1, num_tokens: int = 0) -> None:
     """Raise StateError unless the next example, at ``position``, reaches beyond the place."""
     if place.start and place.start >= num_tokens:
         if num_tokens:

@@ -19,6 +19,7 @@ from torch.utils.data import get_worker_info
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading.skipping import Skipped, SkipPolicy
+from torch_collate_kit.loading.streaming.joined import JoinedDocuments
 from torch_collate_kit.loading.streaming.readers import reader_of
 from torch_collate_kit.loading.streaming.shards import Stream
 from torch_collate_kit.loading.streaming.shuffled_blocks import ShuffledReader
@@ -62,14 +63,21 @@ class ShardBatches:
         self._call, self._position, self._policy = stream.collate, position, policy
         self._wrong = WrongExamples(policy, part.name)
         self._name = part.name if part.num_shards == 1 else f"shard {part.first} of the stream"
-        self._reader = reader_of(stream, part, position.place._replace(taken=0), self._wrong)
+        packing, at = stream.collator.packing, position.place
+        if packing.strategy == "wrapped":  # its start is of the batches, not of what is read
+            at = at._replace(start=0)
+        self._reader = reader_of(stream, part, at._replace(taken=0), self._wrong)
         if stream.seed is not None:
             words = stream.seed, epoch or 0, shard
-            at = position.place
             self._reader = ShuffledReader(self._reader, at, block_size=buffer_size, words=words)
         self._shard = None if stream.num_shards is None else shard
         self._epoch = {} if epoch is None else {"epoch": epoch}
-        packing = stream.collator.packing
+        self._windows: Windows | JoinedDocuments
+        if packing.strategy == "wrapped":
+            self._windows = JoinedDocuments(
+                self._reader.read, packing, rows_per_batch=rows_per_batch, place=position.place
+            )
+            return
         self._windows = Windows(
             self._reader.read,
             packing,

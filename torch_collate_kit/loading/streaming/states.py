@@ -263,7 +263,7 @@ def _check_rounds(
         # a batch has an example at least, a given one or a skipped one
         too_few = at.num_batches > at.num_given + at.num_skipped
         too_many = at.num_given > at.place.num_read + at.place.taken + at.num_batches
-        if too_few or (too_many and packing.overflow != "split"):
+        if too_few or (too_many and packing.overflow != "split" and packing.strategy != "wrapped"):
             raise StateError(
                 f"the state has a shard with {at.num_batches} batches after "
                 f"{at.place.num_read} examples, but {at.num_given} batches in all; it is damaged"
@@ -272,6 +272,8 @@ def _check_rounds(
 
 def _check_start(start: int, packing: PackingOptions) -> None:
     overflow, capacity = packing.overflow, packing.capacity - packing.reserved
+    if packing.strategy == "wrapped":  # documents are cut anywhere
+        return
     if start and overflow != "split":
         raise StateError(
             f"the state's start is {start}, within an example, but with overflow={overflow!r} "
