@@ -312,6 +312,28 @@ def _gpu(r: Results) -> dict[str, str]:
     return rows
 
 
+def _steps(r: Results) -> dict[str, str]:
+    rows, plans = "Steps of the real mix", "Planning"
+
+    def figures(row: str) -> str:
+        full, slowest, time = (cell(r, rows, row, of) for of in ("full", "imbalance", "time"))
+        return f"{full} full, the slowest rank {slowest} of the mean, {time} times the ideal time"
+
+    return {
+        "How full and even is a step of two rows on each of 8 ranks?": figures("8 x 2 rows"),
+        "And a step of 256 examples?": figures("8 ranks, 256 examples"),
+        "And of a mixture by tokens?": (
+            f"{cell(r, 'Mixtures', '70 / 30', 'full')} full, "
+            f"{cell(r, 'Mixtures', '70 / 30', 'imbalance')}; shares within "
+            f"{cell(r, 'Mixtures', '70 / 30', 'any 100 steps')} in any 100 steps"
+        ),
+        "How long does planning a step take?": (
+            f"{cell(r, plans, '1,000,000', 'later, mean')} of a million examples; all of them "
+            f"{cell(r, 'Beside other packers', 'batch_rows=16', 'plan')}"
+        ),
+    }
+
+
 ANSWERS: dict[str, Callable[[Results], dict[str, str]]] = {
     "audit": _audit,
     "balance": _balance,
@@ -323,6 +345,7 @@ ANSWERS: dict[str, Callable[[Results], dict[str, str]]] = {
     "packing": _packing,
     "rollout": _rollout,
     "scale": _scale,
+    "steps": _steps,
     "stream": _stream,
     "vision": _vision,
     "vision_plan": _vision_plan,

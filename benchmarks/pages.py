@@ -134,6 +134,7 @@ def _overview(all_results: Mapping[str, Results]) -> Rows:
         ("scale", "How long does a rank plan"),
         ("elastic", "What do the same rows"),
         ("balance", "How even are"),
+        ("steps", "How full and even is"),
         ("chat", "How much longer"),
     ]
     asked += [

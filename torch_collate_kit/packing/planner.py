@@ -166,6 +166,8 @@ def part_of(plan: PackingPlan, rows: Rows, examples: Ints) -> PackingPlan:
     """Return rows of some of a plan's pieces, the ``examples``, ascending, numbered anew from 0."""
 
     def renumbered(numbers: Ints) -> Ints:
+        if not len(numbers):  # isin takes 70 us
+            return numbers
         return np.searchsorted(examples, numbers[np.isin(numbers, examples)])
 
     part = plan.in_rows(rows, plan.rows_multiple_of)

@@ -44,7 +44,9 @@ class WindowPlan(NamedTuple):
         dropped = filled.dropped if number == 0 else filled.dropped[:0]
         pieces = np.arange(len(filled.lengths))
         rows = Rows(pieces, filled.row_offsets).take(self.steps[number])
-        examples = np.unique(np.append(filled.example_indices[rows.order], dropped))
+        is_in = np.zeros(len(self.lengths), dtype=bool)
+        is_in[filled.example_indices[rows.order]] = is_in[dropped] = True
+        examples = np.flatnonzero(is_in)
         sizes, limits = measured(filled, packing, has_images=True)
         costs = costs_to_balance(sizes, limits, filled.vision_costs, packing)
         rows = assign_ranks(rows, costs, limits, packing, num_ranks=dp)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
+from functools import lru_cache
 from heapq import heappop, heappush
 from itertools import pairwise
 from typing import NamedTuple
@@ -54,7 +55,11 @@ def best_fit_decreasing(
     if opened is not None:
         numbers = np.lexsort((-opened.slots, -opened.space))  # the fullest last
         opened = OpenRows(opened.space[numbers], opened.slots[numbers])
-    firsts, num_taken, each, num_rows = _fill_best(distinct, counts, capacity, max_pieces, opened)
+    if opened is None:
+        fills = _fill_empty(tuple(distinct), tuple(counts), capacity, max_pieces)
+    else:
+        fills = _fill_best(distinct, counts, capacity, max_pieces, opened)
+    firsts, num_taken, each, num_rows = fills
     row_of = _expand(firsts, num_taken, each)
     if opened is not None:
         row_of = np.append(numbers, np.arange(len(numbers), num_rows))[row_of]
@@ -65,7 +70,15 @@ def num_rows_best_fit(sizes: Ints, capacity: int, max_pieces: int | None) -> int
     """Count the rows of ``best_fit_decreasing``, without placing a piece."""
     counts = np.bincount(sizes)
     distinct = np.flatnonzero(counts)[::-1]
-    return _fill_best(distinct.tolist(), counts[distinct].tolist(), capacity, max_pieces, None)[3]
+    histogram = tuple(distinct.tolist()), tuple(counts[distinct].tolist())
+    return _fill_empty(*histogram, capacity, max_pieces)[3]
+
+
+@lru_cache(maxsize=1)  # a window of steps is counted, and then filled: a fifth of its time
+def _fill_empty(
+    distinct: tuple[int, ...], counts: tuple[int, ...], capacity: int, max_pieces: int | None
+) -> tuple[Ints, Ints, Ints, int]:
+    return _fill_best([*distinct], [*counts], capacity, max_pieces, None)
 
 
 def _fill_best(

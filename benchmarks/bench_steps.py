@@ -1,0 +1,355 @@
+"""Steps of so many full rows: how full, even and alike they are, and what planning them costs.
+
+Claimed: on the real mix, 8,192 tokens a row, steps by rows are 99% full, the slowest of 8 ranks
+with two rows each computes 1% more than the mean, and a real token costs 1.02 times the ideal, also
+of a mixture whose weights change; the first of a million examples is planned in 0.05 s.
+
+    python benchmarks/bench_steps.py
+    python benchmarks/bench_steps.py --examples 100000000   # a minute and 3 GB more
+
+A row of the tables is 256 steps of each of 3 seeds, an epoch's rest begins the next epoch
+(``tail="wrap"``). *full*: tokens / (rows x max_tokens), by examples / (rows x width of the batch).
+*imbalance*: cost of the slowest rank / the mean. *time*: modelled, of a real token; pads take time
+in linear layers and ranks wait for the slowest; 1 is the ideal. *like*: variance between steps of
+the token mean of log2(length), over that of steps planned one at a time (by examples, and of other
+packers: of as many tokens of examples drawn at random); above 1, a step holds like with like.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from harness import Report, arguments
+from samples import DEFAULT_DATA
+from step_plans import (
+    Figures,
+    axolotl_rows,
+    chance,
+    figures,
+    multipack_group,
+    our_steps,
+    rows_of_trl,
+    steps_of_rows,
+    trl_packing,
+    wrapped_rows,
+)
+
+from torch_collate_kit import Mixture, PackedBatchSampler, PackedCollator, ParallelLayout
+
+_MAX_TOKENS, _STEPS, _SEEDS, _PEER_STEPS = 8192, 256, 3, 60
+_HEADER = ["", "full", "worst", "imbalance", "99%", "worst", "time", "like", "examples, cv"]
+# ranks, rows of a step, and what is wanted: imbalance, 99%, time, like
+_CASES = [
+    (8, 16, 1.01, 1.04, 1.02, 4.5),
+    (8, 8, 1.02, 1.12, 1.03, 6.5),
+    (8, 32, 1.005, 1.02, 1.01, 1.2),
+    (1, 4, None, None, 1.01, 0.5),
+]
+_BY_EXAMPLES = [(8, 256), (8, 128), (1, 64)]
+
+
+def real_lengths(folder: Path, name: str = "mix_all.qwen") -> np.ndarray:
+    lengths = np.load(folder / "lengths" / f"{name}.npy").astype(np.int64)
+    return lengths[lengths <= _MAX_TOKENS]
+
+
+def sampler_of(examples: Any, ranks: int, **options: Any) -> PackedBatchSampler:
+    collate = PackedCollator(
+        0,
+        max_tokens=_MAX_TOKENS,
+        parallel=ParallelLayout(dp=ranks),
+        normalize_loss=False,
+    )
+    return PackedBatchSampler(examples, collate, **options)
+
+
+def joined(parts: Sequence[Figures]) -> Figures:
+    return Figures(*map(np.concatenate, zip(*parts, strict=True)))
+
+
+def row_of(what: str, found: Figures, lengths: np.ndarray, like: float | None = None) -> list[str]:
+    """A row of a table; ``like`` if it is known of each seed."""
+    if like is None:
+        like = found.mean_log.var() / chance(lengths, found.tokens.mean())
+    slowest, counts = found.imbalance, found.examples
+    cells = [f"{100 * found.full.mean():.2f}%", f"{100 * found.full.min():.1f}%"]
+    cells += [f"{slowest.mean():.3f}", f"{np.quantile(slowest, 0.99):.3f}", f"{slowest.max():.3f}"]
+    spread = f"{counts.mean():.0f}, {counts.std() / counts.mean():.2f}"
+    return [what, *cells, f"{found.time.mean():.3f}", f"{like:.2f}", spread]
+
+
+def steps_table(report: Report, lengths: np.ndarray) -> None:
+    rows = []
+    for ranks, batch_size in _BY_EXAMPLES:
+        of = [sampler_of(lengths, ranks, batch_size=batch_size, seed=s) for s in range(_SEEDS)]
+        found = joined([figures(our_steps(one, _STEPS), ranks, None) for one in of])
+        rows.append(row_of(f"{ranks} ranks, {batch_size} examples", found, lengths))
+    for ranks, batch_rows, imbalance, high, modelled, most_alike in _CASES:
+        options = {"batch_rows": batch_rows, "tail": "wrap"}
+        of = [sampler_of(lengths, ranks, **options, seed=seed) for seed in range(_SEEDS)]
+        found = joined([figures(our_steps(one, _STEPS), ranks, _MAX_TOKENS) for one in of])
+        of = [sampler_of(lengths, ranks, **options, seed=s, window=1) for s in range(_SEEDS)]
+        alone = joined([figures(our_steps(one, _STEPS), ranks, _MAX_TOKENS) for one in of])
+        like = float(found.mean_log.var() / alone.mean_log.var())
+        what = f"{ranks} x {batch_rows // ranks} rows"
+        rows.append(row_of(what, found, lengths, like))
+        report.target(f"{what}: full", 100 * found.full.mean(), "%", 99)
+        if imbalance is not None:
+            report.target(f"{what}: imbalance, mean", found.imbalance.mean(), "<", imbalance)
+            high_found = float(np.quantile(found.imbalance, 0.99))
+            report.target(f"{what}: imbalance, 99th percentile", high_found, "<", high)
+        report.target(f"{what}: modelled time", found.time.mean(), "<", modelled)
+        report.target(f"{what}: like", like, "<", most_alike)
+    note = (
+        f"{len(lengths):,} real conversations of at most {_MAX_TOKENS:,} tokens; {_STEPS} steps of "
+        f'{_SEEDS} seeds, window 8, strategy "balanced".'
+    )
+    report.table("Steps of the real mix", _HEADER, rows, note)
+
+
+def mixture_table(report: Report, folder: Path) -> None:
+    """Two sources, read often enough that an epoch has all the steps."""
+    short = real_lengths(folder)
+    short = np.tile(short[short <= 1008], 20)
+    long = np.tile(real_lengths(folder, "tau_airline_all.qwen"), 60)
+    schedule = [(0, [9, 1]), (100, [5, 5]), (200, [3, 7])]
+    wanted = {"70 / 30": [0.7] * _STEPS, "schedule": [0.9] * 100 + [0.5] * 100 + [0.3] * 56}
+    rows = []
+    for name, shares in wanted.items():
+        full = []
+        for seed in range(_SEEDS):
+            weights: dict[str, Any] = {"weights": [7, 3]}
+            if name == "schedule":
+                weights = {"schedule": schedule}
+            mixture = Mixture([short, long], by="tokens", **weights)
+            sampler = sampler_of(mixture, 8, batch_rows=16, seed=seed)
+            full.append(_mixed(sampler, mixture, np.array(shares)))
+        found = joined([part for part, _, _ in full])
+        off = max(worst for _, worst, _ in full)
+        each = max(worst for _, _, worst in full)
+        lengths = mixture.lengths
+        row = row_of(name, found, lengths)[:-2]
+        rows.append([*row, f"{100 * off:.2f}%" if name == "70 / 30" else "-", f"{100 * each:.2f}%"])
+        report.target(f"mixture {name}: full", 100 * found.full.mean(), "%", 99)
+        report.target(f"mixture {name}: imbalance, mean", found.imbalance.mean(), "<", 1.01)
+        if name == "70 / 30":
+            report.target("mixture 70 / 30: any 100 steps", 100 * off, "<% off", 0.5)
+        report.target(f"mixture {name}: each stage", 100 * each, "<% off", 0.5)
+    note = (
+        "8 ranks with 2 rows each: short conversations and long ones by share of the tokens, "
+        f"constant, or {schedule}. The last columns: how far the share of the first source is off "
+        "in the worst 100 consecutive steps, and in the worst stage."
+    )
+    report.table("Mixtures", [*_HEADER[:-2], "any 100 steps", "stage"], rows, note)
+
+
+def _mixed(
+    sampler: PackedBatchSampler, mixture: Mixture, wanted: np.ndarray
+) -> tuple[Figures, float, float]:
+    """Figures, and how far the share is off in any 100 steps and in a stage at most."""
+    steps = list(our_steps(sampler, len(wanted)))
+    tokens = np.zeros((len(wanted), 2))
+    for k in range(len(wanted)):
+        examples = sampler.examples(0, k)
+        tokens[k] = np.bincount(mixture.source_of(examples), mixture.lengths[examples], minlength=2)
+    sums = np.vstack([[0, 0], tokens.cumsum(axis=0)])
+    spans = sums[100:] - sums[:-100]
+    edges = [0, *(np.flatnonzero(np.diff(wanted)) + 1), len(wanted)]
+    stages = sums[edges[1:]] - sums[edges[:-1]]
+    off = np.abs(spans[:, 0] / spans.sum(axis=1) - wanted[0]).max()
+    each = np.abs(stages[:, 0] / stages.sum(axis=1) - wanted[edges[:-1]]).max()
+    return figures(steps, 8, _MAX_TOKENS), float(off), float(each)
+
+
+def planning(arguments_: Sequence[Any]) -> dict[str, float]:
+    """CPU seconds of the first step, of later ones and of len(), and the memory of it all."""
+    folder, number, shuffle = arguments_
+    rng, lengths = np.random.default_rng(0), real_lengths(Path(folder))
+    lengths = np.concatenate([rng.choice(lengths, min(number, 10**7))] * max(1, number // 10**7))
+    next(iter(sampler_of(lengths[:1000], 8, batch_rows=16)))  # imports
+    began = time.process_time()
+    sampler = sampler_of(lengths, 8, batch_rows=16, shuffle=shuffle)
+    built = time.process_time() - began
+    steps = iter(sampler)
+    next(steps)
+    first = time.process_time() - began - built
+    took = []
+    for _ in range(800):
+        began = time.process_time()
+        next(steps)
+        took.append(time.process_time() - began)
+    status = Path("/proc/self/status").read_text().splitlines()
+    (line,) = (line for line in status if line.startswith("VmHWM"))
+    memory = int(line.split()[1]) / 1e6
+    other = sampler_of(lengths, 8, batch_rows=16, shuffle=shuffle)
+    began = time.process_time()
+    num_steps = other._budget.num_steps(0)
+    counted = time.process_time() - began
+    return {
+        "built": built,
+        "first": first,
+        "mean": float(np.mean(took)),
+        "worst": max(took),
+        "len": counted,
+        "steps": num_steps,
+        "memory": memory,
+    }
+
+
+def in_new_process(folder: Path, number: int, shuffle: bool | str) -> dict[str, float]:
+    code = (
+        f"import json, sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "import bench_steps\n"
+        f"print(json.dumps(bench_steps.planning([{str(folder)!r}, {number}, {shuffle!r}])))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    return json.loads(done.stdout)
+
+
+def planning_table(report: Report, folder: Path, numbers: Sequence[int]) -> None:
+    limits = {10**6: (0.05, 0.5, 0.3), 10**8: (0.5, None, 40)}
+    rows = []
+    for number in numbers:
+        shuffles: list[bool | str] = [True, "keyed"] if number <= 10**7 else ["keyed"]
+        for shuffle in shuffles:
+            found = in_new_process(folder, number, shuffle)
+            times = [f"{found['built']:.3f} s", f"{found['first']:.3f} s"]
+            times += [f"{1e3 * found['mean']:.2f} ms"]
+            times += [f"{1e3 * found['worst']:.1f} ms", f"{found['len']:.2f} s"]
+            order = "keyed" if shuffle == "keyed" else "array"
+            cells = [f"{number:,}", order, *times, f"{found['steps']:,.0f}"]
+            rows.append([*cells, f"{found['memory']:.2f} GB"])
+            first, later, counted = limits.get(number, (None, None, None))
+            what = f"{number:,} examples, {order}"
+            if first is not None:
+                both = found["built"] + found["first"]
+                report.target(f"{what}: sampler and first step", both, "< s", first)
+                report.target(f"{what}: len()", found["len"], "< s", counted)
+            if later is not None:
+                report.target(f"{what}: later steps", 1e3 * found["mean"], "< ms", later)
+            if number == 10**8:
+                report.target(f"{what}: memory", found["memory"], "< GB", 2)
+    header = ["examples", "order", "sampler", "first step", "later, mean", "worst", "len()"]
+    note = (
+        "CPU time, 8 ranks with 2 rows each, each line in a new process. Building the sampler is a "
+        "check and a copy of the lengths (0.8 GB of 100,000,000). Memory is the most of the "
+        "process until the 800th step, with the lengths, their copy, and all libraries."
+    )
+    report.table("Planning", [*header, "steps", "memory"], rows, note)
+
+
+def peers_table(report: Report, lengths: np.ndarray) -> None:
+    """Every packer on the same million lengths, in one process; its rows as its trainer reads."""
+    rng = np.random.default_rng(1)
+    found: dict[str, tuple[float | None, Figures]] = {}
+    sampler = sampler_of(lengths, 8, batch_rows=16)
+    seconds = cpu_seconds(lambda: sum(1 for _ in sampler))
+    steps = our_steps(sampler_of(lengths, 8, batch_rows=16), 2000)
+    found["batch_rows=16"] = seconds, figures(steps, 8, _MAX_TOKENS)
+
+    def shuffled(rows: tuple[np.ndarray, np.ndarray]) -> Figures:
+        order = rng.permutation(len(rows[1]) - 1)
+        return figures(steps_of_rows(rows, order, 16), 8, _MAX_TOKENS)
+
+    for strategy in ("bfd", "wrapped"):
+        name = f"TRL {strategy}, 1,000 examples"
+        try:
+            run = trl_packing(lengths, _MAX_TOKENS, strategy, 1000)
+        except ImportError as error:
+            report.text(f"{name}: left out, {error}")
+            continue
+        kept: list[Any] = []
+        seconds = cpu_seconds(lambda run=run, kept=kept: kept.append(run()))
+        rows = wrapped_rows(lengths, _MAX_TOKENS, 1000)
+        if strategy == "bfd":
+            rows = rows_of_trl(kept[0])
+        assert len(kept[0]) == len(rows[1]) - 1
+        found[name] = seconds, shuffled(rows)
+    whole = wrapped_rows(lengths, _MAX_TOKENS, len(lengths))
+    found["wrapped, all examples"] = None, shuffled(whole)
+    name, packed, number = "axolotl multipack", multipack_group, 20_000
+    try:
+        import numba
+
+        packed, number = numba.njit(multipack_group), len(lengths)
+        axolotl_rows(packed, lengths[:100], _MAX_TOKENS)  # compile
+    except ImportError:
+        name += f" (plain Python, {number:,} lengths)"
+    kept = []
+    order = rng.permutation(len(lengths))[:number]
+    own = lengths[order]
+    seconds = cpu_seconds(lambda: kept.append(axolotl_rows(packed, own, _MAX_TOKENS)))
+    sizes = own[np.concatenate([np.array(row) for row in kept[0]])]
+    rows = sizes, np.append(0, np.cumsum(list(map(len, kept[0]))))
+    in_turn = np.arange(len(kept[0]))
+    found[name] = seconds, figures(steps_of_rows(rows, in_turn, 16), 8, _MAX_TOKENS)
+    _show_peers(report, lengths, found, is_compiled=number == len(lengths))
+
+
+def _show_peers(
+    report: Report,
+    lengths: np.ndarray,
+    found: dict[str, tuple[float | None, Figures]],
+    *,
+    is_compiled: bool,
+) -> None:
+    seconds, ours = found["batch_rows=16"]
+    for name, (of_peer, peer) in list(found.items())[1:]:
+        share = 100 * ours.time.mean() / peer.time.mean()
+        if name.startswith("TRL"):
+            report.target(f"time of a token against {name}", share, "<%", 95)
+        if name.startswith("axolotl"):
+            report.target(f"time of a token against {name}", share, "<%", 100)
+            if is_compiled:
+                report.target("planning all against axolotl", of_peer / seconds, "x", 1)
+        if name.startswith("TRL bfd"):
+            report.target("planning all against TRL bfd", of_peer / seconds, "x", 15)
+    rows = []
+    for name, (took, peer) in found.items():
+        cells = row_of(name, peer, lengths)
+        rows.append([cells[0], "-" if took is None else f"{took:.2f} s", *cells[1:]])
+    note = (
+        f"{len(lengths):,} lengths drawn from the real mix, 8 ranks with 2 rows each, one process, "
+        "CPU time of planning everything. TRL's rows are shuffled as its trainer does, axolotl's "
+        "are read in turn; TRL also moves the tokens (int8). Rows of wrapped documents are counted "
+        "with the documents apart. axolotl is its published algorithm, written again."
+    )
+    report.table("Beside other packers", ["", "plan", *_HEADER[1:]], rows, note)
+
+
+def cpu_seconds(function: Callable[[], object]) -> float:
+    began = time.process_time()
+    function()
+    return time.process_time() - began
+
+
+def main() -> int:
+    parser = arguments(__doc__, rounds=2)
+    parser.add_argument("--data", type=Path, default=DEFAULT_DATA, help="folder with lengths/")
+    parser.add_argument("--examples", type=int, nargs="*", default=[10**6, 10**7])
+    options = parser.parse_args()
+    lengths = real_lengths(options.data)
+    report = Report(
+        "steps",
+        "by rows, steps are 99% full and even, close to the modelled ideal, also of a mixture, and "
+        "planned in half a millisecond.",
+    )
+    steps_table(report, lengths)
+    mixture_table(report, options.data)
+    peers_table(report, np.random.default_rng(0).choice(lengths, 10**6))
+    planning_table(report, options.data, options.examples)
+    report.write(options.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
