@@ -211,8 +211,8 @@ def padded_line(
         began = time.perf_counter()
         for batch in loader.steps(steps):
             train_step(model, micro_batches(batch, padded), optimizer, accelerator, padded)
-            tokens += batch.metadata["num_tokens"]
-            cells += batch["input_ids"].numel()
+            tokens += batch.step.num_tokens
+            cells += batch.step.num_cells
         speed = tokens / (time.perf_counter() - began)
     packed = f"{summary['tokens_per_second']:,.0f} tokens/s, {summary['padding']:.0%} padding"
     found = f"{speed:,.0f} tokens/s, {1 - tokens / cells:.0%} padding"

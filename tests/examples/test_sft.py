@@ -156,7 +156,7 @@ def test_a_model_and_a_local_file(base: Path, tmp_path: Path, monkeypatch: Any) 
     monkeypatch.setattr(
         sft.kit,
         "check_isolation",
-        lambda model, batch: checked.append((model.training, batch.metadata["num_tokens"])),
+        lambda model, batch: checked.append((model.training, batch.num_tokens)),
     )
     options = f"{TINY} --max-steps 1 --num-held-out 4 --dataset {path} --model {base / 'model'}"
     results = run(f"{options} --schedule linear --gradient-checkpointing", tmp_path / "out")
