@@ -128,7 +128,7 @@ def compare(
 
 def _bytes(report: Report, heading: str, batch: Batch) -> None:
     """What is sent to another process, before and after the fields are made."""
-    tokens = batch.metadata["num_tokens"]
+    tokens = batch.num_tokens
     stored = len(pickle.dumps(batch, protocol=5))
     dense = len(pickle.dumps(dict(batch.items()), protocol=5))
     share = f"{stored:,} bytes pickled, {stored / tokens:.1f} per token; its fields {dense:,}, "

@@ -110,7 +110,7 @@ def compare_steps(report: Report, rounds: int) -> None:
     rows = []
     for name, (_, batch, attention) in ways.items():
         size = input_bytes(batch.model_inputs(attention)) / 1e6
-        cells = batch["input_ids"].numel()
+        cells = batch.num_cells
         speed = tokens / times[name].median
         gain = times["padded, sdpa"].median / times[name].median
         rows.append([name, f"{cells:,}", f"{size:.1f}", f"{speed:,.0f}", f"{gain:.2f}x"])

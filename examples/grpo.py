@@ -286,9 +286,9 @@ def train(model: Any, tokenizer: Any, optimizer: Any, accelerator: Accelerator, 
             # until the first update the policy is the one that sampled, and all ratios are 1
             "max_ratio_error": updates[0]["max_ratio_error"],
             "rows": sum(len(part) for parts in staged for part in parts),
-            "tokens": sum(parts[0].metadata["num_tokens"] for parts in staged),
-            **seconds,
-        }
+            "tokens": (tokens := sum(parts[0].step.num_tokens for parts in staged)),
+            "padding": 1 - tokens / sum(parts[0].step.num_cells for parts in staged),
+        } | seconds
         took.update(seconds | {"updates": len(updates)})
         bar.set_postfix_str(
             f"reward {rewards[-1]:.2f}, turns {record['mean_turns']:.1f}, "

@@ -20,8 +20,9 @@ MAY_CHANGE = {
 }
 # Options that must be 1 or more; other numbers must be 0 or more.
 COUNTS = {
-    *("batch_size", "rows_per_micro_batch", "rows_multiple_of", "max_tokens", "num_conversations"),
-    *("epochs", "max_steps", "keep_checkpoints", "threads", "lora", "lora_alpha"),
+    *("batch_size", "batch_rows", "rows_per_micro_batch", "rows_multiple_of", "max_tokens"),
+    *("num_conversations", "epochs", "max_steps", "keep_checkpoints", "threads"),
+    *("lora", "lora_alpha"),
 }
 
 
@@ -42,7 +43,9 @@ def argument_parser() -> argparse.ArgumentParser:
     names = ["auto", *NAMES]
     add("--attention", default="auto", choices=names, help="auto: the fastest that passes a check")
     add = parser.add_argument_group("training").add_argument
-    add("--batch-size", type=int, default=32, help="conversations per step, over all ranks")
+    one = parser.add_mutually_exclusive_group().add_argument
+    one("--batch-size", type=int, default=32, help="conversations per step, over all ranks")
+    one("--batch-rows", type=int, help="in place of it, full rows per step, over all ranks")
     add("--epochs", type=int, default=1, help="passes over the data")
     add("--max-steps", type=int, help="stop after so many steps")
     add("--lora", type=int, metavar="RANK", help="train adapters of this rank, not the weights")
@@ -90,6 +93,8 @@ def parse_arguments(
     for name, value in (defaults | {"max_tokens": max_tokens}).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
+    if args.batch_rows:
+        args.batch_size = None
     args.cpu |= parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available()
     given = {named[name]: str(value) for name, value in vars(args).items()}
     args.run = {name: value for name, value in given.items() if name not in MAY_CHANGE}
@@ -104,6 +109,8 @@ def check_adapters_and_layout(args: argparse.Namespace) -> None:
     """Refuse options that contradict each other, and adapters without their package."""
     if args.compile and args.no_packing:
         fail("--compile: padded rows differ in width from batch to batch; leave out --no-packing")
+    if args.batch_rows and args.no_packing:
+        fail(f"--batch-rows {args.batch_rows}: padded rows are as many as --batch-size")
     if args.lora and not args.model:
         fail(f"--lora {args.lora}: adapters need a trained model; pass --model")
     if args.lora_alpha and not args.lora:

@@ -74,9 +74,9 @@ class RunLog:
             return
         began, self.ended = self.ended, time.perf_counter()
         waited = self.loader.wait_seconds - self.took["wait_seconds"]
-        took: dict[str, Any] = {  # tokens and cells of all ranks
-            "tokens": parts[0].metadata["num_tokens"],
-            "cells": self.args.num_ranks * sum(part["input_ids"].numel() for part in parts),
+        took: dict[str, Any] = {
+            "tokens": parts[0].step.num_tokens,  # of all ranks, as the cells
+            "cells": parts[0].step.num_cells,
             "seconds": self.ended - began,
             "wait_seconds": waited,
         }

@@ -5,8 +5,8 @@ a tokenizer and a small Qwen3 on it in a minute on two CPU cores, and measures w
 
     accelerate launch examples/sft.py --model Qwen/Qwen3-0.6B --dataset chats.jsonl
 
-A step is `--batch-size` conversations, whatever the layout and the number of ranks. Every rank
-plans the whole batch and trains its own rows of it, so the loss is the exact token mean.
+A step is `--batch-size` conversations, or `--batch-rows` full rows, over any number of ranks. Every
+rank plans the whole step and trains its own rows of it, so the loss is the exact token mean.
 """
 
 from __future__ import annotations
@@ -93,11 +93,19 @@ def make_collator(tokenizer: Any, model: Any, args: argparse.Namespace) -> Any:
     return kit.PackedCollator(tokenizer, packing=packing, fixed_width=args.compile)
 
 
+def step_size(args: argparse.Namespace, training: bool) -> dict[str, int]:
+    """Return how many conversations or full rows a step has; packed rows are evaluated by rows."""
+    if args.no_packing or (training and args.batch_size):
+        return {"batch_size": args.batch_size}
+    rows = args.rows_per_micro_batch * (args.rows_multiple_of or args.num_ranks)
+    return {"batch_rows": args.batch_rows or rows}
+
+
 def make_loader(
     examples: kit.TokenizedDataset, collate: Any, accelerator: Any, args: Any, shuffle: bool
 ) -> kit.PrefetchLoader:
     """Load batches onto the device, in an order that is a function of (seed, epoch)."""
-    options = {"batch_size": args.batch_size, "shuffle": shuffle, "seed": args.seed}
+    options = {**step_size(args, shuffle), "shuffle": shuffle, "seed": args.seed}
     if args.no_packing:  # every rank collates the whole batch
         sampler: Any = kit.PrefetchingSampler(examples, **options)
     else:  # every rank plans the whole batch, and reads its own rows: as narrow as can be
@@ -186,7 +194,7 @@ def train(
 @torch.no_grad()
 @torch.compiler.set_stance("force_eager")  # too short to be worth compiling for
 def held_out_loss(model: Any, loader: Any, accelerator: Accelerator, args: Any) -> float:
-    """Return the mean loss over the trained tokens of held-out conversations."""
+    """Return the mean over the trained tokens of all ranks, each conversation once."""
     model.eval()
     nll, num_loss_tokens = torch.zeros((), dtype=torch.float64, device=accelerator.device), 0
     for batch in loader:
@@ -200,7 +208,9 @@ def padded_line(
     model: Any, examples: Any, tokenizer: Any, summary: dict, accelerator: Any, args: Any
 ) -> str:
     """Train the first steps again on padded rows, without keeping it; one line to compare with."""
-    padded = argparse.Namespace(**{**vars(args), "no_packing": True, "compile": False})
+    size = args.batch_size or round(len(examples) / len(args.sampler))  # as many on average
+    changed = {"no_packing": True, "compile": False, "batch_size": size}
+    padded = argparse.Namespace(**vars(args) | changed)
     alone = copy.deepcopy(model.model)
     alone.set_attn_implementation("sdpa")
     model = trained_model.ModelWithLoss(alone, trained_model.Attention("sdpa")).train()
@@ -211,8 +221,8 @@ def padded_line(
         began = time.perf_counter()
         for batch in loader.steps(steps):
             train_step(model, micro_batches(batch, padded), optimizer, accelerator, padded)
-            tokens += batch.metadata["num_tokens"]
-            cells += batch["input_ids"].numel()
+            tokens += batch.step.num_tokens
+            cells += batch.step.num_cells
         speed = tokens / (time.perf_counter() - began)
     packed = f"{summary['tokens_per_second']:,.0f} tokens/s, {summary['padding']:.0%} padding"
     found = f"{speed:,.0f} tokens/s, {1 - tokens / cells:.0%} padding"
@@ -225,8 +235,12 @@ def start(args: argparse.Namespace, *handlers: Any) -> Accelerator:
     options |= {"mixed_precision": args.precision, "kwargs_handlers": handlers}
     accelerator = Accelerator(cpu=args.cpu, **options)
     args.num_ranks, args.rank = accelerator.num_processes, accelerator.process_index
-    if (rows := args.rows_multiple_of) and rows % args.num_ranks:
-        fail(f"--rows-multiple-of {rows}: must be a multiple of the {args.num_ranks} ranks")
+    for name in ("rows_multiple_of", "batch_rows"):
+        if (rows := getattr(args, name)) and rows % args.num_ranks:
+            option = f"--{name.replace('_', '-')} {rows}"
+            fail(f"{option}: must be a multiple of the {args.num_ranks} ranks")
+    if args.batch_rows and args.batch_rows % (args.rows_multiple_of or 1):
+        fail(f"--batch-rows {args.batch_rows}: must be a multiple of --rows-multiple-of")
     if args.cpu:  # `accelerate launch` and torchrun leave one thread
         torch.set_num_threads(args.threads or max(1, (os.cpu_count() or 1) // args.num_ranks))
     trained_model.check_sharding(accelerator)

@@ -185,7 +185,7 @@ def make_loader(
     examples: Conversations, collate: Any, accelerator: Any, args: Any, shuffle: bool
 ) -> kit.PrefetchLoader:
     """Load as in sft.py, with the patches of the images as the second budget of a row."""
-    options = {"batch_size": args.batch_size, "shuffle": shuffle, "seed": args.seed}
+    options = {**sft.step_size(args, shuffle), "shuffle": shuffle, "seed": args.seed}
     if args.no_packing:  # every rank collates the whole batch
         sampler: Any = kit.PrefetchingSampler(examples, **options)
     else:

@@ -112,7 +112,7 @@ def padded_batch(
     batch["metadata"] |= {
         "num_examples": len(examples),
         "num_dummy_rows": 0,
-        "num_tokens": sum(len(segment.ids) for segment in segments),
+        "step_num_tokens": sum(len(segment.ids) for segment in segments),
         "example_indices": [[index] for index in kept],
         "example_starts": [[0] for _ in kept],
         "num_actions": [[segment.num_actions] for segment in segments],
@@ -180,7 +180,7 @@ def packed_batch(
     batch["metadata"] |= {
         "num_examples": len(examples),  # those given: num_dropped counts some of them
         "num_dummy_rows": sum(1 for row_pieces in pieces if not row_pieces),
-        "num_tokens": sum(sum(row) for row in fields["sub_seq_lengths"]),
+        "step_num_tokens": sum(sum(row) for row in fields["sub_seq_lengths"]),
         "example_indices": fields["example_indices"],
         "example_starts": [[start for _, start, _ in row_pieces] for row_pieces in pieces],
         "num_actions": fields["num_actions"],
@@ -230,7 +230,7 @@ def rollout_batch(
     batch["metadata"] |= {
         "num_examples": len(given),
         "num_dummy_rows": 0,
-        "num_tokens": sum(lengths),
+        "step_num_tokens": sum(lengths),
         "example_indices": [[index] for index in kept],
         "example_starts": [[0] for _ in rollouts],
         "num_actions": [[len(rollout["response_ids"])] for rollout in rollouts],

@@ -269,7 +269,7 @@ ERRORS: list[tuple[str, type[Exception], str]] = [
     ),
     ("Batch.cat([PACKED, OTHER], dict.fromkeys(COUNTS, 1))", ValueError, "loss_mask_divisor"),
 ]
-COUNTS = ("num_loss_tokens", "num_examples", "num_tokens")
+COUNTS = ("num_loss_tokens", "num_examples")
 
 
 @pytest.mark.parametrize(("call", "kind", "message"), ERRORS)

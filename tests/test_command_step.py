@@ -122,4 +122,4 @@ def test_a_state_of_a_loader_in_the_middle_of_an_epoch(run: Run) -> None:
     code, out, _ = run("step", "state.json", "rows.jsonl", *where, "--json")
     found = [one["num_tokens"] for one in json.loads(out)["examples"]]
     assert code == 0
-    assert sum(found) == batch.metadata["num_tokens"]
+    assert sum(found) == batch.step.num_tokens

@@ -49,7 +49,7 @@ def loss_of(model: Any, part: Batch, variant: Variant, num_loss_tokens: int) -> 
 def parts_of(batch: Batch | Sequence[Batch]) -> tuple[list[Batch], int, int]:
     """Micro-batches of a step, its loss tokens, and its tokens."""
     whole = [batch] if isinstance(batch, Batch) else list(batch)
-    counts = [sum(b.metadata[k] for b in whole) for k in ("num_loss_tokens", "num_tokens")]
+    counts = sum(b.metadata["num_loss_tokens"] for b in whole), sum(b.num_tokens for b in whole)
     if isinstance(batch, Batch):
         whole = [batch[i : i + 1] for i in range(len(batch))]
     return whole, *counts
@@ -183,7 +183,7 @@ class Runner:
         lengths = [n for b in whole for row in b["sub_seq_lengths"].tolist() for n in row]
         parts, num_loss_tokens, num_tokens = parts_of(batch)
         self._tokens += num_tokens
-        self._cells += sum(part["input_ids"].numel() for part in parts)
+        self._cells += sum(part.num_cells for part in parts)
         self._flops += flops_per_step(self._model.config, lengths, num_head_tokens=num_loss_tokens)
 
 

@@ -13,6 +13,7 @@ PrefetchLoader, which is no DataLoader: `prepare` returns it as it is, and
 from __future__ import annotations
 
 import tiny
+import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
@@ -41,10 +42,11 @@ model = tiny.make_model()
 model, optimizer, loader = accelerator.prepare(model, tiny.make_optimizer(model), loader)
 accelerator.register_for_checkpointing(loader)
 
-losses, numbers = [], []
+losses, numbers, own = [], [], torch.zeros(2)
 with loader:
     # Ranks may have different numbers of batches: all stop after the same number of steps.
     for batch in loader.steps(tiny.NUM_STEPS):
+        own += torch.tensor([batch.num_tokens, batch.num_cells])  # a rank knows no other's rows
         num_loss_tokens = kit.global_num_loss_tokens(batch)  # of all ranks
         logits = model(**batch.model_inputs(labels=False)).logits
         loss = kit.token_loss(logits, batch, num_loss_tokens=num_loss_tokens)
@@ -54,7 +56,9 @@ with loader:
         losses.append(accelerator.reduce(loss.detach(), "sum").item())
         numbers.append(tiny.numbers_in(batch))
 
+tokens, cells = accelerator.reduce(own, "sum").tolist()
 if accelerator.is_main_process:
+    print(f"{tokens:,.0f} tokens on all ranks, {1 - tokens / cells:.1%} padding")
     tiny.compare(losses, numbers)
 del logits, loss  # they hold the model, and DDP holds the process group
 model, optimizer = accelerator.free_memory(model, optimizer)

@@ -30,8 +30,9 @@ loader = DataLoader(examples, batch_sampler=sampler, collate_fn=collate)
 
 model = DistributedDataParallel(tiny.make_model())
 optimizer = tiny.make_optimizer(model)
-losses, numbers = [], []
+losses, numbers, tokens, cells = [], [], 0, 0
 for batch in loader:
+    tokens, cells = tokens + batch.step.num_tokens, cells + batch.step.num_cells  # of all ranks
     num_loss_tokens = batch.metadata["num_loss_tokens"]  # of all rows of all ranks
     step_loss = 0.0
     for i in range(len(batch)):
@@ -49,6 +50,7 @@ for batch in loader:
     numbers.append(tiny.numbers_in(batch))
 
 if rank == 0:
+    print(f"{tokens:,} tokens on all ranks, {1 - tokens / cells:.1%} padding")
     tiny.compare(losses, numbers)
 del logits, loss, model, optimizer  # they hold the process group, in a cycle
 gc.collect()

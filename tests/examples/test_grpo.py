@@ -67,6 +67,7 @@ def test_it_plays_trains_and_saves(played: tuple[Results, Path]) -> None:
         assert record["rows"] == record["mean_turns"] * 32
         assert record["max_ratio_error"] < 1e-4
         assert {"clip_fraction", "approx_kl", "loss", "tokens"} <= set(record)
+        assert 0 <= record["padding"] < 1
     assert results.steps[0]["grad_norm"] > 0, "no game was won, or all were"
     summary = results.summary
     assert summary["first_reward"] == results.steps[0]["mean_reward"]

@@ -66,12 +66,13 @@ def two_steps(
     with log_of(folder, accelerator, model) as log:
         log.loader.wait_seconds = 1.0
         log.step(1, [batch[:1]], 3.0, 0.1, 0.5)
-        log.step(2, [batch[:1], batch[1:]], 2.0, 0.2, 0.25)
+        more = batch.pad_rows(multiple_of=4)
+        log.step(2, [more[:1], more[1:2]], 2.0, 0.2, 0.25)
     return log
 
 
 def test_a_step_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """10 tokens of two ranks; 5 cells on each, and in the second step 10."""
+    """10 tokens of two ranks; 5 cells on each, and in the second step 10: a row was added."""
     log = two_steps(tmp_path, accelerator := logging(), monkeypatch)
     rows = [  # in the order of NAMES
         (1, 3.0, 0.1, 0.5, 10, 10, 2.0, 1.0, 5.0, 1.0, 0.0, pytest.approx(67 / 65)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import re
@@ -9,6 +10,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import run_log
 import sft
@@ -156,7 +158,7 @@ def test_a_model_and_a_local_file(base: Path, tmp_path: Path, monkeypatch: Any) 
     monkeypatch.setattr(
         sft.kit,
         "check_isolation",
-        lambda model, batch: checked.append((model.training, batch.metadata["num_tokens"])),
+        lambda model, batch: checked.append((model.training, batch.num_tokens)),
     )
     options = f"{TINY} --max-steps 1 --num-held-out 4 --dataset {path} --model {base / 'model'}"
     results = run(f"{options} --schedule linear --gradient-checkpointing", tmp_path / "out")
@@ -167,6 +169,49 @@ def test_a_model_and_a_local_file(base: Path, tmp_path: Path, monkeypatch: Any) 
     lengths = [len(sft.kit.tokenize_chat(r, tokenizer)["input_ids"]) for r in corpus]
     assert checked[0][0]
     assert sum(sorted(lengths)[:2]) <= checked[0][1] <= sum(sorted(lengths)[:6])  # 4 held out
+
+
+BY_ROWS = TINY.replace("--batch-size 6", "--batch-rows 2")
+
+
+def test_a_step_is_so_many_full_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An epoch, stopped and resumed; each conversation once, in even steps."""
+    whole = run(f"{BY_ROWS} --checkpoint-every 1", tmp_path / "out")
+    assert "padded: " in capsys.readouterr().out.splitlines()[-1]
+    tokens = [step["tokens"] for step in whole.steps]
+    assert {step["cells"] for step in whole.steps[:8]} <= set(range(500, 513))  # a whole window
+    assert whole.summary["padding"] < 0.05
+    examples = datasets.load_from_disk(str(tmp_path / "out" / "examples"))
+    assert sum(tokens) == sum(map(len, examples["input_ids"]))
+    losses, number = whole.losses, len(whole.steps) // 2
+    for step in range(number, len(losses)):
+        shutil.rmtree(tmp_path / "out" / f"checkpoint-{step + 1:08d}", ignore_errors=True)
+    (tmp_path / "out" / "summary.json").unlink()
+    again = run(f"{BY_ROWS} --checkpoint-every 1 --resume auto", tmp_path / "out")
+    assert again.losses == losses
+    assert [step["tokens"] for step in again.steps] == tokens
+
+
+def test_the_held_out_loss_is_that_of_each_conversation_once(base: Path, tmp_path: Path) -> None:
+    """A number of rows that the last step does not fill; by hand, one at a time."""
+    still = f"{TINY} --max-steps 1 --learning-rate 1e-30 --model {base / 'model'} --max-tokens 256"
+    found = [
+        run(f"{still} {rows}", tmp_path / rows.strip("- 0123456789")).summary["held_out_loss"]
+        for rows in ("--rows-per-micro-batch 3", "--rows-multiple-of 5")
+    ]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base / "model")
+    model = transformers.AutoModelForCausalLM.from_pretrained(base / "model")
+    args = argparse.Namespace(dataset=None, num_held_out=14, num_conversations=80, seed=0)
+    nll, count = 0.0, 0
+    with torch.no_grad():
+        for record in sft.load_conversations(args)[1]:
+            example = sft.kit.tokenize_chat(record, tokenizer)
+            ids, trained = (torch.tensor(example[k]) for k in ("input_ids", "loss_mask"))
+            logits = model(input_ids=ids[None]).logits[0, :-1]
+            losses = torch.nn.functional.cross_entropy(logits, ids[1:], reduction="none")
+            nll += float((losses * trained[1:]).sum())
+            count += int(trained[1:].sum())
+    assert found == pytest.approx([nll / count] * 2, rel=1e-5)
 
 
 REFUSED = {
@@ -191,6 +236,18 @@ REFUSED = {
 def test_options_that_are_refused(options: str, tmp_path: Path) -> None:
     assert refusal(f"{TINY} {options}", tmp_path / "out").startswith(REFUSED[options])
     assert not (tmp_path / "out" / "metrics.jsonl").exists()
+
+
+def test_steps_are_of_conversations_or_of_rows(tmp_path: Path, capsys: Any) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run(f"{TINY} --batch-rows 4", tmp_path)
+    assert "--batch-rows: not allowed with argument --batch-size" in capsys.readouterr().err
+    message = "--batch-rows 0: must be 1 or more"
+    assert refusal(BY_ROWS.replace("rows 2", "rows 0"), tmp_path) == message
+    message = "--batch-rows 2: padded rows are as many as --batch-size"
+    assert refusal(f"{BY_ROWS} --no-packing", tmp_path) == message
+    message = "--batch-rows 2: must be a multiple of --rows-multiple-of"
+    assert refusal(f"{BY_ROWS} --rows-multiple-of 4", tmp_path) == message
 
 
 @pytest.mark.parametrize("name", ["file", "file/below"])

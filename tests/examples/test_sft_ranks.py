@@ -116,6 +116,22 @@ def test_two_ranks_train_as_one(
     assert torch.equal(weights(out), whole)
 
 
+def test_two_ranks_train_the_rows_of_one(
+    server: RankServer, model: Path, chats: Path, tmp_path: Path
+) -> None:
+    """And measure the same held-out loss."""
+    by_rows = TINY.replace("--batch-size 5", "--batch-rows 2 --rows-multiple-of 2")
+    options = f"{by_rows} --dataset {chats} --model {model} --epochs 2 --max-grad-norm 1000"
+    options = options.replace("--num-held-out 0", "--num-held-out 5")
+    one = finish(server, options, tmp_path / "one", 1)
+    two = finish(server, options, tmp_path / "two", 2)
+    assert len(one.losses) > 3
+    assert two.losses == pytest.approx(one.losses, rel=0, abs=2e-6)
+    for name in ("tokens", "cells"):
+        assert [step[name] for step in two.steps] == [step[name] for step in one.steps]
+    assert two.summary["held_out_loss"] == pytest.approx(one.summary["held_out_loss"], abs=1e-5)
+
+
 def test_every_rank_saves_its_part(server: RankServer, short: str, tmp_path: Path) -> None:
     """And a checkpoint of parts is not one of whole weights."""
     out = tmp_path / "out"
@@ -174,6 +190,7 @@ SETTINGS = {  # of Accelerate, that sft.py refuses
     "FSDP_CPU_RAM_EFFICIENT_LOADING=true": "loading: false in the configuration",
     "ACCELERATE_USE_FSDP=true": "Accelerate shards on GPUs only",  # on a CPU it would be DDP
     "--rows-multiple-of 3": "--rows-multiple-of 3: must be a multiple of the 2 ranks",
+    "--batch-rows 3": "--batch-rows 3: must be a multiple of the 2 ranks",
 }
 
 
@@ -184,6 +201,8 @@ def test_settings_that_two_ranks_refuse(
     name, _, value = setting.partition("=")
     before = f"import os; os.environ[{name!r}] = {value!r}" if value else ""
     arguments = short if value else f"{short} {setting}"
+    if setting.startswith("--batch-rows"):
+        arguments = arguments.replace("--batch-size 5", "")
     sharded = name.startswith("FSDP")
     assert server.run(arguments, tmp_path / "out", 2, sharded=sharded, before=before) == [1, 1]
     # rank 0, which holds the store: the other may find it gone while it joins

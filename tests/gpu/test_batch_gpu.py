@@ -158,7 +158,7 @@ def test_what_is_said_of_a_batch_does_not_wait(batch: Batch) -> None:
 
 def test_the_memory_of_a_batch_is_that_of_what_it_stores() -> None:
     batch = COLLATORS["packed"](examples(4000))
-    assert batch.nbytes < 7 * batch.metadata["num_tokens"]
+    assert batch.nbytes < 7 * batch.num_tokens
     COLLATORS["packed"](examples(2)).to("cuda")
     gc.collect()
     before = torch.cuda.memory_allocated()

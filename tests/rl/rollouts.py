@@ -57,7 +57,7 @@ def rollout_batch(
         "loss_mask_divisor": divisor,
         "response_length": response_length,
         "num_examples": n,
-        "num_tokens": int(lengths.sum()),
+        "step_num_tokens": int(lengths.sum()),
         "num_dummy_rows": 0,
     }
     return Batch(fields, row_metadata=row_metadata, metadata=metadata)

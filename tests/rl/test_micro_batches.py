@@ -111,6 +111,7 @@ def test_micro_batches_are_cuts_of_the_block(
     budget = -(-int(needs.max()) // (multiple or 1)) * (multiple or 1) + extra
     micro = [micro_batches(part, max_tokens=budget, pad_to_multiple_of=multiple) for part in ranks]
     assert len({len(parts) for parts in micro}) == 1
+    computed = sum(m["input_ids"].numel() for parts in micro for m in parts)  # by all ranks
     for part, parts in zip(ranks, micro, strict=True):
         rows = np.concatenate([m.row_metadata["row_indices"] for m in parts])
         assert sorted(rows.tolist()) == sorted(part.row_metadata["row_indices"].tolist())
@@ -163,7 +164,8 @@ def test_micro_batches_are_cuts_of_the_block(
                     assert (m[name] != 0).sum() == (whole[name] != 0).sum()
             assert m.metadata.pop("row_widths").shape == part.metadata["row_widths"].shape
             assert m.metadata.pop("is_last_part") == (m is parts[-1])
-            own = {"response_length": a, "row_widths": part.metadata["row_widths"]}
+            assert m.step.num_cells == computed
+            own = {"response_length": a, "row_widths": 0, "step_num_cells": computed}
             assert {**m.metadata, **own} == {**part.metadata, **own}
 
 

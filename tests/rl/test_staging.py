@@ -74,7 +74,7 @@ def test_every_mini_batch_keeps_its_rows(
         count = int((mini["loss_mask"] != 0).sum())
         assert meta["num_loss_tokens"] == count
         assert meta["num_examples"] == stop - start
-        assert meta["num_tokens"] == int(mini["attention_mask"].sum())
+        assert meta["step_num_tokens"] == int(mini["attention_mask"].sum())
         assert meta["num_dummy_rows"] == len(rows) - (stop - start)
         assert whole.row_metadata["uids"] == [
             uids[i] if i >= 0 else uids[start] for i in rows.tolist()
@@ -147,7 +147,7 @@ def test_lengths_come_from_sub_sequences_first() -> None:
     assert rows_of(stage_mini_batches(batch, [0, 4], 2, balance="tokens")) == [[[0, 3], [1, 2]]]
     assert rows_of(stage_mini_batches(batch, [0, 4], 2, balance="attention")) == [[[1, 3], [0, 2]]]
     [[whole]] = stage_mini_batches(batch, [0, 4], 1)
-    assert whole.metadata["num_tokens"] == 79020
+    assert whole.metadata["step_num_tokens"] == 79020
     assert "num_loss_tokens" not in whole.metadata
 
 
@@ -196,7 +196,7 @@ def test_token_loss_of_a_mini_batch(normalize_loss: bool, packs: bool) -> None:
         assert plain == pytest.approx(wanted if normalize_loss else wanted * count, rel=1e-6)
         wanted_examples = {int(i) for row in rows.row_metadata["example_indices"] for i in row}
         assert ranks[0].metadata["num_examples"] == len(wanted_examples)
-        assert ranks[0].metadata["num_tokens"] == int(rows["attention_mask"].sum())
+        assert ranks[0].step.num_tokens == int(rows["attention_mask"].sum())
 
 
 # --- gradients ------------------------------------------------------------------------------------

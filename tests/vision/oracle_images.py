@@ -183,7 +183,7 @@ def packed_with_images(
     batch = add_images(batch, [*examples, dummy], layout, rows)
     metadata = batch["metadata"]
     for row in np.flatnonzero(plan.needs_dummy_image).tolist():
-        metadata["num_tokens"] -= batch["sub_seq_lengths"][row].pop()
+        metadata["step_num_tokens"] -= batch["sub_seq_lengths"][row].pop()
         for name in ("example_indices", "example_starts", "num_actions", "num_trained"):
             metadata[name][row].pop()
     metadata["num_examples"] -= 1

@@ -62,7 +62,7 @@ def test_it_is_no_example() -> None:
     indices = sorted(batch.row_metadata["example_indices"].values.tolist())
     assert indices == [0, 1, 2, 3]
     assert batch.metadata["num_examples"] == 4
-    assert batch.metadata["num_tokens"] == 40
+    assert batch.num_tokens == 40
     assert batch.metadata["num_loss_tokens"] == 8
     table = torch.randn(100, 100, generator=torch.Generator().manual_seed(0))
     loss, outputs = token_loss(

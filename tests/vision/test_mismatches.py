@@ -72,7 +72,7 @@ def test_batches_of_two_models_are_not_joined() -> None:
         collate = PackedCollator(0, vision=layout, max_tokens=64, fixed_width=True)
         return collate([example])
 
-    again = {"num_examples": 2, "num_tokens": 2, "num_loss_tokens": 2}
+    again = {"num_examples": 2, "num_loss_tokens": 2}
     assert len(Batch.cat([of("qwen2_5_vl"), of("qwen2_5_vl")], metadata=again)) == 2
     message = r"batch 1 was collated with VisionLayout\(family_name='{}', .* batch 0 with Vision.*"
     with pytest.raises(ValueError, match=message.format("glm4v") + "the processor of one model"):

@@ -15,6 +15,7 @@ from torch_collate_kit._checks import checked_int
 from torch_collate_kit.batch import rows
 from torch_collate_kit.batch.buffer import tensor_of, version_of
 from torch_collate_kit.batch.columns import Columns
+from torch_collate_kit.batch.counts import Counted
 from torch_collate_kit.batch.dense import make_field
 from torch_collate_kit.batch.fields import Field
 from torch_collate_kit.batch.model_inputs import model_inputs
@@ -32,15 +33,14 @@ if TYPE_CHECKING:
 __all__ = ["Batch"]
 
 
-class Batch(Mapping[str, Field]):
+class Batch(Counted, Mapping[str, Field]):
     """A training batch: fields with one entry per row, ``row_metadata`` and ``metadata``.
 
     ``batch["input_ids"]`` is a field, a tensor ``[R, ...]`` or a :class:`Ragged` with R rows;
     ``batch[2:5]`` is a Batch of these rows, ``len(batch)`` is R. docs/contract.md lists the fields
-    of a collated batch. It stores columns, one entry per token; a field is made on their device
-    when it is first read, and kept. A change in place stays (not one through ``.numpy()``, which
-    cannot be seen); :meth:`with_fields` replaces a field. ``row_metadata`` has one entry per row
-    (list, ndarray, tensor or Ragged) and is sliced with them; slices keep ``metadata`` as it is.
+    of a collated batch. A field is made of columns, one entry per token, when it is first read, and
+    kept. A change in place stays (not one through ``.numpy()``); :meth:`with_fields` replaces one.
+    ``row_metadata`` (lists, arrays, tensors, Ragged) is sliced with the rows, ``metadata`` is not.
 
     Raises:
         TypeError: a field that is neither a tensor nor a Ragged.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_collate_kit.batch.columns import Columns
+from torch_collate_kit.batch.counts import OF_A_STEP, num_cells
 from torch_collate_kit.batch.dense import make_field
 from torch_collate_kit.batch.fields import (
     IGNORE_INDEX,
@@ -41,12 +43,14 @@ def joined(
     """Return all rows of all parts; ``fields`` are for what only another part stores."""
     if not parts:
         raise ValueError("Batch.cat needs at least one batch, got none")
+    collated_apart = _collated_apart(parts)
+    parts = _with_one_step(parts, collated_apart)
     first = parts[0]
     for i, part in enumerate(parts):
         _check_fields(i, part, first)
         _check_metadata(i, part, first, overrides)
-    if "num_loss_tokens" not in overrides:
-        _check_one_collation(parts)
+    if collated_apart and "num_loss_tokens" not in overrides:
+        raise ValueError(collated_apart)
     columns = Columns.cat([part.columns for part in parts])
     stored = {name for part in parts for name in part.given}
     names = [name for name in first.names if not columns or name in stored]
@@ -56,6 +60,16 @@ def joined(
         {key: cat([part.row_metadata[key] for part in parts]) for key in first.row_metadata},
         {k: v for k, v in first.metadata.items() if k != _OF_A_PART} | overrides,
     )
+
+
+def _with_one_step(parts: Sequence[Storage], collated_apart: str | None) -> list[Storage]:
+    """Return the parts without counts of the step that are not those of all of them."""
+    of_parts = [part.metadata for part in parts]
+    unknown = {
+        key for key in OF_A_STEP if collated_apart or len({of.get(key) for of in of_parts}) > 1
+    }
+    kept = [{k: v for k, v in of.items() if k not in unknown} for of in of_parts]
+    return [replace(part, metadata=of) for part, of in zip(parts, kept, strict=True)]
 
 
 def _check_fields(index: int, part: Storage, first: Storage) -> None:
@@ -103,25 +117,26 @@ def _check_metadata(
         )
 
 
-def _check_one_collation(parts: Sequence[Storage]) -> None:
-    """Refuse batches that were collated apart: each begins at example 0, parts of one do not."""
+def _collated_apart(parts: Sequence[Storage]) -> str | None:
+    """Return why batches are not of one collation, or None: each begins at 0, parts do not."""
     found: list[list[Any]] = []
     for key in ("example_indices", "example_starts"):
         found.append([part.row_metadata.get(key) for part in parts])
         if not all(isinstance(column, Ragged) for column in found[-1]):
-            return
+            return None
     examples, starts = (np.concatenate([of.to("cpu").values for of in key]) for key in found)
     owners = np.repeat(np.arange(len(parts)), [len(of.values) for of in found[0]])
     order = np.lexsort((owners, starts, examples))
     examples, starts, owners = examples[order], starts[order], owners[order]
     is_same = (np.diff(examples) == 0) & (np.diff(starts) == 0) & (np.diff(owners) != 0)
-    if is_same.any():
-        i = int(is_same.argmax())
-        raise ValueError(
-            f"batches {owners[i]} and {owners[i + 1]} both have an example {examples[i]}: they "
-            "were collated apart, so their num_loss_tokens is not that of the whole; collate them "
-            "together, or pass metadata={'num_loss_tokens': ...}"
-        )
+    if not is_same.any():
+        return None
+    i = int(is_same.argmax())
+    return (
+        f"batches {owners[i]} and {owners[i + 1]} both have an example {examples[i]}: they "
+        "were collated apart, so their num_loss_tokens is not that of the whole; collate them "
+        "together, or pass metadata={'num_loss_tokens': ...}"
+    )
 
 
 def padded(storage: Storage, added: int) -> Storage:
@@ -130,13 +145,24 @@ def padded(storage: Storage, added: int) -> Storage:
         # from the columns, it would count the segments that are repeated
         lengths = make_field("sub_seq_lengths", storage.columns, {}, storage.metadata)
         storage = storage.with_given({"sub_seq_lengths": lengths})
-    num_dummy_rows = storage.metadata.get("num_dummy_rows", 0) + added
     return Storage(
         _padded_columns(storage.columns, added),
         _padded_given(storage, added),
         {k: _padded_row_metadata(k, value, added) for k, value in storage.row_metadata.items()},
-        {**storage.metadata, "num_dummy_rows": num_dummy_rows},
+        _padded_metadata(storage, added),
     )
+
+
+def _padded_metadata(storage: Storage, added: int) -> dict[str, Any]:
+    """Count the added rows; those of a rank's share of a step, on every rank."""
+    metadata = dict(storage.metadata)
+    metadata["num_dummy_rows"] = metadata.get("num_dummy_rows", 0) + added
+    if (in_step := metadata.pop("step_num_cells", None)) is not None:
+        num_ranks = len(metadata.get("cost_per_rank", ()))
+        if in_step in (num_cells(storage), num_cells(storage) * num_ranks):
+            per_row = in_step // storage.num_rows  # on all ranks
+            metadata["step_num_cells"] = per_row * (storage.num_rows + added)
+    return metadata
 
 
 def _repeated(value: Any, added: int) -> Any:

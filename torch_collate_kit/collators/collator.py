@@ -12,6 +12,7 @@ from torch_collate_kit._checks import checked_bool
 from torch_collate_kit._reprs import call_repr, changed_settings
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.columns import Columns
+from torch_collate_kit.batch.counts import OF_A_STEP
 from torch_collate_kit.batch.fields import PerExample, PerResponseToken, PerToken
 from torch_collate_kit.batch.placement import Placement
 from torch_collate_kit.batch.storage import Storage
@@ -27,6 +28,9 @@ _DTYPES = (*_INTEGERS, torch.float16, torch.bfloat16, torch.float32, torch.float
 
 class Collator:
     """Collator of tokens; ``names`` are keys and fields of its own, which no other may have."""
+
+    knows_step = True
+    """Whether the rows of a call are a whole step; not in a stream's copy for one of its ranks."""
 
     def __init__(
         self,
@@ -84,17 +88,20 @@ class Collator:
             per_piece = {key: values[is_example] for key, values in per_piece.items()}
             row_offsets = np.append(0, np.cumsum(is_example))[row_offsets]
         ragged = {key: unchecked(values.copy(), row_offsets) for key, values in per_piece.items()}
-        all_metadata = {
+        all_metadata: dict[str, Any] = {
             "response_length": placement.response_length,
             "num_loss_tokens": num_loss_tokens,
             "loss_mask_divisor": max(1, num_loss_tokens) if self.normalize_loss else 1,
-            "num_tokens": int(placed.pieces.lengths.sum()),
+            "step_num_tokens": int(placed.pieces.lengths.sum()),
+            "step_num_cells": (len(row_offsets) - 1) * placement.width,
             **metadata,
             "num_dropped": len(dropped),
             "num_cut": len(cut),
             "dropped": tuple(dropped.tolist()),
             "cut": tuple(cut.tolist()),
         }
+        for name in () if self.knows_step else OF_A_STEP:
+            del all_metadata[name]
         columns = Columns.of(placed.columns, specs, names, placement)
         storage = Storage(columns, {}, {**ragged, **row_metadata}, all_metadata)
         return Batch.of_storage(storage, check=False)

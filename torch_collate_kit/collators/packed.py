@@ -252,7 +252,7 @@ class PackedCollator(Collator, ForTrainer):
     def _place(self, columns: ExampleColumns, part: RankPlan) -> Batch:
         """Return the Batch of the rows of ``part``."""
         plan, pieces, num_examples = part.plan, part.pieces, len(columns.lengths)
-        width = self.packing.capacity if self.fixed_width else plan.width
+        width = self._width(plan)
         if width > MAX_WIDTH:
             raise too_wide(width, f"lower max_tokens={plan.max_tokens}")
         rows = list(pairwise(pieces.row_offsets.tolist()))
@@ -286,13 +286,17 @@ class PackedCollator(Collator, ForTrainer):
             cut=plan.cut,
         )
 
+    def _width(self, plan: PackingPlan) -> int:
+        return self.packing.capacity if self.fixed_width else plan.width
+
     def _metadata(self, part: RankPlan, num_examples: int) -> dict[str, Any]:
-        """Return batch metadata: dropped and cut examples, cost per rank."""
+        """Return batch metadata: tokens, cells and cost over all ranks."""
         plan, dp_size = part.plan, part.dp_size or self.packing.parallel.dp
         costs = plan.cost_per_rank.reshape(dp_size, -1).sum(axis=1)
         metadata = {
             "num_examples": num_examples,
-            "num_tokens": int(plan.lengths.sum()),
+            "step_num_tokens": int(plan.lengths.sum()),
+            "step_num_cells": plan.num_rows * self._width(plan),
             "num_dummy_rows": plan.num_dummy_rows,
             "cost_per_rank": tuple(costs.tolist()),
         }

@@ -74,13 +74,17 @@ def micro_batches(
     own, of_ranks = (-(-widths // multiple) * multiple for widths in (own, of_ranks))
     _check_budget(of_ranks, max_tokens)
     count = max(len(_sizes(-np.sort(-widths), max_tokens)) for widths in of_ranks)
+    ranks = [_rows(widths, max_tokens, count) for widths in of_ranks]
     has_image: Any = batch.metadata.get("row_has_image")
     if has_image is not None:
-        ranks = [_rows(widths, max_tokens, count) for widths in of_ranks]
         for i in range(count):
             of_rows = [of[rows[i]] for of, rows in zip(has_image, ranks, strict=True)]
             warn_if_images_differ(of_rows, f"micro-batch {i}")
     parts = batch.split(_rows(own, max_tokens, count))
+    pairs = [(of, rows) for of, parts in zip(of_ranks, ranks, strict=True) for rows in parts]
+    num_cells = sum(len(rows) * int(of[rows].max()) for of, rows in pairs)
+    for part in parts:
+        part.metadata["step_num_cells"] = num_cells  # of all ranks, once they are trimmed
     return [Batch.of_storage(trimmed(part.stored(), multiple_of=multiple)) for part in parts]
 
 

@@ -141,7 +141,7 @@ def _stage(
     whole = batch[start:stop]
     whole.row_metadata["row_indices"] = np.arange(start, stop, dtype=np.int64)
     metadata, examples = whole.metadata, whole.row_metadata.get("example_indices")
-    for name in ("cost_per_rank", "vision_cost_per_rank"):  # of the ranks of the whole batch
+    for name in ("cost_per_rank", "vision_cost_per_rank", "step_num_cells"):  # of the whole batch
         metadata.pop(name, None)
     for name, per_row in totals.items():
         metadata.pop(name, None)
@@ -155,6 +155,8 @@ def _stage(
         whole = Batch.of_storage(whole.stored().with_divisor(divisor))
     mini = whole.pad_rows(multiple_of=dp_size)
     mini.row_metadata["row_indices"][stop - start :] = -1
+    if "input_ids" in mini:
+        mini.metadata["step_num_cells"] = mini.num_cells
     if costs is not None:
         own = np.append(costs[start:stop], np.zeros(len(mini) - len(whole), np.int64))
         mini = mini.select(over_ranks(own, dp_size, keep_order=False))
@@ -203,7 +205,7 @@ def _row_counts(batch: Batch, balance: str | None) -> tuple[dict[str, _PerRow], 
         costs = row_sums(ModelCost().language(lengths), pieces.offsets)
     totals = {
         "num_dummy_rows": is_dummy,
-        "num_tokens": tokens,
+        "step_num_tokens": tokens,
         "num_loss_tokens": batch.stored().num_loss_tokens(),
     }
     return totals, {"tokens": tokens, "attention": costs, None: None}[balance]

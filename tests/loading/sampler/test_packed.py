@@ -121,7 +121,7 @@ def test_written_out_by_hand():
     assert batch.row_metadata["example_indices"].tolist() == [[0, 3]]
     assert batch.metadata["num_loss_tokens"] == 3  # of this rank
     assert batch.metadata["num_examples"] == 4
-    assert batch.metadata["num_tokens"] == 10
+    assert batch.step.num_tokens == 10
 
 
 class _OwnDataset(Dataset):

@@ -56,9 +56,9 @@ def test_a_batch_is_its_rows_one_after_the_other() -> None:
         width = alone["input_ids"].shape[1]
         assert batch["input_ids"][row, :width].equal(alone["input_ids"][0])
         assert not batch["input_ids"][row, width:].any()
-    assert batch.metadata["num_tokens"] == sum(rows.plan.row_tokens[n] for n in numbers)
+    assert batch.num_tokens == sum(rows.plan.row_tokens[n] for n in numbers)
     loader = DataLoader(rows, batch_size=2, shuffle=True, collate_fn=collate)
-    seen = sum(part.metadata["num_tokens"] for part in loader)
+    seen = sum(part.num_tokens for part in loader)
     assert seen == LENGTHS.sum()
     assert pickle.loads(pickle.dumps(rows))[3].joined is not None
 
@@ -107,7 +107,7 @@ def test_what_is_too_long(overflow: str, caplog: pytest.LogCaptureFixture) -> No
     rows = PackedRows(SHORT, collate)
     batch = collate(list(rows))
     tokens = {"split": 58, "truncate": 39, "drop": 27}[overflow]
-    assert batch.metadata["num_tokens"] == tokens == rows.plan.lengths.sum()
+    assert batch.num_tokens == tokens == rows.plan.lengths.sum()
     records = [record.getMessage() for record in caplog.records if record.levelno > logging.INFO]
     said = {
         "truncate": "PackedRows: 0 of 5 examples are dropped with 0 tokens, and 1 are cut by 19",

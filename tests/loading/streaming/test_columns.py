@@ -192,7 +192,7 @@ def test_rows_are_looked_at_as_late_as_one_by_one(
     for batch in dataset:
         assert num_skipped or max(seen) - given_out <= 7
         given_out += batch.metadata["num_examples"]
-        num_tokens += batch.metadata["num_tokens"]
+        num_tokens += batch.num_tokens
         assert sum(taken) == num_tokens
     assert num_skipped or given_out == 129
     assert max(seen) == 129

@@ -59,7 +59,7 @@ def stream_efficiency(lengths: np.ndarray, max_tokens: int, **settings: Any) -> 
     num_rows = num_tokens = 0
     for batch in dataset:
         num_rows += len(batch)
-        num_tokens += batch.metadata["num_tokens"]
+        num_tokens += batch.num_tokens
     plan = pack(lengths, max_tokens, overflow="truncate")
     assert num_tokens == np.minimum(lengths, max_tokens).sum()
     return num_tokens / (num_rows * max_tokens), num_tokens / (plan.num_rows * max_tokens)

@@ -9,11 +9,12 @@ import numpy as np
 from torch import Tensor
 
 from torch_collate_kit.batch.columns import Columns
+from torch_collate_kit.batch.counts import examples_per_row
 from torch_collate_kit.batch.fields import IGNORE_INDEX
 from torch_collate_kit.batch.storage import Storage
 from torch_collate_kit.ragged import Ragged, span_indices
 
-__all__ = ["NAMES", "Cells", "Kind", "Runs", "cells_of", "example_numbers", "examples_per_row"]
+__all__ = ["NAMES", "Cells", "Kind", "Runs", "cells_of", "example_numbers"]
 
 
 class Kind(IntEnum):
@@ -109,21 +110,6 @@ class Cells(NamedTuple):
         kinds, segments = (of.ravel()[first] for of in (self.kinds, self.segments))
         lengths, examples = np.diff(first, append=looks.size), self.examples.ravel()[first]
         return Runs(*np.divmod(first, width), lengths, kinds, segments, examples, looks[first] % 2)
-
-
-def examples_per_row(stored: Storage) -> np.ndarray | None:
-    """Return the number of sub-sequences of each row, int64 [R].
-
-    None for a batch that was built by hand without ``row_metadata["example_indices"]``.
-    """
-    indices = stored.row_metadata.get("example_indices")
-    if isinstance(indices, Ragged):
-        return indices.lengths
-    if not stored.columns:
-        return None
-    placement = stored.columns.placement
-    has_tokens = placement.segments["lengths"].values > 0
-    return np.bincount(placement.rows()[has_tokens], minlength=stored.num_rows)
 
 
 def example_numbers(stored: Storage) -> np.ndarray | None:

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from torch_collate_kit._reprs import plural
 from torch_collate_kit.batch.buffer import tensor_of
+from torch_collate_kit.batch.counts import examples_per_row, num_cells, num_tokens
 from torch_collate_kit.batch.showing.cells import (
     NAMES,
     Cells,
     Kind,
     cells_of,
     example_numbers,
-    examples_per_row,
 )
 from torch_collate_kit.batch.showing.style import COLORS
 from torch_collate_kit.batch.storage import Storage
@@ -81,14 +81,12 @@ def _title(stored: Storage) -> str:
     placement = stored.columns.placement
     rows = plural(stored.num_rows, "packed row" if placement.is_packed else "padded row")
     counts: Any = examples_per_row(stored)
-    is_own = placement.numbers() < counts[placement.rows()]
-    num_tokens = int(placement.segments["lengths"].values[is_own].sum())
-    num_pieces, num_cells = int(counts.sum()), stored.num_rows * placement.width
+    tokens, cells, num_pieces = num_tokens(stored), num_cells(stored), int(counts.sum())
     examples = example_numbers(stored)
     num_examples = num_pieces if examples is None else len(np.unique(examples))
     pieces = f" in {num_pieces:,} pieces" if num_pieces > num_examples else ""
-    share = f" ({_percent(num_tokens / num_cells)} of the cells)" if num_cells else ""
-    parts = [plural(num_examples, "example") + pieces, plural(num_tokens, "token") + share]
+    share = f" ({_percent(tokens / cells)} of the cells)" if cells else ""
+    parts = [plural(num_examples, "example") + pieces, plural(tokens, "token") + share]
     if not places and "loss_mask" not in stored.given:
         parts.append(f"{int(stored.columns.num_trained().sum()):,} trained")
     return f"Batch of {rows}, {placement.width:,} wide{where}: {', '.join(parts)}"

@@ -1,0 +1,145 @@
+"""Tokens, cells and padding of a batch, and of the step that its rows are part of."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from torch_collate_kit.batch.storage import Storage
+from torch_collate_kit.ragged import Ragged
+
+__all__ = ["OF_A_STEP", "Counted", "StepCounts", "examples_per_row", "num_cells", "num_tokens"]
+
+OF_A_STEP = ("step_num_tokens", "step_num_cells")
+"""Metadata that :class:`StepCounts` reads."""
+
+
+class StepCounts:
+    """Tokens, cells and padding of a whole step, over all ranks, as every rank knows them.
+
+    Raises:
+        ValueError: a count is read that the batch does not know.
+
+    >>> StepCounts({"step_num_tokens": 6, "step_num_cells": 8}).padding
+    0.25
+    """
+
+    def __init__(self, metadata: Mapping[str, Any]) -> None:
+        self._metadata = metadata
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens in the rows of all ranks, without pads."""
+        return self._known("num_tokens")
+
+    @property
+    def num_cells(self) -> int:
+        """Number of cells in the rows of all ranks, which are computed, pads included."""
+        return self._known("num_cells")
+
+    @property
+    def padding(self) -> float:
+        """Share of the cells of all ranks that hold no token, 0 to 1."""
+        return 1 - self.num_tokens / self.num_cells if self.num_cells else 0.0
+
+    def _known(self, name: str) -> int:
+        count: int | None = self._metadata.get(f"step_{name}")
+        if count is None:
+            raise ValueError(
+                f"{name} of the whole step is not known to this batch: it comes from one rank of a "
+                "stream, was built from tensors, or some of its rows were joined or added later; "
+                f"batch.{name} counts its own rows: sum that over micro-batches and ranks"
+            )
+        return count
+
+    def __repr__(self) -> str:
+        counts = (f"{name[5:]}={self._metadata.get(name)}" for name in OF_A_STEP)
+        return f"StepCounts({', '.join(counts)})"
+
+
+class Counted:
+    """The counts of a batch."""
+
+    metadata: dict[str, Any]
+
+    @abstractmethod
+    def stored(self) -> Storage:
+        """Return all that is stored."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens in these rows, without pads, added rows and dummy images.
+
+        Raises:
+            ValueError: the batch was built from tensors that do not tell; else no device is read.
+        """
+        return num_tokens(self.stored())
+
+    @property
+    def num_cells(self) -> int:
+        """Number of cells in these rows, pads included: ``batch["input_ids"].numel()``.
+
+        Raises:
+            ValueError: the batch has no ``input_ids``.
+        """
+        return num_cells(self.stored())
+
+    @property
+    def padding(self) -> float:
+        """Share of these cells that hold no token, 0 to 1. Raises as the two counts do."""
+        return 1 - self.num_tokens / self.num_cells if self.num_cells else 0.0
+
+    @property
+    def step(self) -> StepCounts:
+        """``num_tokens``, ``num_cells`` and ``padding`` of the whole step, over all ranks.
+
+        Known without communication where all its rows were planned or collated together.
+        docs/contract.md says where that is; elsewhere they raise ValueError.
+        """
+        return StepCounts(self.metadata)
+
+
+def num_tokens(stored: Storage) -> int:
+    """Return the tokens of examples in these rows; reads no device if there are columns."""
+    counts = examples_per_row(stored)
+    if stored.columns and counts is not None:
+        placement = stored.columns.placement
+        is_own = placement.numbers() < counts[placement.rows()]
+        return int(placement.segments["lengths"].values[is_own].sum(dtype=np.int64))
+    lengths: Any = stored.given.get("sub_seq_lengths")
+    if isinstance(lengths, Ragged):
+        return int(lengths.values.sum())
+    mask: Any = stored.given.get("attention_mask")
+    if mask is None or stored.metadata.get("num_dummy_rows"):
+        raise ValueError(
+            "num_tokens needs sub_seq_lengths, or attention_mask in a batch without added rows; "
+            f"this one was built from the tensors {list(stored.given)}"
+        )
+    return int((mask != 0).sum())
+
+
+def num_cells(stored: Storage) -> int:
+    """Return the cells of these rows."""
+    shape = stored.row_shapes().get("input_ids")
+    if shape is None:
+        raise ValueError(f"num_cells needs input_ids, and the batch has {', '.join(stored.names)}")
+    return stored.num_rows * prod(shape)
+
+
+def examples_per_row(stored: Storage) -> np.ndarray | None:
+    """Return the number of sub-sequences of each row, int64 [R].
+
+    None for a batch that was built by hand without ``row_metadata["example_indices"]``.
+    """
+    indices = stored.row_metadata.get("example_indices")
+    if isinstance(indices, Ragged):
+        return indices.lengths
+    if not stored.columns:
+        return None
+    placement = stored.columns.placement
+    has_tokens = placement.segments["lengths"].values > 0
+    return np.bincount(placement.rows()[has_tokens], minlength=stored.num_rows)
