@@ -133,7 +133,11 @@ def test_without_num_shards_each_worker_reads_files_of_its_own(
     ("kind", "damaged", "message"),
     [
         ("jsonl", b'{"input_ids": [1, 2]}\n{"input_ids": [3,\n', "parse|Expecting|JSON"),
-        ("jsonl.gz", gzip.compress(b'{"input_ids": [1, 2]}\n' * 99)[:-9], "end|EOF|[Tt]runcated"),
+        (
+            "jsonl.gz",
+            gzip.compress(b'{"input_ids": [1, 2]}\n' * 99, mtime=0)[:-9],
+            "end|EOF|[Tt]runcated",
+        ),
         ("parquet", b"PAR1 and no more", "[Pp]arquet|magic"),
     ],
 )
