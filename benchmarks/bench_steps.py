@@ -61,12 +61,8 @@ def real_lengths(folder: Path, name: str = "mix_all.qwen") -> np.ndarray:
 
 
 def sampler_of(examples: Any, ranks: int, **options: Any) -> PackedBatchSampler:
-    collate = PackedCollator(
-        0,
-        max_tokens=_MAX_TOKENS,
-        parallel=ParallelLayout(dp=ranks),
-        normalize_loss=False,
-    )
+    parallel = ParallelLayout(dp=ranks)
+    collate = PackedCollator(0, max_tokens=_MAX_TOKENS, parallel=parallel, normalize_loss=False)
     return PackedBatchSampler(examples, collate, **options)
 
 
@@ -125,9 +121,7 @@ def mixture_table(report: Report, folder: Path) -> None:
     for name, shares in wanted.items():
         full = []
         for seed in range(_SEEDS):
-            weights: dict[str, Any] = {"weights": [7, 3]}
-            if name == "schedule":
-                weights = {"schedule": schedule}
+            weights: Any = {"schedule": schedule} if name == "schedule" else {"weights": [7, 3]}
             mixture = Mixture([short, long], by="tokens", **weights)
             sampler = sampler_of(mixture, 8, batch_rows=16, seed=seed)
             full.append(_mixed(sampler, mixture, np.array(shares)))

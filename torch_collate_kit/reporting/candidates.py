@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -64,7 +65,10 @@ def candidates_of(
     for packing in packings:
         if packing.max_tokens not in done:
             done.add(packing.max_tokens)
-            yield _padded(lengths, packing, images, padded_batch_size)
+            whole = packing
+            if packing.strategy == "wrapped":  # whose rows have all tokens
+                whole = replace(packing, strategy=None, overflow="split")
+            yield _padded(lengths, whole, images, padded_batch_size)
         yield _packed(lengths, packing, images, batch_size)
 
 

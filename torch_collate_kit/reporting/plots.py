@@ -31,6 +31,7 @@ _LOOKS: dict[str, dict[str, Any]] = {
     "first_fit_decreasing": {"facecolor": COLORS["purple"], "hatch": "xx"},
     "balanced": {"facecolor": COLORS["green"], "hatch": ".."},
     "sequential": {"facecolor": tint(COLORS["orange"], 0.7), "hatch": "\\\\\\\\"},
+    "wrapped": {"facecolor": tint(COLORS["sky"], 0.4), "hatch": "--"},
     "tokens": {"facecolor": tint(COLORS["sky"], 0.6), "hatch": ""},
     "cost": {"facecolor": COLORS["blue"], "hatch": ""},
 }

@@ -244,8 +244,11 @@ def _packings(
         if not len(given):
             raise ValueError(f"{option} is empty; give at least one")
     limits = dict.fromkeys(checked_int("max_tokens", limit) for limit in limits)
-    pairs = product(limits, dict.fromkeys(names))
-    return [replace(packing, max_tokens=limit, strategy=strategy) for limit, strategy in pairs]
+    found = []
+    for limit, name in product(limits, dict.fromkeys(names)):
+        overflow = "raise" if name == "wrapped" else packing.overflow  # it cuts where a row ends
+        found.append(replace(packing, max_tokens=limit, strategy=name, overflow=overflow))
+    return found
 
 
 def _report(
