@@ -104,7 +104,7 @@ def test_a_weight_of_0_or_1_is_in_the_labels():
     collate = PackedCollator(0, max_tokens=8).for_trainer()
     rows = [{"input_ids": [5, 6, 7], "labels": [5, 6, 7], "weight": n} for n in (0, 1)]
     assert collate(rows)["labels"].tolist() == [[-100, -100, -100, -100, 6, 7]]
-    with pytest.raises(DataError, match=r"a token has weight 0\.5; give masks \(and weights of exa"):
+    with pytest.raises(DataError, match=r"a token has weight 0\.5; give masks \(and weights of e"):
         collate([{**rows[0], "weight": 0.5}])
 
 

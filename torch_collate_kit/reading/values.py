@@ -42,12 +42,12 @@ def scalar_column(name: str, column: Any, kinds: str, wanted: str) -> np.ndarray
             found = f"{number!r:.40} ({type(number).__name__})"
             raise DataError(f"example {i}: {name} is {found}; {wanted}")
     try:
-        found = np.array(numbers, dtype=np.int64 if kinds == "iu" else None)
+        array = np.array(numbers, dtype=np.int64 if kinds == "iu" else None)
     except OverflowError:
         return np.array(numbers, dtype=object)
-    if found.dtype.hasobject:
+    if array.dtype.hasobject:
         raise DataError(f"{name} has a number beyond 64 bits; give numbers that fit")
-    return found
+    return array
 
 
 def text_column(name: str, column: Iterable[Any]) -> list[str]:
