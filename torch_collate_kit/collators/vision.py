@@ -179,7 +179,7 @@ class VisionLanguageCollator(ForTrainer):
                 lengths.append(len(example["input_ids"]))
                 patches.append(self.vision.patches(example))
                 is_trained = example.get("weight", 1) != 0
-                num_loss_tokens.append(is_trained * sum(example["loss_mask"][1:]))
+                num_loss_tokens.append(sum(example["loss_mask"][1:]) if is_trained else 0)
         return ExampleSizes(
             np.array(lengths, dtype=np.int64), patches, np.array(num_loss_tokens, dtype=np.int64)
         )
