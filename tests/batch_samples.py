@@ -100,8 +100,13 @@ def image_examples() -> list[dict[str, Any]]:
     return found
 
 
+def weighted(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{**example, "weight": i % 3 / 2} for i, example in enumerate(given)]
+
+
 VISION = VisionLayout("qwen3_vl", image_token_id=7, merge_size=2, patch_shape=(3, 2, 1))
 DECLARED = {
+    "name": PerExample(str),
     "type": PerToken(torch.int8, pad=3),
     "reference": PerResponseToken(torch.bfloat16),
     "domain": PerExample(torch.int64),
@@ -113,7 +118,12 @@ def declared_examples() -> list[dict[str, Any]]:
     found = []
     for i, example in enumerate(examples()):
         length = len(example["input_ids"])
-        own = {"type": [i % 3] * length, "reference": [0.5 * i] * (length - 1), "domain": i}
+        own = {
+            "name": f"example {i}",
+            "type": [i % 3] * length,
+            "reference": [0.5 * i] * (length - 1),
+            "domain": i,
+        }
         mask = {"loss_mask": [1] * (length - 1), "num_actions": length - 1}
         found.append({**example, **mask, **own})
     return found
@@ -123,11 +133,15 @@ KINDS: dict[str, Any] = {  # a batch of every kind that collators make
     "left": lambda: PaddedCollator(9)(masked_examples()),
     "right": lambda: PaddedCollator(9, padding_side="right")(masked_examples("completion_mask")),
     "labels": lambda: PaddedCollator(9, pad_to_multiple_of=4)(masked_examples("labels")),
+    "weighted labels": lambda: PaddedCollator(9)(weighted(masked_examples("labels"))),
     "packed": lambda: PackedCollator(9, max_tokens=8, strategy="best_fit_decreasing")(
         masked_examples()
     ),
     "packed labels": lambda: PackedCollator(9, max_tokens=8, strategy="best_fit_decreasing")(
         masked_examples("labels")
+    ),
+    "packed weighted labels": lambda: PackedCollator(9, max_tokens=8)(
+        weighted(masked_examples("labels"))
     ),
     "aligned": lambda: PackedCollator(9, max_tokens=16, parallel=ParallelLayout(dp=2, tp=4))(
         masked_examples()

@@ -49,7 +49,18 @@ def example_weights(example: Mapping[str, Any]) -> tuple[list[float], list[int]]
 
     >>> example_weights({"input_ids": [7, 8, 9], "loss_mask": [0, 2], "num_actions": 2})
     ([0.0, 0.0, 2.0], [-100, -100, 9])
+    >>> example_weights({"input_ids": [7, 8], "labels": [5, 6], "weight": 0.5})
+    ([0.5, 0.5], [5, 6])
     """
+    weights, labels = _weights_of_tokens(example)
+    factor = np.float32(example.get("weight", 1))
+    weights = [float(np.float32(weight) * factor) for weight in weights]
+    return weights, [
+        label if weight != 0 else IGNORE for weight, label in zip(weights, labels, strict=True)
+    ]
+
+
+def _weights_of_tokens(example: Mapping[str, Any]) -> tuple[list[float], list[int]]:
     ids = [int(token) for token in example["input_ids"]]
     if "labels" in example:
         labels = [int(label) for label in example["labels"]]
@@ -278,6 +289,7 @@ def _as_example(rollout: Mapping[str, Any]) -> dict[str, Any]:
         "input_ids": [*rollout["prompt_ids"], *rollout["response_ids"]],
         "loss_mask": list(rollout["loss_mask"]),
         "num_actions": len(rollout["response_ids"]),
+        "weight": rollout.get("weight", 1),
     }
 
 

@@ -17,7 +17,14 @@ import torch
 from hypothesis import strategies as st
 
 from tests.building import packed_collator
-from tests.strategies import PackedOptions, batches, packed_options, padded_options
+from tests.strategies import (
+    EXAMPLE_WEIGHTS,
+    NUMBERS,
+    PackedOptions,
+    batches,
+    packed_options,
+    padded_options,
+)
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators import PaddedCollator, RolloutCollator
 from torch_collate_kit.packing import ParallelLayout
@@ -145,7 +152,7 @@ def rollouts(
             max_size=max_examples,
         )
     )
-    optional = ["logprobs", "advantages", "uid", "trajectory_id", "is_last_step"]
+    optional = ["logprobs", "advantages", "uid", "trajectory_id", "is_last_step", "weight"]
     optional += ["rollout_expert_indices"]
     optional += ["pixel_values"] * images
     keys = {key: forced.get(key, draw(st.booleans())) for key in optional}
@@ -171,6 +178,10 @@ def rollouts(
         put("logprobs", draw(_rows(_filled(num_tokens, (-0.1, -1 / 3, 0.0, -20.0)), _FLOATS)))
     if keys["advantages"]:
         put("advantages", draw(_numbers(num_tokens)))
+    if keys["weight"]:
+        kinds = draw(_kinds(NUMBERS, len(lengths)))
+        values = [draw(st.sampled_from(EXAMPLE_WEIGHTS)) for _ in lengths]
+        put("weight", [(NUMBERS[k](n), n) for k, n in zip(kinds, values, strict=True)])
     for key in ("uid", "trajectory_id"):
         if keys[key]:
             kinds = draw(_kinds(_UIDS, len(lengths)))

@@ -21,8 +21,10 @@ from torch_collate_kit.ragged import Ragged
 
 __all__ = [
     "COUNT_COLUMNS",
+    "EXAMPLE_WEIGHTS",
     "FORMS",
     "FUZZ",
+    "NUMBERS",
     "DrawnBatch",
     "PackedOptions",
     "batches",
@@ -39,6 +41,15 @@ FUZZ = settings(
 
 FORMS = ("loss_mask", "num_actions", "labels", "assistant_masks", "completion_mask", "none")
 COUNT_COLUMNS = ("list", "array", "tensor", "ragged_array", "ragged_tensor")
+EXAMPLE_WEIGHTS = (0, 1, 0.5, 3.0, 1 / 3, 1e-6, 100)
+NUMBERS: dict[str, Callable[[float], Any]] = {
+    "int": lambda n: n,
+    "numpy": lambda n: np.array(n)[()],
+    "array": np.array,
+    "float32": np.float32,
+    "tensor": torch.tensor,
+    "tensor of one": lambda n: torch.tensor([n], dtype=torch.float64),
+}
 _WEIGHTS = (0.0, 1.0, 0.5, 2.0, 0.25, 0.1, 1 / 3, 1e-6, 100.0)
 
 Container = Callable[[list[Any]], Any]
@@ -115,10 +126,13 @@ def batches(
     lengths = draw(st.lists(st.integers(1, max_length), min_size=1, max_size=max_examples))
     first = draw(st.sampled_from((0, 1, 150_000)))
     weighted = draw(st.booleans())
+    palette = draw(st.sampled_from(((), (), (0, 1), (1,), EXAMPLE_WEIGHTS)))
     plain = []
     for index, length in enumerate(lengths):
         ids = [first + 100 * index + place for place in range(length)]
         plain.append({"input_ids": ids, **draw(_target(ids, form, weighted))})
+        if palette:
+            plain[-1]["weight"] = draw(st.sampled_from(palette))
     given: Any
     if columns and draw(st.booleans()):
         given = draw(_as_columns(plain))
@@ -235,6 +249,7 @@ def _containers(draw: st.DrawFn) -> dict[str, str]:
         "floats": draw(st.sampled_from(sorted(_FLOATS))),
         "bits": draw(st.sampled_from(sorted(_BITS))),
         "num_actions": draw(st.sampled_from(("int", "numpy"))),
+        "weight": draw(st.sampled_from(sorted(NUMBERS))),
         "extras": draw(st.sampled_from(("none", "none", "text"))),
     }
 
@@ -244,13 +259,16 @@ def _contained(example: dict[str, Any], containers: dict[str, str]) -> dict[str,
     for name, value in example.items():
         if name == "num_actions":
             given[name] = value if containers[name] == "int" else np.int32(value)
+        elif name == "weight":
+            given[name] = NUMBERS[containers[name]](value)
         elif name in ("input_ids", "labels"):
             given[name] = _INTS[containers[name]](value)
         elif all(isinstance(entry, int) for entry in value):
             given[name] = _BITS[containers["bits"]](value)
         else:
             given[name] = _FLOATS[containers["floats"]](value)
-    if containers["extras"] == "text" and len(example) > 1:  # beside a target it is left alone
+    has_target = example.keys() > {"input_ids", "weight"} & example.keys()
+    if containers["extras"] == "text" and has_target:  # beside a target it is left alone
         given["text"] = "ignored"
     return given
 
@@ -266,7 +284,7 @@ def _as_columns(draw: st.DrawFn, plain: list[dict[str, Any]]) -> dict[str, Any]:
     }
     columns: dict[str, Any] = {}
     for name in plain[0]:
-        if name == "num_actions":
+        if name in ("num_actions", "weight"):
             kind_of_count = draw(st.sampled_from(COUNT_COLUMNS))
             columns[name] = count_column(kind_of_count, [example[name] for example in plain])
             continue
@@ -283,9 +301,9 @@ def _as_columns(draw: st.DrawFn, plain: list[dict[str, Any]]) -> dict[str, Any]:
     return columns
 
 
-def count_column(kind: str, counts: list[int]) -> Any:
+def count_column(kind: str, counts: list[Any]) -> Any:
     """One number an example: a flat column, or a ragged one with one entry a row."""
-    array = np.array(counts, dtype=np.int64)
+    array = np.array(counts)
     return {
         "list": counts,
         "array": array,

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from tests.building import packed_collator
-from torch_collate_kit.batch import Batch
+from torch_collate_kit.batch import Batch, PerExample
 from torch_collate_kit.collators import PackedCollator, PaddedCollator, RolloutCollator
 from torch_collate_kit.packing import PackingOptions, ParallelLayout, pack
 from torch_collate_kit.ragged import Ragged
@@ -115,6 +115,7 @@ ROLLOUT_INPUTS = [
     BadInput("rewards on the meta device", _rollout(rewards=torch.ones(3, device="meta"))),
     BadInput("`log_probs` for `logprobs`", _rollouts({**ROLLOUT, "log_probs": [-1, -1, -1]})),
     BadInput("`advantage` for `advantages`", _rollouts({**ROLLOUT, "advantage": 1.0})),
+    BadInput("a rollout's weight under another name", _rollouts({**ROLLOUT, "sample_weight": 2})),
     BadInput("a `uid` of some rollouts", _rollouts({**ROLLOUT, "uid": "a"}, ROLLOUT)),
     BadInput("a `uid` that is None", _rollout(uid=None)),
     BadInput("a `uid` that pandas found missing", _rollout(uid=NAN)),
@@ -193,7 +194,7 @@ BAD_INPUTS = [
     BadInput("`num_actions` that is a float", _example(loss_mask=[1], num_actions=1.0)),
     BadInput("`num_actions` without `loss_mask`", _example(num_actions=2)),
     BadInput("two targets", _example(labels=[-100, 6, 7], loss_mask=[0, 1, 1])),
-    BadInput("a key that may be a target", _example(weights=[0, 1, 1])),
+    BadInput("a key that may be a target", _example(mask=[0, 1, 1])),
     BadInput("`loss_maks` for `loss_mask`", _example(loss_maks=[0, 1, 1])),
     BadInput("a misspelled key next to a target", _example(loss_mask=[0, 1, 1], label=IDS)),
     BadInput("a target and `train_all`", lambda: PaddedCollator(0, train_all=True)([LABELLED])),
@@ -206,6 +207,14 @@ BAD_INPUTS = [
     BadInput("a weight that float32 loses", _example(loss_mask=[0, 1, 1e-40])),
     BadInput("a weight that is NaN", _example(loss_mask=[0, 1, float("nan")])),
     BadInput("a negative weight", _example(loss_mask=np.array([0, -1, 1]))),
+    BadInput("a negative `weight`", _example(weight=-1)),
+    BadInput("a `weight` that is NaN", _collated({**GOOD, "weight": 1}, {**GOOD, "weight": NAN})),
+    BadInput("a `weight` per token", _example(weight=[0, 1, 1])),
+    BadInput("a `weight` that is None", _example(weight=None)),
+    BadInput("a product that float32 loses", _example(loss_mask=[0, 1, 1e-20], weight=1e-20)),
+    BadInput("`sample_weight` for `weight`", _example(sample_weight=0.5)),
+    BadInput("a number as a name", _collated({**GOOD, "name": 3}, fields={"name":
+     PerExample(str)})),
     BadInput("a mask of strings", _example(loss_mask=["a", "b", "c"])),
     BadInput("a mask that is None", _example(loss_mask=None)),
     BadInput("mixed keys", _collated({**GOOD, "labels": [5, 6, 7]}, GOOD)),

@@ -7,7 +7,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import datasets
 import numpy as np
+import pandas
+import pyarrow as pa
 import pytest
 import torch
 from hypothesis import given
@@ -18,6 +21,7 @@ from tests.strategies import FUZZ
 from torch_collate_kit import (
     Batch,
     DataError,
+    PackedBatchSampler,
     PackedCollator,
     PackedIterableDataset,
     PaddedCollator,
@@ -27,6 +31,7 @@ from torch_collate_kit import (
     PerToken,
     RolloutCollator,
     StateError,
+    TokenizedDataset,
 )
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.vision import VisionLayout
@@ -40,7 +45,9 @@ CONTAINERS: dict[str, Callable[[list[Any]], Any]] = {
 DOUBLE = {"array": np.float64, "tensor": torch.float64}
 
 
-def number(draw: Any, dtype: torch.dtype) -> float | int | bool:
+def number(draw: Any, dtype: Any) -> float | int | bool | str:
+    if dtype is str:
+        return draw(st.sampled_from(("web", "", "übung", "a b")))
     if dtype == torch.bool:
         return draw(st.booleans())
     whole = draw(st.integers(-100, 100))
@@ -52,7 +59,7 @@ def declared(draw: st.DrawFn) -> dict[str, Any]:
     specs: dict[str, Any] = {}
     for i in range(draw(st.integers(1, 4))):
         kind = draw(st.sampled_from((PerToken, PerResponseToken, PerExample)))
-        dtype = draw(st.sampled_from(DTYPES))
+        dtype = draw(st.sampled_from((*DTYPES, str, str) if kind is PerExample else DTYPES))
         pad = draw(st.sampled_from((0, 1))) if kind is not PerExample else None
         specs[f"mine_{i}"] = kind(dtype) if pad is None else kind(dtype, pad=pad)
     return specs
@@ -119,6 +126,8 @@ def expected(batch: Batch, rows: list[dict[str, Any]], name: str, spec: Any) -> 
             for t in range(length - count, length):
                 cells[first + t] = example[name][t - before]
         found.append(cells)
+    if isinstance(spec, PerExample) and spec.dtype is str:
+        return list(map(tuple, found)) if "cu_seq_lens" in batch else [row[0] for row in found]
     if isinstance(spec, PerExample):
         return [torch.tensor(row, dtype=spec.dtype) for row in found]
     num_columns = width if isinstance(spec, PerToken) else batch.metadata["response_length"]
@@ -129,6 +138,10 @@ def expected(batch: Batch, rows: list[dict[str, Any]], name: str, spec: Any) -> 
 def assert_declared(batch: Batch, rows: list[dict[str, Any]], specs: dict[str, Any]) -> None:
     for name, spec in specs.items():
         wanted = expected(batch, rows, name, spec)
+        if spec.dtype is str:
+            assert name not in batch
+            assert batch.row_metadata[name] == wanted
+            continue
         field = batch[name]
         if isinstance(spec, PerExample):
             assert field.values.dtype == spec.dtype
@@ -169,6 +182,9 @@ def test_every_collator_places_them(data: st.DataObject) -> None:
             assert torch.equal(padded[name][-1], padded[name][0])
         elif isinstance(spec, PerResponseToken):
             assert (padded[name][-1] == spec.pad).all()
+        elif spec.dtype is str:
+            added = () if "cu_seq_lens" in batch else batch.row_metadata[name][0]
+            assert padded.row_metadata[name][-1] == added
         else:
             assert len(padded[name][len(padded) - 1]) == 0
 
@@ -209,8 +225,18 @@ def test_a_stream_cuts_them_with_the_example(overflow: str) -> None:
 
 def test_a_rank_without_examples_has_them_too() -> None:
     fields = {"mine": PerToken(torch.int16), "one": PerExample(torch.float32)}
+    fields["name"] = PerExample(str)
     collate = PackedCollator(0, max_tokens=8, fields=fields, parallel=ParallelLayout(dp=2))
-    batch = collate([{**SFT[0], "one": 1.5}])
+    batch = collate([{**SFT[0], "one": 1.5, "name": "a"}])
+    assert batch.row_metadata["name"] == [("a",), ()]
+    collate.normalize_loss = False
+    found = []
+    for rank in (0, 1):  # the second one reads no example
+        [part] = PackedBatchSampler(np.array([3]), collate, batch_size=1, dp_rank=rank)
+        row = {**SFT[0], "one": 1.5, "name": "a"}
+        found.append(collate(part.with_examples([row for _ in part.indices])))
+    assert [part.row_metadata["name"] for part in found] == [[("a",)], [()]]
+    assert "name" not in found[1]
     assert batch["mine"].tolist() == [[1, 2, 3], [0, 0, 0]]
     assert batch["one"].tolist() == [[1.5], []]
 
@@ -231,6 +257,10 @@ def test_a_rank_without_examples_has_them_too() -> None:
         (PerExample(torch.int64), "a", r"example 0: mine is 'a' \(str\); it is declared PerExampl"),
         (PerExample(torch.int8), 1000, "example 0: mine is 1000, which torch.int8 does not hold"),
         (PerExample(torch.int64), 2**70, "mine has a number beyond 64 bits"),
+        (PerExample(str), 3, r"example 0: mine is 3 \(int\); it is declared PerExample\(str\), so"),
+        (PerExample(str), None, r"example 0: mine is None \(NoneType\); it is declared PerExamp"),
+        (PerExample(str), ["a"], r"example 0: mine is \['a'\] \(list\); it is declared PerExamp"),
+        (PerExample(str), b"a", r"example 0: mine is b'a' \(bytes\); it is declared PerExample"),
     ],
 )
 def test_wrong_values(spec: Any, mine: Any, message: str) -> None:
@@ -265,6 +295,10 @@ def test_a_missing_one() -> None:
         ({"mine": PerToken(torch.complex64)}, TypeError, "must have a torch dtype of real numbers"),
         ({"mine": PerToken(torch.uint16)}, TypeError, r"\['mine'\] has torch.uint16, which torch "),
         ({"mine": PerResponseToken(torch.float8_e5m2)}, TypeError, "torch.float8_e5m2, which torc"),
+        ({"mine": PerToken(str)}, TypeError, "a torch dtype of real numbers, got <class 'str'>"),
+        ({"mine": PerExample(int)}, TypeError, "real numbers, or str, got <class 'int'>"),
+        ({"uids": PerExample(str)}, ValueError, "fields names 'uids', which is row metadata; re"),
+        ({"weight": PerExample(torch.float32)}, ValueError, "names 'weight', which the collator"),
         ({"my field": PerToken(torch.int8)}, ValueError, "'my field', which is no name"),
         ({3: PerToken(torch.int8)}, ValueError, "fields names 3, which is no name"),
         ({"loss_mask": PerToken(torch.int8)}, ValueError, "names 'loss_mask', which the collator"),
@@ -327,3 +361,36 @@ def test_whole_numbers_in_arrays_of_several_dtypes() -> None:
 def test_model_inputs_would_lose_them() -> None:
     with pytest.raises(ValueError, match="so mine would be lost; take the Batch"):
         PackedCollator(0, max_tokens=8, fields={"mine": PerToken(torch.int8)}).for_trainer()
+
+
+@pytest.mark.parametrize(
+    "column", [["a", "b"], np.array(["a", "b"]), np.array(["a", "b"], dtype=object)]
+)
+def test_names_in_columns(column: Any) -> None:
+    columns = {"input_ids": [[5, 6], [7, 8]], "labels": [[5, 6], [7, 8]], "mine": column}
+    for names in (columns, pandas.DataFrame({k: list(v) for k, v in columns.items()})):
+        batch = PaddedCollator(0, fields={"mine": PerExample(str)})(names)
+        assert batch.row_metadata["mine"] == ["a", "b"]
+        assert {*map(type, batch.row_metadata["mine"])} == {str}
+
+
+@pytest.mark.parametrize("make", [list, pa.Table.from_pylist, datasets.Dataset.from_list])
+def test_names_in_a_dataset(make: Any) -> None:
+    rows = [{**SFT[i % 2], "mine": f"n{i}", "weight": i / 2} for i in range(5)]
+    names = ["input_ids", "loss_mask", "mine", "weight"]
+    data = pickle.loads(pickle.dumps(TokenizedDataset(make(rows), columns=names)))
+    collate = PackedCollator(0, max_tokens=8, fields={"mine": PerExample(str)})
+    assert collate(data.__getitems__([3, 0, 1])) == collate([rows[i] for i in (3, 0, 1)])
+    assert (data[4]["mine"], data[4]["weight"]) == ("n4", 2.0)
+    assert data.num_loss_tokens.tolist() == [0, 1, 2, 1, 2]
+    for source in (data, rows):
+        stream = packed_stream(source, tokenizer=0, max_tokens=8, fields={"mine": PerExample(str)})
+        found = [name for b in stream for row in b.row_metadata["mine"] for name in row]
+        assert sorted(found) == [row["mine"] for row in rows]
+
+
+def test_a_missing_name_of_a_table() -> None:
+    table = pa.table({"input_ids": [[5], [6]], "mine": ["a", None]})
+    data = TokenizedDataset(table, columns=["input_ids", "mine"])
+    with pytest.raises(DataError, match="row 1: mine is null or holds a null"):
+        data.__getitems__([0, 1])

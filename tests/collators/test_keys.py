@@ -19,8 +19,8 @@ from torch_collate_kit.loading import TokenizedDataset
 IDS = [5, 6, 7]
 UNDERSTOOD = (
     "understood are input_ids, loss_mask, labels, assistant_masks, completion_mask, num_actions, "
-    "attention_mask: give a target among these (or remove the rest), or pass train_all=True to "
-    "train every token"
+    "attention_mask, weight: give a target among these (or remove the rest), or pass "
+    "train_all=True to train every token"
 )
 
 
@@ -60,7 +60,8 @@ def message_of(read: Callable[..., Batch], rows: list[dict[str, Any]], **options
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("weights", [0.0, 0.0, 1.0]),
+        ("token_weights", [0.0, 0.0, 1.0]),
+        ("height", 2),
         ("prompt_length", 2),
         ("assistant_tokens_mask", [0, 0, 1]),
         ("token_type_ids", [0, 0, 0]),
@@ -99,7 +100,7 @@ def test_a_target_in_another_spelling_is_refused(read, key, name, train_all):
 @readers
 def test_beside_a_target_other_keys_are_left_alone_and_misspelt_ones_are_not(read):
     row = {"input_ids": IDS, "labels": [-100, -100, 7]}
-    others = {"id": 3, "text": "x", "weights": [0.0, 1.0, 1.0], "label": 1, "completion": "y"}
+    others = {"id": 3, "text": "x", "height": 4, "label": 1, "completion": "y"}
     assert read([row | others]).metadata["num_loss_tokens"] == 1  # label: labels is there
     mask = {"input_ids": IDS, "loss_mask": [0, 0, 1]}
     for key, name in {"num_action": "num_actions", "attention_masks": "attention_mask"}.items():
@@ -113,6 +114,29 @@ def test_a_target_and_train_all_say_two_things(read, name):
     message = message_of(read, [{"input_ids": IDS, name: [0, 1, 1]}], train_all=True)
     assert message.endswith(f" has {name}, and train_all=True trains every token; keep one of "
                             "the two")  # fmt: skip
+
+
+@readers
+@pytest.mark.parametrize(
+    "key", ["weights", "Weight", "sample_weight", "sample_weights", "example_weight"]
+)
+@pytest.mark.parametrize("more", [{}, {"labels": IDS}, {"train_all": True}])
+def test_the_weight_of_an_example_under_another_name_is_refused(read, key, more):
+    target, options = ({}, more) if "train_all" in more else (more, {})
+    for value in (0.5, [0.0, 1.0, 1.0]):
+        message = message_of(read, [{"input_ids": IDS, **target, key: value}], **options)
+        assert f" has {key!r}, which is not read; name it weight if it is one" in message
+
+
+@readers
+@pytest.mark.parametrize("target", [{}, {"labels": IDS}, {"loss_mask": [1, 1, 1]}])
+def test_a_weight_says_nothing_of_what_is_trained(read, target):
+    rows = [{"input_ids": IDS, **target, "weight": 0.5}, {"input_ids": [8, 9, 4], "weight": 0}]
+    rows[1] |= {key: [4, 4, 4] for key in target}
+    batch = read(rows)
+    assert batch.metadata["num_loss_tokens"] == 2
+    assert sorted({0.0, *batch["loss_mask"].view(-1).tolist()}) == [0.0, 0.25]
+    assert batch["labels"][batch["labels"] != -100].tolist() == IDS[1:]
 
 
 @pytest.mark.parametrize("kind", ["padded", "packed"])

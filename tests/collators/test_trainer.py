@@ -100,6 +100,14 @@ def test_the_loss_of_labels_is_exact_under_the_defaults(tmp_path, batch_size, ac
     assert losses == pytest.approx([expected] * 2, abs=2e-5)
 
 
+def test_a_weight_of_0_or_1_is_in_the_labels():
+    collate = PackedCollator(0, max_tokens=8).for_trainer()
+    rows = [{"input_ids": [5, 6, 7], "labels": [5, 6, 7], "weight": n} for n in (0, 1)]
+    assert collate(rows)["labels"].tolist() == [[-100, -100, -100, -100, 6, 7]]
+    with pytest.raises(DataError, match=r"a token has weight 0\.5; give masks \(and weights of e"):
+        collate([{**rows[0], "weight": 0.5}])
+
+
 def test_a_loss_mask_that_trainer_removes_is_an_error(tmp_path):
     tokenizer = byte_tokenizer(TEMPLATE)
     dataset, _ = tokenize_chat_dataset(datasets.Dataset.from_list(CHATS), tokenizer)

@@ -193,3 +193,17 @@ def test_what_merging_needs(key: str, changes: dict[str, Any]) -> None:
 def test_type_errors(examples: Any) -> None:
     with pytest.raises(TypeError, match=r"list of mappings, one per step, got (dict|generator)"):
         merge_steps(examples)
+
+
+def test_the_weight_of_each_step_is_in_the_merged_mask() -> None:
+    steps: list[dict[str, Any]] = [
+        {"uid": "a", "is_last_step": False, "prompt_ids": [1], "response_ids": [3, 4]},
+        {"uid": "a", "is_last_step": True, "prompt_ids": [1, 3, 4], "response_ids": [6]},
+        {"uid": "b", "is_last_step": True, "prompt_ids": [1], "response_ids": [7]},
+    ]
+    for step, weight in zip(steps, (0.5, 2, 3), strict=True):
+        n = len(step["response_ids"])
+        step |= {"loss_mask": [1] * n, "rewards": [0.0] * n, "weight": weight}
+    batch = RolloutCollator(0)(merge_steps(steps))
+    assert batch["loss_mask"].tolist() == [[0.5, 0.5, 2.0], [0.0, 0.0, 3.0]]
+    assert batch.metadata["num_loss_tokens"] == 4

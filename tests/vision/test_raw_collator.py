@@ -14,7 +14,13 @@ from tests.building import packed_sampler
 from tests.chat_images.truth import chat, image, text
 from tests.vision.families import FAMILIES
 from tests.vision.images import draw
-from torch_collate_kit import ChatOptions, PackingOptions, ParallelLayout, VisionLanguageCollator
+from torch_collate_kit import (
+    ChatOptions,
+    PackingOptions,
+    ParallelLayout,
+    PerExample,
+    VisionLanguageCollator,
+)
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
 
@@ -80,6 +86,20 @@ def test_ranks_get_their_chunks_of_the_batch_of_a_controller() -> None:
                     assert np.array_equal(one.offsets, other.offsets), name
                     one, other = one.values, other.values
                 assert torch.equal(torch.as_tensor(one), torch.as_tensor(other)), name
+
+
+def test_records_have_weights_and_declared_fields() -> None:
+    fields = {"rating": PerExample(torch.float32), "name": PerExample(str)}
+    given = [{**r, "weight": i / 2, "rating": i, "name": f"r{i}"} for i, r in enumerate(records())]
+    collate = VisionLanguageCollator(QWEN.processor(), fields=fields, normalize_loss=False)
+    batch, plain = collate(given), VisionLanguageCollator(QWEN.processor())(records())
+    assert batch.row_metadata["name"] == [f"r{i}" for i in range(len(given))]
+    assert batch["rating"].tolist() == [[i] for i in range(len(given))]
+    weights = torch.arange(len(given))[:, None] / 2
+    assert torch.equal(batch["loss_mask"], (plain["loss_mask"] != 0) * weights)
+    counts = batch.row_metadata["num_trained"].values.tolist()
+    assert collate.sizes(given).num_loss_tokens.tolist() == counts
+    assert counts[0] == 0
 
 
 def test_sizes_read_a_dataset_in_parts() -> None:

@@ -23,7 +23,7 @@ class Columns:
     """The columns of a batch on their device, and where their entries lie; false if it has none.
 
     ``values`` maps a name to its column, a Ragged, ``specs`` to what it has one entry of.
-    ``loss_weights`` (or ``labels``, where labels were given) is what the loss fields follow from.
+    ``loss_weights`` (without them ``labels``) is what the loss mask follows from.
     ``segments`` is the placement again, as Ragged tensors on the device, and
     ``num_segments`` int32 [R].
     """
@@ -120,7 +120,7 @@ class Columns:
     @property
     def target(self) -> str:
         """The column that the loss fields follow from."""
-        return "labels" if "labels" in self.values else "loss_weights"
+        return "loss_weights" if "loss_weights" in self.values else "labels"
 
     def is_trained(self) -> Tensor:
         """Return whether each entry of the target is trained, bool."""

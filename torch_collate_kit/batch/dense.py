@@ -115,7 +115,8 @@ class _Maker:
             dense.index_copy_(0, self.cells("routed"), _as(values, spec.dtype))
             return dense.view(self.num_rows, self.width, *shape[1:])
         # a copy of grids: positions follow from them, so a change must not reach the column
-        values = values.to(spec.dtype, copy=name == "image_grid_thw")
+        dtype: Any = spec.dtype  # never str, of which there is no column
+        values = values.to(dtype, copy=name == "image_grid_thw")
         if isinstance(spec, PerImage) and spec.patch_shape is not None:
             values = _with_frames(values, *spec.patch_shape)
         return Ragged(values, self.columns.values[name].offsets)

@@ -58,11 +58,14 @@ class PerResponseToken:
 class PerExample:
     """A field with one number per example: ragged, the examples of a row in their order there.
 
+    ``PerExample(str)`` is for names and ids, which become row metadata: ``batch.row_metadata`` has
+    a string per row, or of packed rows a tuple of strings per row.
+
     >>> PerExample(torch.int64).dtype
     torch.int64
     """
 
-    dtype: torch.dtype
+    dtype: torch.dtype | type[str]
     count: ClassVar[str | None] = None
 
 

@@ -21,6 +21,10 @@ from torch_collate_kit.reading.entries import DeclaredFields
 from torch_collate_kit.reading.examples import PlacedColumns
 from torch_collate_kit.vision import VisionLayout
 
+_ROW_METADATA = (
+    *("example_indices", "example_starts", "num_trained", "max_segment_length"),
+    *("uids", "trajectory_ids", "is_last_step", "row_indices"),
+)
 # Dtypes that torch computes with; of the others it has little more than the name.
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _DTYPES = (*_INTEGERS, torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -147,20 +151,29 @@ def _checked_fields(fields: DeclaredFields | None, taken_names: tuple[str, ...])
                 f"{where} must be a PerToken, PerResponseToken or PerExample, got {spec!r:.60}; "
                 "for instance PerToken(torch.float32)"
             )
-        dtype, pad = spec.dtype, getattr(spec, "pad", 0)
-        if not isinstance(dtype, torch.dtype) or dtype.is_complex:
-            raise TypeError(f"{where} must have a torch dtype of real numbers, got {dtype!r}")
-        if not isinstance(spec, PerExample) and dtype not in _DTYPES:
-            raise TypeError(
-                f"{where} has {dtype}, which torch does not place; give a signed integer, uint8, "
-                "bool, or a float of 16 bits or more"
-            )
+        if not isinstance(spec, PerExample) or spec.dtype is not str:
+            _check_dtype(where, spec)
+        elif name in _ROW_METADATA:
+            raise ValueError(f"fields names {name!r}, which is row metadata; rename yours")
         if not isinstance(name, str) or not name.isidentifier():
             raise ValueError(f"fields names {name!r}, which is no name; use letters and _")
         if name in taken_names:
             raise ValueError(
                 f"fields names {name!r}, which the collator reads or makes itself; rename yours"
             )
-        if torch.tensor(pad, dtype=torch.float64).to(dtype).double().item() != pad:
-            raise ValueError(f"{where} has pad={pad}, which {dtype} does not hold")
     return dict(fields)
+
+
+def _check_dtype(where: str, spec: Any) -> None:
+    """Check that torch has numbers of this dtype, and that it holds the pad."""
+    dtype, pad = spec.dtype, getattr(spec, "pad", 0)
+    if not isinstance(dtype, torch.dtype) or dtype.is_complex:
+        text = ", or str" if isinstance(spec, PerExample) else ""
+        raise TypeError(f"{where} must have a torch dtype of real numbers{text}, got {dtype!r}")
+    if not isinstance(spec, PerExample) and dtype not in _DTYPES:
+        raise TypeError(
+            f"{where} has {dtype}, which torch does not place; give a signed integer, uint8, "
+            "bool, or a float of 16 bits or more"
+        )
+    if torch.tensor(pad, dtype=torch.float64).to(dtype).double().item() != pad:
+        raise ValueError(f"{where} has pad={pad}, which {dtype} does not hold")

@@ -68,8 +68,9 @@ class TrainerCollator:
             odd = weights[(weights != 0) & (weights != 1)]
             if len(odd):
                 raise DataError(
-                    f"for_trainer() passes on labels, no loss_mask, but a token has weight "
-                    f"{float(odd[0]):g}; give masks of 0 and 1, or take the Batch and token_loss"
+                    "for_trainer() passes on labels, no loss_mask, but a token has weight "
+                    f"{float(odd[0]):g}; give masks (and weights of examples) of 0 and 1, or take "
+                    "the Batch and token_loss"
                 )
         return batch.model_inputs()
 

@@ -178,7 +178,8 @@ class VisionLanguageCollator(ForTrainer):
             for example in self._processed(records, pixels=False, start=start):
                 lengths.append(len(example["input_ids"]))
                 patches.append(self.vision.patches(example))
-                num_loss_tokens.append(sum(example["loss_mask"][1:]))
+                is_trained = example.get("weight", 1) != 0
+                num_loss_tokens.append(sum(example["loss_mask"][1:]) if is_trained else 0)
         return ExampleSizes(
             np.array(lengths, dtype=np.int64), patches, np.array(num_loss_tokens, dtype=np.int64)
         )
@@ -192,7 +193,7 @@ class VisionLanguageCollator(ForTrainer):
             setup = ChatSetup(self._processor, replace(self.chat, pixels=False))
         records = source.records(0, len(source))
         tokenized = tokenize_records(records, setup, from_arrow=source.is_arrow)
-        processed = []
+        processed, others = [], ("weight", *self.fields)
         for i, found in enumerate(tokenized, start):
             if isinstance(found, DataError):
                 raise DataError(f"example {i}: {found}") from found
@@ -203,7 +204,8 @@ class VisionLanguageCollator(ForTrainer):
                     f"example {i}: {reason}, so that nothing of it would be "
                     "trained; filter such conversations out"
                 )
-            processed.append(example)
+            record = records[i - start]
+            processed.append({**example, **{k: record[k] for k in others if k in record}})
         return processed
 
     def _check_images(self, processed: Sequence[Mapping[str, Any]]) -> None:

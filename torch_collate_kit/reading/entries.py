@@ -30,6 +30,7 @@ from torch_collate_kit.reading.columns import (
     tensor_to_numpy,
     wrapped_label,
 )
+from torch_collate_kit.reading.values import scalar_column
 
 DeclaredFields = Mapping[str, PerToken | PerResponseToken | PerExample]
 # Type codes of arrays that torch takes; not of the other 64-bit integers, nor of a longer float.
@@ -166,9 +167,7 @@ def placed_weights(name: str, column: Numbers, pieces: Pieces, unit: str) -> np.
     weights = _as_flags(taken(column, pieces, flags))
     if weights.dtype == np.bool_:
         return own_copy(weights, column)
-    with np.errstate(over="ignore"):
-        kept = weights.astype(np.float32)
-    is_bad = ~((weights == 0) | ((kept >= _LEAST_WEIGHT) & (kept < np.inf)))
+    kept, is_bad = _short_weights(weights)
     if is_bad.any():
         i, entry = first_bad(is_bad, pieces)
         weight = float(weights[is_bad][0])
@@ -182,6 +181,47 @@ def placed_weights(name: str, column: Numbers, pieces: Pieces, unit: str) -> np.
             "more"
         )
     return kept
+
+
+def weights_of_examples(column: Any) -> np.ndarray:
+    """Return the weight of each example, checked: float32 [N]."""
+    wanted = "give one number per example; a weight per token goes into loss_mask"
+    weights = scalar_column("weight", column, "iufb", wanted)
+    kept, is_bad = _short_weights(weights.astype(np.float64, copy=False))
+    if is_bad.any():
+        i = int(is_bad.argmax())
+        raise DataError(
+            f"example {i}: weight is {weights[i]}; a weight must be finite, and 0 or at least "
+            f"{_LEAST_WEIGHT}"
+        )
+    return kept
+
+
+def weighted(
+    name: str, values: np.ndarray, weights_N: np.ndarray, pieces: Pieces, unit: str
+) -> np.ndarray:
+    """Return loss weights of pieces times those of their examples: bool where all are 0 and 1."""
+    factors = np.repeat(_as_flags(weights_N[pieces.examples]), pieces.lengths)
+    with np.errstate(over="ignore", under="ignore"):
+        product: np.ndarray = values * factors
+    if np.bool_ not in (values.dtype, factors.dtype):
+        is_bad = _short_weights(product)[1] | ((product == 0) & (values != 0) & (factors != 0))
+        if is_bad.any():
+            i, entry = first_bad(is_bad, pieces)
+            raise DataError(
+                f"example {i}: {name} is {values[is_bad][0]:g} at {unit} {entry}, which times the "
+                f"example's weight, {weights_N[i]:g}, is {product[is_bad][0]:g}; it must be "
+                f"finite, and 0 or at least {_LEAST_WEIGHT}"
+            )
+    return product
+
+
+def _short_weights(weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return weights as float32, and where float32 does not hold them: bool."""
+    with np.errstate(over="ignore"):
+        kept = weights.astype(np.float32)
+    is_bad: np.ndarray = ~((weights == 0) | ((kept >= _LEAST_WEIGHT) & (kept < np.inf)))
+    return kept, is_bad
 
 
 def _as_flags(values: np.ndarray) -> np.ndarray:
@@ -242,7 +282,8 @@ class FieldColumn:
         values = taken(self.values, entries)
         column = as_tensor(values)
         is_routes = isinstance(self.spec, PerRoutedToken)
-        cast = column.to(column.dtype if is_routes else self.spec.dtype)
+        dtype: Any = column.dtype if is_routes else self.spec.dtype  # never str
+        cast = column.to(dtype)
         if cast is column:
             cast = as_tensor(own_copy(values, self.values))
         if is_routes:

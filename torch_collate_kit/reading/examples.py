@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from torch_collate_kit.reading.entries import (
     placed_labels,
     placed_weights,
     taken,
+    weighted,
     with_row,
 )
 from torch_collate_kit.reading.images import Images
@@ -67,17 +69,24 @@ class ExampleColumns:
     images: Images | None
     """None where the collator was given no vision model; else there may be no image in it."""
     per_example: dict[str, list[Any]] = field(default_factory=dict)
-    """Row metadata to be: uids, trajectory_ids, is_last_step."""
+    """Row metadata to be: uids, trajectory_ids, is_last_step, declared ``PerExample(str)``."""
     are_rollouts: bool = False
+    weights: np.ndarray | None = None
+    """float32 [N], what multiplies the loss weights of each example, if it was given."""
 
     @classmethod
     def of_none(cls, fields: DeclaredFields, vision: VisionLayout | None) -> ExampleColumns:
         """Return the columns for a rank without examples of a batch."""
         empty = Ragged(np.zeros(0, dtype=np.int64), [0])
-        columns = [FieldColumn(name, spec, empty) for name, spec in fields.items()]
+        texts: dict[str, list[Any]] = {
+            name: [] for name, spec in fields.items() if spec.dtype is str
+        }
+        columns = [
+            FieldColumn(name, spec, empty) for name, spec in fields.items() if name not in texts
+        ]
         images = None if vision is None else read_images({}, vision, empty)
-        names = (*fields, *(() if images is None else images.arrays))
-        return cls(empty, None, None, columns, names, images)
+        names = (of.name for of in columns), () if images is None else images.arrays
+        return cls(empty, None, None, columns, (*chain(*names),), images, texts)
 
     def with_dummy_images(self, pieces: Pieces, rows: np.ndarray) -> tuple[ExampleColumns, Pieces]:
         """Add the smallest image as an untrained example, a piece of it to these rows: bool [R]."""
@@ -92,6 +101,7 @@ class ExampleColumns:
             num_actions=None if num_actions is None else np.append(num_actions, 0),
             fields=[column.with_row(num_tokens) for column in self.fields],
             images=self.images.with_smallest(input_ids),
+            weights=None if self.weights is None else np.append(self.weights, np.float32(0)),
         )
         ends = pieces.row_offsets[1:][rows]
         return columns, Pieces(
@@ -146,6 +156,9 @@ class ExampleColumns:
         placed: dict[str, _Placed] = {"input_ids": (PerToken(torch.int64), ids, pieces)}
         if self._has_labels:
             placed["labels"] = PerToken(torch.int64, IGNORE_INDEX), target, pieces
+            if self.weights is not None:
+                weights = self._times_weights(target != IGNORE_INDEX, pieces)
+                placed["loss_weights"] = PerToken(torch.float32), weights, pieces
         elif self.are_rollouts:
             placed["loss_weights"] = PerResponseToken(torch.float32), target, responses
         else:
@@ -229,13 +242,31 @@ class ExampleColumns:
         return self.target is not None and self.target.name == "labels"
 
     def _given(self, entries: Pieces) -> np.ndarray:
-        """Return the labels or weights of these entries as they were given, a copy."""
-        if self.target is None:
-            return np.ones(int(entries.lengths.sum()), dtype=np.bool_)
+        """Return the labels, or the loss weights with those of the examples: a copy."""
         if self._has_labels:
-            return placed_labels(self.target.values, entries)
-        unit = "token" if self.num_actions is None else "response token"
-        return placed_weights(self.target.name, self.target.values, entries, unit)
+            assert self.target is not None
+            labels = placed_labels(self.target.values, entries)
+            if self.weights is not None:
+                is_untrained = self.weights[entries.examples] == 0
+                labels[np.repeat(is_untrained, entries.lengths)] = IGNORE_INDEX
+            return labels
+        if self.target is None:
+            weights = np.ones(int(entries.lengths.sum()), dtype=np.bool_)
+        else:
+            weights = placed_weights(
+                self.target.name, self.target.values, entries, self._unit_of_weights
+            )
+        return self._times_weights(weights, entries)
+
+    def _times_weights(self, values: np.ndarray, entries: Pieces) -> np.ndarray:
+        if self.weights is None:
+            return values
+        name = "" if self.target is None else self.target.name
+        return weighted(name, values, self.weights, entries, self._unit_of_weights)
+
+    @property
+    def _unit_of_weights(self) -> str:
+        return "token" if self.num_actions is None else "response token"
 
 
 def _last_of_examples(pieces: Pieces, lengths: np.ndarray, num_actions: np.ndarray) -> Pieces:

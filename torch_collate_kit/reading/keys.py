@@ -20,14 +20,17 @@ from torch_collate_kit.vision import VisionLayout
 from torch_collate_kit.vision.families import IMAGE_FIELDS
 
 TARGETS = ("loss_mask", "labels", "assistant_masks", "completion_mask")
-KNOWN = ("input_ids", *TARGETS, "num_actions", "attention_mask")
+_PER_TOKEN = ("input_ids", *TARGETS, "num_actions", "attention_mask")
+KNOWN = (*_PER_TOKEN, "weight")
 _REQUIRED = ("prompt_ids", "response_ids", "rewards", "loss_mask")
-_OPTIONAL = ("logprobs", "advantages", "uid", "trajectory_id", "is_last_step")
+_OPTIONAL = ("logprobs", "advantages", "uid", "trajectory_id", "is_last_step", "weight")
 ROLLOUT_KEYS = (*_REQUIRED, *_OPTIONAL, "rollout_expert_indices")
 IMAGES = ("pixel_values", "image_grid_thw")
 VIDEOS = ("pixel_values_videos", "video_grid_thw")
 MEDIA = (*IMAGE_FIELDS, *VIDEOS)
 TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")  # follow from the ids
+# What others call the weight of an example; one slip away from it is also "height".
+_OTHER_WEIGHTS = ("weight", "sampleweight", "exampleweight")
 
 
 def raw_columns(
@@ -204,8 +207,9 @@ def check_keys(
 ) -> None:
     """Check the keys of examples; ``owners`` says whose each is, such as "example 0"."""
     others = [key for key in owners if key not in KNOWN and key not in declared]
+    _check_no_other_weight(owners, others)
     for key in others:
-        name = respelt(str(key), (*KNOWN, *declared))
+        name = respelt(str(key), (*_PER_TOKEN, *declared))
         if name is not None and name not in owners:
             raise _looks_like(owners[key], name, key)
     targets = [name for name in TARGETS if name in owners]
@@ -223,12 +227,24 @@ def check_keys(
         )
 
 
+def _check_no_other_weight(owners: Mapping[str, str], others: Iterable[str]) -> None:
+    """Refuse the weight of an example under another name."""
+    for key in others:
+        if bare_key(str(key)) in _OTHER_WEIGHTS and "weight" not in owners:
+            raise DataError(
+                f"{owners[key]} has {key!r}, which is not read; name it weight if it is one number "
+                "per example that multiplies its loss weights, put a weight per token into "
+                "loss_mask, or remove it"
+            )
+
+
 def _check_rollout_keys(raw: Mapping[str, Any], given: list[str]) -> None:
     if missing := [key for key in _REQUIRED if key not in raw]:
         raise DataError(
             f"no {' and no '.join(missing)} in example 0, got keys {sorted(given)}; a "
             f"rollout has {', '.join(_REQUIRED)}"
         )
+    _check_no_other_weight(dict.fromkeys(given, "example 0"), given)
     known = (*ROLLOUT_KEYS, *IMAGES)
     others = {key: bare_key(key) for key in given if key not in known}
     for name in (name for name in known if name not in raw and others):

@@ -22,11 +22,23 @@ from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.arrays import read_images, route_column
 from torch_collate_kit.reading.columns import Kind, Numbers, number_column
-from torch_collate_kit.reading.entries import DeclaredFields, FieldColumn, are_int32_ids, joined
+from torch_collate_kit.reading.entries import (
+    DeclaredFields,
+    FieldColumn,
+    are_int32_ids,
+    joined,
+    weights_of_examples,
+)
 from torch_collate_kit.reading.examples import ExampleColumns
 from torch_collate_kit.reading.keys import IMAGES, TARGETS, raw_columns
 from torch_collate_kit.reading.source import Examples
-from torch_collate_kit.reading.values import flag_column, id_column, scalar_column, spread_numbers
+from torch_collate_kit.reading.values import (
+    flag_column,
+    id_column,
+    scalar_column,
+    spread_numbers,
+    text_column,
+)
 from torch_collate_kit.vision import VisionLayout
 
 _SFT_FIELDS: Mapping[str, FieldSpec] = {
@@ -61,6 +73,10 @@ def read_columns(
     if num_actions is not None:
         own["loss_mask"] = _ROLLOUT_FIELDS["loss_mask"]
     declared = {**(fields or {}), **token_types}
+    per_example = _row_metadata(raw) if are_rollouts else {}
+    for key in [key for key, spec in declared.items() if spec.dtype is str]:
+        del declared[key]
+        per_example[key] = text_column(key, _declared(key, raw))
     columns = {}
     for key, spec in {**own, **declared}.items():
         values = _field(key, spec, raw, ids, num_actions, are_rollouts=are_rollouts)
@@ -87,8 +103,9 @@ def read_columns(
         list(columns.values()),
         (*names, *declared, *(() if images is None else images.arrays)),
         images,
-        _row_metadata(raw) if are_rollouts else {},
+        per_example,
         are_rollouts,
+        weights_of_examples(raw["weight"]) if "weight" in raw else None,
     )
 
 
@@ -157,19 +174,13 @@ def _field(
     are_rollouts: bool,
 ) -> Numbers:
     """Return the column of a field of our own or a declared one."""
-    if key not in raw:
-        raise DataError(
-            f"example 0 has no {key}, which fields declares; give every example one, or "
-            "leave it out of fields"
-        )
+    column = _declared(key, raw)
     if isinstance(spec, PerExample):
         wanted = "it is declared PerExample, so give one number"
-        numbers = scalar_column(key, raw[key], "iufb", wanted)
-        if numbers.dtype.hasobject:
-            raise DataError(f"{key} has a number beyond 64 bits; give numbers that fit")
+        numbers = scalar_column(key, column, "iufb", wanted)
         return Ragged(numbers, np.arange(len(numbers) + 1))
     if isinstance(spec, PerRoutedToken):
-        return route_column(raw[key], ids.lengths)
+        return route_column(column, ids.lengths)
     is_response = isinstance(spec, PerResponseToken)
     if is_response and num_actions is None:
         raise DataError(
@@ -178,7 +189,7 @@ def _field(
         )
     is_float = spec.dtype.is_floating_point or spec.dtype == torch.bool
     kind: Kind = "labels" if key == "labels" else "numbers" if is_float else "whole numbers"
-    rows = number_column(key, raw[key], kind)
+    rows = number_column(key, column, kind)
     if is_response or not np.array_equal(rows.offsets, ids.offsets):
         expected = np.asarray(num_actions if is_response else ids.lengths)
         wrong = np.flatnonzero(rows.lengths != expected)
@@ -187,6 +198,16 @@ def _field(
             wanted = _wanted_entries(key, int(expected[i]), is_response, are_rollouts)
             raise DataError(f"example {i}: {key} has {rows.lengths[i]} entries, {wanted}")
     return rows
+
+
+def _declared(key: str, raw: Mapping[str, Any]) -> Any:
+    """Return the column of a field; DataError if no example has one."""
+    if key not in raw:
+        raise DataError(
+            f"example 0 has no {key}, which fields declares; give every example one, or "
+            "leave it out of fields"
+        )
+    return raw[key]
 
 
 def _wanted_entries(key: str, expected: int, is_response: bool, are_rollouts: bool) -> str:

@@ -30,7 +30,7 @@ def _one_value(value: Any) -> Any:
 
 
 def scalar_column(name: str, column: Any, kinds: str, wanted: str) -> np.ndarray:
-    """Return numbers of these kinds of dtypes: [N]; Python's own where one is beyond 64 bits."""
+    """Return numbers of these kinds of dtypes: [N]; of integers alone also Python's own."""
     if isinstance(column, Tensor):
         column = tensor_to_numpy(name, None, column)
     if isinstance(column, np.ndarray) and column.ndim == 1 and column.dtype.kind in kinds:
@@ -42,9 +42,24 @@ def scalar_column(name: str, column: Any, kinds: str, wanted: str) -> np.ndarray
             found = f"{number!r:.40} ({type(number).__name__})"
             raise DataError(f"example {i}: {name} is {found}; {wanted}")
     try:
-        return np.array(numbers, dtype=np.int64 if kinds == "iu" else None)
+        array = np.array(numbers, dtype=np.int64 if kinds == "iu" else None)
     except OverflowError:
         return np.array(numbers, dtype=object)
+    if array.dtype.hasobject:
+        raise DataError(f"{name} has a number beyond 64 bits; give numbers that fit")
+    return array
+
+
+def text_column(name: str, column: Iterable[Any]) -> list[str]:
+    """Return the strings of a field declared ``PerExample(str)``."""
+    texts = [_one_value(value) for value in column]
+    for i, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise DataError(
+                f"example {i}: {name} is {text!r:.40} ({type(text).__name__}); it is declared "
+                "PerExample(str), so give a string"
+            )
+    return list(map(str, texts))
 
 
 def id_column(name: str, column: Iterable[Any], row: str = "example") -> list[Hashable]:

@@ -111,6 +111,8 @@ def _merged(
     tokens = columns["input_ids"][chain[-1]][_num_prompt(rollouts, chain[0]) :]
     merged["response_ids"] = tokens.astype(np.int64)
     merged["loss_mask"] = _joined_responses(rollouts, columns["loss_weights"], chain)
+    if rollouts.weights is not None:  # the loss weights of each step were multiplied by its own
+        merged["weight"] = 1.0
     for field in rollouts.fields:
         column = columns[field.name]
         if field.name == "rollout_expert_indices":

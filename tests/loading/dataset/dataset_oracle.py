@@ -27,6 +27,7 @@ KNOWN = {
     "completion_mask",
     "num_actions",
     "attention_mask",
+    "weight",
 }
 PACKED = PackedCollator(0, max_tokens=64)
 PADDED = PaddedCollator(0)

@@ -7,7 +7,6 @@ import re
 
 import numpy as np
 import pytest
-import torch
 
 from tests.building import mixed_sampler, packed_collator
 from tests.loading.sampler.mixture_oracle import Mixed
@@ -15,6 +14,7 @@ from torch_collate_kit import (
     DataError,
     Mixture,
     PackedBatchSampler,
+    PackedCollator,
     PaddedCollator,
     PerExample,
     PrefetchingSampler,
@@ -143,11 +143,16 @@ def test_it_is_a_dataset_of_its_sources_end_to_end():
     mixture = Mixture(sources, names=["web", "math"])
     examples = mixture.__getitems__([4, 0, 2])
     assert [e["input_ids"].tolist() for e in examples] == [[1, 2], [0, 3], [2, 3]]
-    assert [e["source"] for e in examples] == [1, 0, 0]
+    assert [e["source"] for e in examples] == ["math", "web", "web"]
     assert mixture[3]["input_ids"].tolist() == [0, 2]
     assert mixture.source_counts([4, 0, 2]) == {"web": 2, "math": 1}
-    collate = PaddedCollator(0, fields={"source": PerExample(torch.int64)}, train_all=True)
-    assert collate(examples)["source"].tolist() == [[1], [0], [0]]
+    fields = {"source": PerExample(str)}
+    collate = PaddedCollator(0, fields=fields, train_all=True)
+    assert collate(examples).row_metadata["source"] == ["math", "web", "web"]
+    packed = PackedCollator(0, max_tokens=8, fields=fields, train_all=True)
+    sampler = PackedBatchSampler(mixture, packed, batch_size=2, shuffle=False)
+    rows = [packed(mixture.__getitems__(indices)).row_metadata for indices in sampler]
+    assert [row["source"] for row in rows] == [[("web", "math")], [("web", "math")], [("web",)]]
 
 
 BAD = [
@@ -159,6 +164,7 @@ BAD = [
     (([3, 2],), {"weights": [1, "1"]}, ValueError, "weights[1] must be a finite number of at lea"),
     (([3, 2],), {"by": "tokens"}, ValueError, "the length of every example is needed, and source"),
     (([3, 2],), {"stop": "first"}, ValueError, "stop must be one of 'first_exhausted', 'all_exha"),
+    (([3, 2],), {"names": [1, 2]}, ValueError, "names must be 2 different strings, one for each"),
     (([3, 2],), {"names": ["a", "a"]}, ValueError, "names must be 2 different strings, one for e"),
     (([3, 2],), {"max_passes": 0}, ValueError, "max_passes of source 0 must be a number above 0"),
     (([3, 2],), {"max_passes": [1]}, ValueError, "max_passes must be a number, or one for each o"),

@@ -13,6 +13,7 @@ from torch_collate_kit.loading import TokenizedDataset
 
 pa = pytest.importorskip("pyarrow")
 FORMS = ("none", "loss_mask", "bools", "weights", "last tokens", "labels", "padding mask")
+FORMS += ("weighted labels", "weighted")
 
 
 def examples_of(form: str, lengths: list[int]) -> list[dict[str, Any]]:
@@ -26,7 +27,7 @@ def examples_of(form: str, lengths: list[int]) -> list[dict[str, Any]]:
         if form == "last tokens":
             made["num_actions"] = int(rng.integers(0, n + 1))
             made["loss_mask"] = rng.integers(0, 2, made["num_actions"]).astype(np.int8)
-        elif form == "labels":
+        elif "labels" in form:
             made["labels"] = np.where(rng.random(n) < 0.5, ids, -100)
         elif form == "bools":
             made["completion_mask"] = rng.random(n) < 0.5
@@ -34,6 +35,8 @@ def examples_of(form: str, lengths: list[int]) -> list[dict[str, Any]]:
             made["loss_mask"] = rng.random(n).astype(np.float32)
         elif form == "padding mask":
             made["attention_mask"] = np.ones(n, dtype=np.int8)
+        if "weighted" in form:
+            made["weight"] = float(rng.integers(0, 4)) / 2
         if form in ("loss_mask", "padding mask"):
             made["loss_mask"] = rng.integers(0, 2, n).astype(np.int8)
         examples.append(made)
@@ -46,11 +49,12 @@ def table_of(examples: list[dict[str, Any]], *, num_chunks: int = 1) -> Any:
     }
     columns = {}
     for name, rows in ragged.items():
-        kind = None if name == "num_actions" else pa.list_(pa.int32())
+        number = {"num_actions": pa.int64(), "weight": pa.float64()}.get(name)
+        kind = pa.list_(pa.int32()) if number is None else None
         if kind is not None and rows and len(flat := np.concatenate(rows)):
             kind = pa.list_(pa.from_numpy_dtype(flat.dtype))
         parts = np.array_split(np.arange(len(rows)), num_chunks)
-        chunks = [pa.array([rows[i] for i in part], type=kind or pa.int64()) for part in parts]
+        chunks = [pa.array([rows[i] for i in part], type=kind or number) for part in parts]
         columns[name] = pa.chunked_array(chunks)
     return pa.table(columns)
 

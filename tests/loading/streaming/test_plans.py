@@ -24,6 +24,7 @@ FIELDS = {
     "kind": PerToken(torch.int8),
     "score": PerResponseToken(torch.float32),
     "domain": PerExample(torch.int64),
+    "name": PerExample(str),
 }
 
 
@@ -39,6 +40,7 @@ def examples() -> list[dict[str, Any]]:
                 "kind": [j % 7 for j in range(n)],
                 "score": [i + j / 8 for j in range(a)],
                 "domain": i,
+                "name": f"n{i}",
             }
         )
     return found
@@ -60,7 +62,8 @@ def test_declared_fields_are_cut_with_their_example(name: str) -> None:
     stream = packed_stream(SOURCES_OF[name](), tokenizer=0, buffer_size=100, rows=50, **settings)
     (batch,) = stream
     expected = packed_collator(0, **settings)(examples())
-    for field in ("input_ids", "loss_mask", *FIELDS):
+    assert batch.row_metadata["name"] == expected.row_metadata["name"]
+    for field in ("input_ids", "loss_mask", "kind", "score", "domain"):
         found, wanted = batch[field], expected[field]
         if not isinstance(found, torch.Tensor):
             found, wanted = found.values, wanted.values

@@ -10,12 +10,13 @@ import numpy as np
 
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
+from torch_collate_kit.reading.keys import KNOWN
 from torch_collate_kit.vision.families import IMAGE_FIELDS
 
 if TYPE_CHECKING:
     import pyarrow as pa  # type: ignore[import-untyped,unused-ignore]
 
-__all__ = ["ArrayColumn", "ListColumn", "NumberColumn", "column_of"]
+__all__ = ["ArrayColumn", "ListColumn", "NumberColumn", "TextColumn", "column_of"]
 
 # In their methods ``rows`` are rows of the column, and ``named`` is what errors call them.
 
@@ -187,6 +188,23 @@ class ArrayColumn:
         return np.concatenate(parts)
 
 
+class TextColumn:
+    """Column of one string per row, such as a declared name."""
+
+    def __init__(self, name: str, column: pa.ChunkedArray | list[str]) -> None:
+        self.name, self._column = name, column
+
+    def take(self, rows: np.ndarray, named: np.ndarray) -> list[str]:
+        """Return the rows as Python strings."""
+        texts = [self._column[row] for row in rows.tolist()]
+        if isinstance(self._column, list):
+            return texts
+        texts = [text.as_py() for text in texts]
+        if None in texts:
+            raise _null_error(self.name, int(named[texts.index(None)]))
+        return texts
+
+
 def _joined(
     values: list[Any], chunks: np.ndarray, starts: np.ndarray, stops: np.ndarray, dtype: Any
 ) -> np.ndarray:
@@ -204,23 +222,34 @@ def _joined(
     return np.frombuffer(bytearray().join(joined), dtype=dtype)
 
 
-def column_of(name: str, column: Any) -> ListColumn | NumberColumn | ArrayColumn:
-    """Return the column for a Ragged, an ndarray or an Arrow column: lists, numbers or images."""
+def column_of(name: str, column: Any) -> ListColumn | NumberColumn | ArrayColumn | TextColumn:
+    """Return the column for a Ragged, an ndarray, strings or an Arrow column."""
     if name in IMAGE_FIELDS:
         return ArrayColumn(name, column)
+    if isinstance(column, list):
+        return TextColumn(name, column)
     if isinstance(column, Ragged):
         return ListColumn(name, column.values.dtype, [column])
     if isinstance(column, np.ndarray):
         return NumberColumn(name, column.dtype, column)
     import pyarrow as pa
-    from pyarrow.types import is_boolean, is_floating, is_integer, is_null
+    from pyarrow.types import (
+        is_boolean,
+        is_floating,
+        is_integer,
+        is_large_string,
+        is_null,
+        is_string,
+    )
 
+    if name not in KNOWN and (is_string(column.type) or is_large_string(column.type)):
+        return TextColumn(name, column)
     is_list = isinstance(column.type, pa.ListType | pa.LargeListType | pa.FixedSizeListType)
     kind = column.type.value_type if is_list else column.type
     if not (is_null(kind) or is_integer(kind) or is_floating(kind) or is_boolean(kind)):
         raise DataError(
             f"column {name} has the Arrow type {column.type}; a column holds one flat list of "
-            "numbers per row, or one number: cast it, or leave it out with columns="
+            "numbers per row, one number, or one string: cast it, or leave it out with columns="
         )
     # null is what Arrow infers when every list is empty
     dtype = np.int64 if is_null(kind) else kind.to_pandas_dtype()

@@ -91,6 +91,8 @@ def _copied(
 def _column(name: str, column: Any) -> np.ndarray | Ragged | list[Any]:
     if name in IMAGE_FIELDS:
         return [None if entry is None else np.array(entry) for entry in column]
+    if name not in KNOWN and all(isinstance(entry, str) for entry in column):
+        return list(map(str, column))
     if name == "num_actions" or all(map(is_number, column)):
         kinds = "iu" if name == "num_actions" else "iufb"
         return np.array(scalar_column(name, column, kinds, "give a number"))

@@ -11,7 +11,12 @@ from torch.utils.data import Dataset
 
 from torch_collate_kit._checks import checked_bool, checked_int
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.loading.dataset.columns import ArrayColumn, ListColumn, column_of
+from torch_collate_kit.loading.dataset.columns import (
+    ArrayColumn,
+    ListColumn,
+    TextColumn,
+    column_of,
+)
 from torch_collate_kit.loading.dataset.fingerprints import fingerprint_of
 from torch_collate_kit.loading.dataset.sources import IDS, DatasetSource, kept_source
 from torch_collate_kit.packing import RankPlan
@@ -48,8 +53,9 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
             paths, of Arrow or Parquet files; or examples in memory (a list, a mapping of columns, a
             DataFrame, another map-style dataset), which are copied into columns.
         columns: the columns to keep, of lists of numbers or of numbers. By default those that the
-            collators know (``input_ids``, ``num_actions``, ``attention_mask``, target forms), and
-            ``num_cut_tokens``, which ``audit`` reads.
+            collators know (``input_ids``, ``num_actions``, ``attention_mask``, ``weight``, target
+            forms), and ``num_cut_tokens``, which ``audit`` reads. Columns of strings, for fields
+            declared ``PerExample(str)``, are kept where they are named.
         train_all: every token of a source without a loss target is trained. Must be given if it has
             other columns than ``input_ids`` and ``attention_mask``, unless ``columns`` is given.
         vision: how images become tokens, for ``patches`` and to count loss tokens of a source with
@@ -231,8 +237,9 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
     def _is_plain(self) -> bool:
         """Return whether collators accept its columns as examples: lists, and integer ids."""
         lists = {k: of.dtype for k, of in self._columns.items() if isinstance(of, ListColumn)}
+        texts = {k for k, of in self._columns.items() if isinstance(of, TextColumn)}
         has_ids = all(lists[name].kind in "iu" for name in IDS if name in lists)
-        return has_ids and lists.keys() == self._columns.keys() - {"num_actions"}
+        return has_ids and lists.keys() | texts == self._columns.keys() - {"num_actions", "weight"}
 
     def _lengths_at(self, indices: np.ndarray) -> np.ndarray:
         """Return int64, the tokens of these rows alone."""

@@ -41,8 +41,8 @@ class Mixture:
         stop: an epoch ends when the "first_exhausted" source has been read once, or when all have
             been ("all_exhausted"), in the words of ``datasets.interleave_datasets``.
         names: a name for each source, for ``source_counts``. Examples then have the key "source",
-            the number of their source; declare it with ``fields={"source":
-            PerExample(torch.int64)}`` to have it in the batch.
+            the name of their source; declare it with ``fields={"source": PerExample(str)}`` to
+            have it in ``batch.row_metadata``.
 
     ``PrefetchingSampler`` and ``PackedBatchSampler`` accept it as their examples, and yield batches
     of its indices in its order. A source goes on from epoch to epoch, and none of its examples
@@ -129,7 +129,8 @@ class Mixture:
             for place, row in zip(
                 places.tolist(), (picked[places] - self.offsets[source]).tolist(), strict=True
             ):
-                found[place] = {**data[row], **({"source": source} if self._is_named else {})}
+                name = {"source": self.names[source]} if self._is_named else {}
+                found[place] = {**data[row], **name}
         return found
 
     def source_of(self, indices: Any) -> Indices:
@@ -208,7 +209,8 @@ def _checked_names(names: Sequence[str] | None, num_sources: int) -> list[str]:
     if names is None:
         return [str(number) for number in range(num_sources)]
     found = list(names)
-    if len(found) != num_sources or len(set(found)) != len(found):
+    are_texts = all(isinstance(name, str) for name in found)
+    if len(found) != num_sources or not are_texts or len(set(found)) != len(found):
         raise ValueError(
             f"names must be {num_sources} different strings, one for each source, got {names!r}"
         )
