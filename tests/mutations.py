@@ -59,7 +59,7 @@ FAULTS = [
     Fault("batch/row_changes.py", "if collated_apart or len(", "if len(", "test_batch_counts.py test_batch.py"),
     Fault("rl/micro_batches.py", 'part.metadata["step_num_cells"] = num_cells', "pass", "rl test_batch_counts.py"),
     Fault("collators/packed.py", "plan.num_rows * self._width(plan)", "len(part.rows) * self._width(plan)", "test_batch_counts.py"),
-    Fault("loading/streaming/packed.py", "alone.knows_step = False", "alone.knows_step = True", "test_batch_counts.py"),
+    Fault("loading/streaming/shard_batches.py", "if k not in OF_A_STEP}", "}", "test_batch_counts.py"),
     Fault("batch/row_changes.py", 'untrained = {"loss_weights": 0, "labels": IGNORE_INDEX}', 'untrained = {"labels": IGNORE_INDEX}', "test_added_rows.py test_batch_changes.py"),
     Fault("batch/row_changes.py", 'if name in ("responses", "routed")', 'if name in ("responses",)', "test_added_rows.py test_batch_changes.py"),
     Fault("batch/row_changes.py", "& (np.diff(starts) == 0) & (np.diff(owners) != 0)", "& (np.diff(owners) != 0)", "test_batch.py test_batch_changes.py"),

@@ -166,3 +166,11 @@ def test_the_most_frequent_answer_is_that_of_training() -> None:
 
     trained, held_out = records("one", "two", "two"), records("one", "two", "one", "one")
     assert drawn_images.majority(trained, held_out) == {"number": 0.25}
+
+
+def test_steps_of_full_rows_with_images(tmp_path: Path) -> None:
+    options = TINY.replace("--batch-size 8", "--batch-rows 4")
+    steps, summary = run(f"{options} --max-steps 3", tmp_path)
+    assert [step["cells"] % 4 for step in steps] == [0, 0, 0]
+    assert all(0 <= step["padding"] < 0.5 for step in steps)
+    assert summary["held_out_loss"] > 0

@@ -50,7 +50,7 @@ class StepCounts:
         count: int | None = self._metadata.get(f"step_{name}")
         if count is None:
             raise ValueError(
-                f"{name} of the whole step is not known to this batch: it comes from one rank of a "
+                f"{name} of the whole step is not known to this batch: it comes from a "
                 "stream, was built from tensors, or some of its rows were joined or added later; "
                 f"batch.{name} counts its own rows: sum that over micro-batches and ranks"
             )

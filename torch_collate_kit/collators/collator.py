@@ -12,7 +12,6 @@ from torch_collate_kit._checks import checked_bool
 from torch_collate_kit._reprs import call_repr, changed_settings
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.columns import Columns
-from torch_collate_kit.batch.counts import OF_A_STEP
 from torch_collate_kit.batch.fields import PerExample, PerResponseToken, PerToken
 from torch_collate_kit.batch.placement import Placement
 from torch_collate_kit.batch.storage import Storage
@@ -32,9 +31,6 @@ _DTYPES = (*_INTEGERS, torch.float16, torch.bfloat16, torch.float32, torch.float
 
 class Collator:
     """Collator of tokens; ``names`` are keys and fields of its own, which no other may have."""
-
-    knows_step = True
-    """Whether the rows of a call are a whole step; not in a stream's copy for one of its ranks."""
 
     def __init__(
         self,
@@ -104,8 +100,6 @@ class Collator:
             "dropped": tuple(dropped.tolist()),
             "cut": tuple(cut.tolist()),
         }
-        for name in () if self.knows_step else OF_A_STEP:
-            del all_metadata[name]
         columns = Columns.of(placed.columns, specs, names, placement)
         storage = Storage(columns, {}, {**ragged, **row_metadata}, all_metadata)
         return Batch.of_storage(storage, check=False)

@@ -76,6 +76,12 @@ def all_tokens(examples: list[dict[str, Any]]) -> list[int]:
     return sorted(token for example in examples for token in example["input_ids"])
 
 
+def without_step(batch: Batch) -> Batch:
+    """A stream does not know the tokens and cells of the whole step."""
+    del batch.metadata["step_num_tokens"], batch.metadata["step_num_cells"]
+    return batch
+
+
 def plain_loop(
     examples: list[dict[str, Any]], collator: PackedCollator, buffer_size: int, num_rows: int
 ) -> list[Batch]:
@@ -107,7 +113,7 @@ def plain_loop(
         rows.sort(key=lambda row: row[0])
         for i in range(0, max(1, len(rows)), num_rows):
             members = sum(rows[i : i + num_rows], lost if i == 0 else [])
-            batches.append(collator([examples[j] for j in sorted(members)]))
+            batches.append(without_step(collator([examples[j] for j in sorted(members)])))
             buffer[:] = [j for j in buffer if j not in members]
 
     def full_rows() -> list[list[int]]:

@@ -257,7 +257,6 @@ def _for_one_rank(collate: Any) -> Any:
             return alone
     parallel = replace(alone.packing.parallel, dp=1)
     alone.packing = replace(alone.packing, parallel=parallel, rows_multiple_of=None)
-    alone.knows_step = False
     return alone
 
 

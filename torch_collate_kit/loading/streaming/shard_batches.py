@@ -17,6 +17,7 @@ import numpy as np
 from torch.utils.data import get_worker_info
 
 from torch_collate_kit.batch import Batch
+from torch_collate_kit.batch.counts import OF_A_STEP
 from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading.skipping import Skipped, SkipPolicy
 from torch_collate_kit.loading.streaming.joined import JoinedDocuments
@@ -185,6 +186,8 @@ class ShardBatches:
             batch: Batch | dict[str, Any] = self._call(PlannedExamples(plan, examples))
         except DataError as error:
             raise self._wrong.named(error, entries["position"].tolist()) from error
+        if isinstance(batch, Batch):  # other ranks have rows of the step
+            batch.metadata = {k: v for k, v in batch.metadata.items() if k not in OF_A_STEP}
         return batch
 
 
