@@ -30,7 +30,7 @@ class Mixture:
     Args:
         sources: datasets, end to end: ``mixture[i]`` is an example of the first one that has so
             many. For a sampler that only needs sizes, also numbers of examples, or int arrays of
-            the lengths of a source's examples.
+            the lengths of a source's examples. For a PackedIterableDataset, also streams.
         weights: the share of each source, positive numbers, 0 for a source that is not read. By
             default the sizes of the sources.
         by: whether these are shares of the "examples" or of the "tokens".
@@ -75,15 +75,22 @@ class Mixture:
                 f"got {sources!r}"
             )
         self.sources = list(sources)
-        self.sizes = [checked_length(s, f"sources[{i}]") for i, s in enumerate(self.sources)]
+        self.has_streams = not all(hasattr(s, "__len__") or _is_number(s) for s in self.sources)
+        if self.has_streams and weights is None:
+            raise ValueError("the mixture has streams, whose sizes are not known; pass weights=")
+        self.sizes = [
+            0 if self.has_streams else checked_length(s, f"sources[{i}]")
+            for i, s in enumerate(self.sources)
+        ]
         self._is_named = names is not None
         self.names = _checked_names(names, len(self.sources))
         checked_choice("by", by, ("examples", "tokens"))
         checked_choice("stop", stop, _STOPS)
         self.by, self.stop = by, stop
-        self._lengths = [_lengths_of(s, i, by) for i, s in enumerate(self.sources)]
+        read = [] if self.has_streams else self.sources
+        self._lengths = [_lengths_of(s, i, by) for i, s in enumerate(read)]
         units = [int(n.sum()) for n in self._lengths] if by == "tokens" else self.sizes
-        first = units if weights is None else _checked_weights("weights", weights, len(units))
+        first = units if weights is None else _checked_weights("weights", weights, len(self.sizes))
         self.stages = [(0, [Fraction(w) for w in first])]
         for number, stage in enumerate(schedule or []):
             self.stages = _with_stage(self.stages, number, stage, weights is not None)
@@ -91,6 +98,11 @@ class Mixture:
         self.offsets: Indices = np.cumsum([0, *self.sizes])
 
     def __len__(self) -> int:
+        if self.has_streams:
+            raise TypeError(
+                "the mixture has streams, so it has no length and no sampler; pass it to a "
+                "PackedIterableDataset"
+            )
         return int(self.offsets[-1])
 
     def __repr__(self) -> str:
@@ -187,6 +199,10 @@ class Mixture:
             "max_passes": [None if of is None else str(of) for of in self.max_passes],
             "sources": [make() if callable(make) else None for make in makers],
         }
+
+
+def _is_number(source: Any) -> bool:
+    return hasattr(source, "__index__")
 
 
 def _lengths_of(source: Any, number: int, by: str) -> Indices:

@@ -20,7 +20,9 @@ from torch_collate_kit._checks import checked_bool, checked_int, checked_optiona
 from torch_collate_kit._reprs import KindAndSize, call_repr, changed_settings
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.loading.orders.checks import checked_collator, checked_rank, checked_word
+from torch_collate_kit.loading.orders.mixture import Mixture
 from torch_collate_kit.loading.skipping import SkipPolicy
+from torch_collate_kit.loading.streaming.mixed_streams import MixedStream
 from torch_collate_kit.loading.streaming.shard_batches import DividedStream, ShardBatches, Turn
 from torch_collate_kit.loading.streaming.shards import ExampleSource, Stream
 from torch_collate_kit.loading.streaming.states import Position
@@ -44,6 +46,7 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
     Args:
         stream: an iterable of examples that can be iterated again, or a callable that makes one.
             A ``TokenizedDataset``, or a ``datasets.Dataset`` without a format, is read as columns.
+            Or a ``Mixture`` of such streams, with ``weights``.
         collate: a ``PackedCollator``, whose ``packing.parallel.dp`` ranks divide the stream, or its
             ``for_trainer()``.
         batch_rows: rows of a step over all ranks, a multiple of ``dp``; each rank yields batches of
@@ -78,7 +81,7 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
 
     def __init__(
         self,
-        stream: ExampleSource,
+        stream: ExampleSource | Mixture,
         collate: Any,
         *,
         batch_rows: int | None = None,
@@ -107,15 +110,23 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
         self._policy = SkipPolicy(on_error, max_skipped, max_skipped_in_a_row)
         hint = "None makes every worker of every rank a shard"
         self.num_shards = checked_optional_int("num_shards", num_shards, hint=hint)
-        self._stream = Stream(
-            stream,
-            self.dp_rank or 0,
-            self.dp_size,
-            presharded=presharded,
-            collate=collate if self.dp_size == 1 else _for_one_rank(collate),
-            num_shards=self.num_shards,
-            seed=self.seed if self.shuffle else None,
-        )
+        if isinstance(stream, Mixture) and self._policy.skips:
+            raise ValueError(
+                "on_error='skip' names examples by their position in the stream, and each source "
+                "of a mixture has its own; use on_error='raise', or filter the sources"
+            )
+        options: dict[str, Any] = {
+            "presharded": presharded,
+            "collate": collate if self.dp_size == 1 else _for_one_rank(collate),
+            "num_shards": self.num_shards,
+            "seed": self.seed if self.shuffle else None,
+        }
+        ranks = self.dp_rank or 0, self.dp_size
+        self._stream: Stream | MixedStream
+        if isinstance(stream, Mixture):
+            self._stream = MixedStream(stream, *ranks, **options)
+        else:
+            self._stream = Stream(stream, *ranks, **options)
         self._saved: Mapping[str, Any] | None = None
         self._pass: _Pass | None = None
         self._next_pass = 0  # its number, if shuffled

@@ -41,6 +41,7 @@ ENTRY = np.dtype(
         ("taken", np.int64),
         ("example", np.object_),  # the whole of it; None where rows are read by position
         ("skipped", np.object_),  # a tuple of the wrong examples that were left out before it
+        ("of", np.int64),  # the source of a mixture
     ]
 )
 
@@ -61,8 +62,8 @@ class Reader(Protocol):
     def read(self, num_entries: int) -> np.ndarray:
         """Return the next entries, ENTRY [num_entries]; fewer only at the end of the stream."""
 
-    def examples(self, entries: np.ndarray) -> Examples:
-        """Return the examples of entries, for a collator."""
+    def examples(self, entries: np.ndarray, *, as_rows: bool = False) -> Examples:
+        """Return the examples of entries, for a collator; ``as_rows`` as a list."""
 
 
 class _ExampleReader:
@@ -87,7 +88,7 @@ class _ExampleReader:
         """
         return np.fromiter(islice(self._entries, num_entries), dtype=ENTRY)
 
-    def examples(self, entries: np.ndarray) -> Examples:
+    def examples(self, entries: np.ndarray, *, as_rows: bool = False) -> Examples:
         """Return the examples of entries, for a collator."""
         examples: list[Example] = entries["example"].tolist()
         return examples
@@ -117,7 +118,7 @@ class _ExampleReader:
                 following = after if stop == num_tokens else before._replace(start=stop)
                 if start >= before.start:
                     of = position, start, length, is_split, patches, cost
-                    yield *of, *following, example, self._wrong.taken()
+                    yield *of, *following, example, self._wrong.taken(), 0
             self.place = after
         check_start(self.place)
 
@@ -180,8 +181,10 @@ class _RowReader:
         entries, self._ready = np.split(self._ready, [num_entries])
         return entries
 
-    def examples(self, entries: np.ndarray) -> Examples:
-        if entries["is_piece"].any():  # views: of a long row no more is copied than its piece
+    def examples(self, entries: np.ndarray, *, as_rows: bool = False) -> Examples:
+        if (
+            as_rows or entries["is_piece"].any()
+        ):  # views: of a long row no more is copied than its piece
             return [self._dataset[row] for row in entries["position"].tolist()]
         return self._dataset.__getitems__(entries["position"])
 

@@ -21,10 +21,12 @@ from torch_collate_kit.batch.counts import OF_A_STEP
 from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading.skipping import Skipped, SkipPolicy
 from torch_collate_kit.loading.streaming.joined import JoinedDocuments
-from torch_collate_kit.loading.streaming.readers import reader_of
+from torch_collate_kit.loading.streaming.mixed_streams import (
+    MixedStream,
+    open_shard,
+    source_counts,
+)
 from torch_collate_kit.loading.streaming.shards import Stream
-from torch_collate_kit.loading.streaming.shuffled_blocks import ShuffledReader
-from torch_collate_kit.loading.streaming.skipping import WrongExamples
 from torch_collate_kit.loading.streaming.states import Place, Position, positions_in, state_of
 from torch_collate_kit.loading.streaming.windows import Windows
 from torch_collate_kit.packing import PackingPlan
@@ -51,7 +53,7 @@ class ShardBatches:
 
     def __init__(
         self,
-        stream: Stream,
+        stream: Stream | MixedStream,
         shard: int,
         position: Position,
         *,
@@ -60,17 +62,14 @@ class ShardBatches:
         buffer_size: int,
         policy: SkipPolicy,
     ) -> None:
-        part = stream.part(shard, epoch)
         self._call, self._position, self._policy = stream.collate, position, policy
-        self._wrong = WrongExamples(policy, part.name)
-        self._name = part.name if part.num_shards == 1 else f"shard {part.first} of the stream"
         packing, at = stream.collator.packing, position.place
         if packing.strategy == "wrapped":  # its start is of the batches, not of what is read
             at = at._replace(start=0)
-        self._reader = reader_of(stream, part, at._replace(taken=0), self._wrong)
-        if stream.seed is not None:
-            words = stream.seed, epoch or 0, shard
-            self._reader = ShuffledReader(self._reader, at, block_size=buffer_size, words=words)
+        self._reader, self._wrong, self._name = open_shard(
+            stream, shard, at, epoch=epoch, policy=policy, block_size=buffer_size
+        )
+        self._mixture = stream.source if isinstance(stream, MixedStream) else None
         self._shard = None if stream.num_shards is None else shard
         self._epoch = {} if epoch is None else {"epoch": epoch}
         self._windows: Windows | JoinedDocuments
@@ -185,9 +184,12 @@ class ShardBatches:
             examples = self._reader.examples(entries)
             batch: Batch | dict[str, Any] = self._call(PlannedExamples(plan, examples))
         except DataError as error:
-            raise self._wrong.named(error, entries["position"].tolist()) from error
+            positions, sources = entries["position"].tolist(), entries["of"].tolist()
+            raise self._wrong.named(error, positions, sources) from error
         if isinstance(batch, Batch):  # other ranks have rows of the step
             batch.metadata = {k: v for k, v in batch.metadata.items() if k not in OF_A_STEP}
+            if self._mixture is not None:
+                batch.metadata |= source_counts(self._mixture.names, entries, plan)
         return batch
 
 
@@ -211,7 +213,7 @@ class DividedStream:
     workers have copies, which are sent where to begin and return where a shard is with every batch.
     """
 
-    stream: Stream
+    stream: Stream | MixedStream
     read: Callable[..., Iterable[tuple[Any, Position]]]
     """``read(shard, position, epoch=...)`` yields batches, each with the position after it."""
     settings: Mapping[str, Any]

@@ -72,6 +72,7 @@ class Stream:
         self.fingerprint = SourceFingerprint(source)
         self.presharded, self.num_shards = presharded, num_shards
         self.seed = seed  # None: not shuffled
+        self.added: dict[str, Any] = {}  # to every example
         self._was_moved = False  # a datasets stream keeps the state it was given for every pass
         if num_shards is not None:
             _check_divisible(source, num_shards, dp_size, presharded=presharded)
@@ -106,29 +107,29 @@ class Stream:
                 )
         return range(dp_rank * num_each, (dp_rank + 1) * num_each)
 
-    def part(self, shard: int, epoch: int | None = None) -> Part:
-        """Return the source and the examples of a shard, in the order of a pass if shuffled."""
+    def part(self, shard: int, words: tuple[int, ...] | None = None) -> Part:
+        """Return the source and the examples of a shard; ``words`` seed the order of shards."""
         if self.num_shards is None:
-            source = self._opened(epoch)
+            source = self._opened(words)
             return Part(source, *self._index(source))
-        if self.seed is not None and epoch is not None:
-            shard = int(seeded_generator(self.seed, epoch).permutation(self.num_shards)[shard])
+        if words is not None:
+            shard = int(seeded_generator(*words).permutation(self.num_shards)[shard])
         name = f"shard {shard} of the stream"
         with no_worker():
             if self.presharded:
                 return Part(self._made(shard), name=name)
-            source = self._opened(epoch)
+            source = self._opened(words)
             if is_datasets_stream(source):
                 return Part(canonical_part(source, shard, self.num_shards), name=name)
             return Part(source, shard, self.num_shards)
 
-    def _opened(self, epoch: int | None) -> Any:
-        """Return the whole source, the files of a ``datasets`` stream in the order of a pass."""
+    def _opened(self, words: tuple[int, ...] | None) -> Any:
+        """Return the whole source, the files of a ``datasets`` stream in a seeded order."""
         source = self._made()
         self._check_not_split(source)
-        if self.seed is None or epoch is None or not is_datasets_stream(source):
+        if words is None or not is_datasets_stream(source):
             return source
-        return with_shuffled_files(source, seeded_generator(self.seed, epoch))
+        return with_shuffled_files(source, seeded_generator(*words))
 
     def _made(self, *shard: int) -> Any:
         if _is_iterable(self.source):
@@ -150,7 +151,7 @@ class Stream:
         every example is read, since its length does not say how large they are.
         """
         source = part.source
-        if self.collator.vision is not None or place.source is not None:
+        if self.collator.vision is not None or place.source is not None or self.added:
             return None
         if (
             is_a(source, "datasets", "Dataset")
@@ -174,6 +175,8 @@ class Stream:
         for i, example in enumerate(islice(examples, num_before, None, num_shards)):
             position = place.num_read + num_before + i * num_shards
             state = source.state_dict() if has_state else None
+            if self.added:
+                example = {**example, **self.added}
             yield example, position, Place(position + 1, 0, state)
 
     def _open(self, source: Any, place: Place, has_state: bool) -> Iterator[Example]:

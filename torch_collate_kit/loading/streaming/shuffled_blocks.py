@@ -37,9 +37,9 @@ class ShuffledReader:
         """The place after all that was read."""
         return self._reader.place
 
-    def examples(self, entries: np.ndarray) -> Any:
+    def examples(self, entries: np.ndarray, *, as_rows: bool = False) -> Any:
         """Return the examples of entries, for a collator."""
-        return self._reader.examples(entries)
+        return self._reader.examples(entries, as_rows=as_rows)
 
     def read(self, num_entries: int) -> np.ndarray:
         """Return the next entries, ENTRY [num_entries]; fewer only at the end of the stream."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,11 +21,12 @@ __all__ = ["WrongExamples"]
 class WrongExamples:
     """The wrong examples of a shard, and those that a reader has left out.
 
-    ``of`` is where their positions count: "the stream", or "shard 3 of the stream".
+    ``of`` is where their positions count: "the stream", or "shard 3 of the stream"; in a mixture
+    ``names`` of its sources.
     """
 
-    def __init__(self, policy: SkipPolicy, of: str) -> None:
-        self._policy, self._of = policy, of
+    def __init__(self, policy: SkipPolicy, of: str, names: Mapping[int, str] | None = None) -> None:
+        self._policy, self._of, self._names = policy, of, names or {}
         self._left_out: list[Skipped] = []
 
     def leave_out(self, error: DataError, position: int) -> None:
@@ -74,7 +75,9 @@ class WrongExamples:
         taken, self._left_out = tuple(self._left_out), []
         return taken
 
-    def named(self, error: DataError, positions: Sequence[int]) -> DataError:
+    def named(
+        self, error: DataError, positions: Sequence[int], sources: Sequence[int] = ()
+    ) -> DataError:
         """Return the error of a batch, with the position of the one example that it is about.
 
         >>> wrong = WrongExamples(SkipPolicy("raise", 1, 1), "the stream")
@@ -86,8 +89,10 @@ class WrongExamples:
             return DataError(f"{message} (a batch of examples {positions} of {self._of})")
         ((kind, number),) = named
         position = int(number) if kind == "row" else positions[int(number)]  # a row is a position
-        found = f"{kind} {number}"
-        return DataError(message.replace(found, f"example {position} of {self._of}", 1))
+        found, of = f"{kind} {number}", self._of
+        if self._names and kind != "row":
+            of = self._names[sources[int(number)]]
+        return DataError(message.replace(found, f"example {position} of {of}", 1))
 
 
 def _wrong_alone(
