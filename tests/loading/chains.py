@@ -71,7 +71,8 @@ def _expected_of_appended(chain: Chain, alone: Runner) -> list[tuple[tuple[int, 
     """Each epoch has the examples that there were when it began, in the order of a new sampler."""
     first, last = chain.legs[0], chain.legs[-1]
     begun = alone.steps[first.num_steps - 1].position if first.num_steps else (0, -1)
-    samplers = {leg.num_examples: chain.sampler(0, leg, leg.dp_size) for leg in (first, last)}
+    alike = chain.on_one_rank()
+    samplers = {leg.num_examples: alike.sampler(0, leg, 1) for leg in (first, last)}
     expected = []
     for step in alone.steps:
         epoch, number = step.position
@@ -139,7 +140,7 @@ def run(num_chains: int, seed: int, *, num_with_workers: int = 0) -> tuple[Count
     told: list[str] = []
     for number in range(num_chains):
         rng = np.random.default_rng([seed, number])
-        kind = [*KINDS, "stream"][number % 7]
+        kind = [*KINDS, "stream"][number % (len(KINDS) + 1)]
         try:
             if kind == "stream":
                 found = stream_chain(rng, with_workers=number < num_with_workers)
