@@ -13,6 +13,7 @@ from tests.building import mixed_sampler, packed_sampler
 from tests.chat.chats import byte_tokenizer
 from tests.test_command_line import CHATS, TEMPLATE, Run, folder, run
 from torch_collate_kit import (
+    Mixture,
     PrefetchingSampler,
     PrefetchLoader,
     TokenizedDataset,
@@ -31,6 +32,7 @@ DATA = TokenizedDataset(ROWS)
 
 def samplers() -> dict[str, Any]:
     packed = {"max_tokens": 16, "parallel": ParallelLayout(dp=2, tp=2), "strategy": "balanced"}
+    by_rows = {"max_tokens": 8, "parallel": ParallelLayout(dp=2)}
     counts = {"num_loss_tokens": DATA.num_loss_tokens}
     lengths = [DATA.lengths[:9], DATA.lengths[9:]]
     return {
@@ -41,6 +43,26 @@ def samplers() -> dict[str, Any]:
         "mixed": mixed_sampler([9, 6], batch_size=4, weights=[0.3, 0.7], seed=5, dp_size=2),
         "by tokens": mixed_sampler(
             lengths, batch_size=4, by="tokens", stop="all_exhausted", dp_size=2
+        ),
+        "rows": packed_sampler(DATA.lengths, batch_rows=2, window=2, seed=5, **by_rows, **counts),
+        "rows, cut": packed_sampler(
+            DATA.lengths, batch_rows=2, **{**by_rows, "max_tokens": 4, "overflow": "split"}
+        ),
+        "mixed, by rows": packed_sampler(
+            Mixture(
+                lengths, weights=[1, 2], by="tokens", max_passes=[9, None], stop="all_exhausted"
+            ),
+            batch_rows=2,
+            window=1,
+            tail="wrap",
+            **by_rows,
+        ),
+        "mixed, with stages": packed_sampler(
+            Mixture(lengths, schedule=[(0, [1, 2]), (1, [2, 1])], stop="all_exhausted"),
+            batch_rows=2,
+            shuffle="keyed",
+            **by_rows,
+            **counts,
         ),
     }
 

@@ -6,15 +6,16 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from torch.utils.data import DataLoader
 
-from tests.building import mixed_sampler, packed_collator, packed_sampler
+from tests.building import packed_collator, packed_sampler
 from tests.loading import chain_truth as truth
 from torch_collate_kit import (
+    Mixture,
     PaddedCollator,
     ParallelLayout,
     PrefetchingSampler,
@@ -22,7 +23,8 @@ from torch_collate_kit import (
     TokenizedDataset,
 )
 
-KINDS = ("prefetching", "mixed", "packed", "rows")
+MIXED, BY_ROWS = ("mixed", "mixed rows"), ("full rows", "mixed rows")
+KINDS = ("prefetching", "mixed", "packed", "rows", *BY_ROWS)
 Position = tuple[int, int]
 
 
@@ -34,6 +36,7 @@ class Leg:
     num_steps: int
     num_workers: int
     reshuffles: bool
+    num_examples: int
     packing: dict[str, Any] = field(default_factory=dict)
 
 
@@ -46,29 +49,46 @@ class Chain:
     order: dict[str, Any]
     legs: list[Leg]
     examples: truth.Examples
-    sources: list[int]
+    mixture: dict[str, Any] | None
     multiple: int | None
     patches: list[int] | None
     counted: bool
 
     @property
     def is_packed(self) -> bool:
-        return self.kind in ("packed", "rows")
+        return self.kind not in ("prefetching", "mixed")
+
+    @property
+    def is_appended(self) -> bool:
+        return self.legs[0].num_examples < len(self.examples)
+
+    def on_one_rank(self) -> Chain:
+        """The same rows, without a loader and without other ranks."""
+        multiple = self.multiple
+        if self.kind in BY_ROWS:
+            multiple = multiple or self.legs[0].dp_size
+        legs = [replace(leg, dp_size=1, num_workers=0) for leg in self.legs]
+        return replace(self, legs=legs, multiple=multiple, behind_loader=False)
 
     def sampler(self, rank: int, leg: Leg, dp_size: int) -> Any:
-        if self.kind == "prefetching":
-            num_examples = len(self.examples)
-            return PrefetchingSampler(num_examples, dp_rank=rank, dp_size=dp_size, **self.order)
-        if self.kind == "mixed":
-            return mixed_sampler(self.sources, dp_rank=rank, dp_size=dp_size, **self.order)
-        counts = [truth.num_trained(example) for example in self.examples]
+        examples = self.examples[: leg.num_examples]
+        lengths: Any = np.array([len(example["input_ids"]) for example in examples])
+        order = {**self.order, "allow_appended": self.is_appended}
+        if self.mixture is not None:
+            cut = self.mixture["cut"]
+            settings = {k: v for k, v in self.mixture.items() if k != "cut"}
+            lengths = Mixture(np.split(lengths, [cut]), **settings)
+        if not self.is_packed:
+            data = lengths if self.mixture else len(examples)
+            return PrefetchingSampler(data, dp_rank=rank, dp_size=dp_size, **order)
+        counts = [truth.num_trained(example) for example in examples]
         return packed_sampler(
-            [len(example["input_ids"]) for example in self.examples],
+            lengths,
             dp_rank=rank,
             patches=self.patches,
             num_loss_tokens=counts if self.counted else None,
             **self.packing(leg, dp_size),
-            **self.order,
+            **order,
         )
 
     def packing(self, leg: Leg, dp_size: int) -> dict[str, Any]:
@@ -85,35 +105,43 @@ class Chain:
 def random_chain(rng: np.random.Generator, kind: str, *, with_workers: bool) -> Chain:
     """Settings and runs drawn by ``rng``."""
     multiple = truth.multiple_of(rng) if kind == "rows" else None
-    tail = str(rng.choice(["keep", "drop", "wrap"]))
+    tail = "wrap" if kind == "mixed" else str(rng.choice(["keep", "drop", "wrap"]))
+    tail = "keep" if (kind, tail) == ("mixed rows", "drop") else tail  # an epoch may have no step
     num_examples, batch_size = int(rng.integers(20, 400)), truth.log_uniform(rng, 90)
     num_examples = max(num_examples, batch_size) if tail == "drop" else num_examples
+    if kind in BY_ROWS:
+        batch_size = int(rng.choice([1, 4, 6, 12, 24]))  # rows
+        multiple = int(rng.choice(truth.divisors_up_to(batch_size, 64)))
+        multiple = None if rng.random() < 0.5 else multiple
+        num_examples = max(num_examples, 25 * batch_size) if tail == "drop" else num_examples
     sizes = _sizes(rng, kind, multiple, num_examples, batch_size, tail)
     if with_workers:
         sizes = [size for size in sizes if size <= 3] or [1]
-    changes = kind != "mixed" and rng.random() < 0.4
+    changes = kind not in MIXED and rng.random() < 0.4
+    appended = kind == "full rows" and tail != "wrap" and not changes and rng.random() < 0.4
+    first = num_examples - (int(rng.integers(1, num_examples // 3)) if appended else 0)
     legs = [
         Leg(
             dp_size=int(rng.choice(sizes)),
             num_steps=int(rng.integers(0, 6)),
             num_workers=int(rng.integers(1, 3)) if with_workers else 0,
             reshuffles=bool(changes and rng.random() < 0.5),
+            num_examples=first if number == 0 else num_examples,
         )
-        for _ in range(3)
+        for number in range(3)
     ]
     patched = kind in ("packed", "rows") and rng.random() < 0.2
     patches = rng.integers(0, 20, size=num_examples).tolist() if patched else None
-    packings = _packings(rng, patches is not None)
+    packings = _packings(rng, patches is not None, fixed=kind in BY_ROWS)
     for leg in legs:
         leg.packing = next(packings)
-    cut = int(rng.integers(1, num_examples)) if num_examples > 1 else 1
     return Chain(
         kind=kind,
         behind_loader=patches is None and (with_workers or rng.random() < 0.5),
         order=_order(rng, kind, batch_size, tail),
         legs=legs,
         examples=truth.examples_of(rng, num_examples, 30),
-        sources=[cut, num_examples - cut],
+        mixture=_mixture(rng, num_examples) if kind in MIXED else None,
         multiple=multiple,
         patches=patches,
         counted=bool(rng.random() < 0.7),
@@ -128,6 +156,10 @@ def _sizes(
     batch_size: int,
     tail: str,
 ) -> list[int]:
+    if kind in BY_ROWS:
+        group = multiple or batch_size
+        sizes = truth.divisors_up_to(batch_size, 64)
+        return [size for size in sizes if size % group == 0 or group % size == 0]
     if multiple is not None:
         return truth.divisors_up_to(multiple, 64)
     most = 64
@@ -141,16 +173,27 @@ def _sizes(
 
 def _order(rng: np.random.Generator, kind: str, batch_size: int, tail: str) -> dict[str, Any]:
     shuffle = [True, True, False, "keyed"][int(rng.integers(4))]
-    order: dict[str, Any] = {"batch_size": batch_size, "shuffle": shuffle}
-    order["seed"] = int(rng.integers(2**32))
-    if kind == "mixed":
-        weights = rng.choice([None, "given"])
-        order["weights"] = None if weights is None else rng.integers(1, 9, size=2).tolist()
-        return order
-    order["tail"] = tail
-    if tail == "wrap" and rng.random() < 0.2:
+    order: dict[str, Any] = {"tail": tail, "shuffle": shuffle, "seed": int(rng.integers(2**32))}
+    if kind in BY_ROWS:
+        return {**order, "batch_rows": batch_size, "window": int(rng.integers(1, 9))}
+    order["batch_size"] = batch_size
+    if kind != "mixed" and tail == "wrap" and rng.random() < 0.2:
         order["order"], order["shuffle"] = _curriculum, True
     return order
+
+
+def _mixture(rng: np.random.Generator, num_examples: int) -> dict[str, Any]:
+    """Settings of a mixture of two sources, the second from example ``cut`` on."""
+    weights = [rng.integers(1, 9, size=2).tolist() for _ in range(3)]
+    settings: dict[str, Any] = {"cut": int(rng.integers(1, num_examples)), "weights": weights[0]}
+    settings["by"] = str(rng.choice(["examples", "tokens"]))
+    settings["stop"] = str(rng.choice(["first_exhausted", "all_exhausted"]))
+    if rng.random() < 0.4:
+        steps = np.cumsum(rng.integers(1, 6, size=2)).tolist()
+        settings["schedule"] = list(zip(steps, weights[1:], strict=True))
+    if rng.random() < 0.4:
+        settings["max_passes"] = [float(rng.choice([0.75, 1, 2.5])), None]
+    return settings
 
 
 def _curriculum(epoch: int, rng: np.random.Generator) -> Any:
@@ -158,9 +201,9 @@ def _curriculum(epoch: int, rng: np.random.Generator) -> Any:
     return rng.integers(0, 20, size=[31, 4, 19, 6, 23][epoch % 5])
 
 
-def _packings(rng: np.random.Generator, patched: bool) -> Iterator[dict[str, Any]]:
+def _packings(rng: np.random.Generator, patched: bool, *, fixed: bool) -> Iterator[dict[str, Any]]:
     """Options of every run: the same ones, or one after the other."""
-    changes = rng.random() < 0.3
+    changes = not fixed and rng.random() < 0.3
     packing: dict[str, Any] = {}
     while True:
         if changes or not packing:
@@ -200,8 +243,7 @@ class Runner:
 
     def __init__(self, chain: Chain, *, unbroken: bool) -> None:
         self.chain, self.unbroken = chain, unbroken
-        self.dataset = TokenizedDataset(chain.examples)
-        self.lengths = chain.sampler(0, chain.legs[0], 1)._num_steps
+        self.lengths: Callable[[int], int] = chain.sampler(0, chain.legs[0], 1)._num_steps
         self.steps: list[Step] = []
         self.reshuffles: list[Position] = []
         self.states: list[str] = []
@@ -213,6 +255,7 @@ class Runner:
         state: str | None = None
         samplers: list[Any] = []
         for leg in self.chain.legs:
+            self.dataset = TokenizedDataset(self.chain.examples[: leg.num_examples])
             packed_as = self.chain.legs[0] if self.unbroken else leg
             dp_size = 1 if self.unbroken else leg.dp_size
             if not (self.unbroken and samplers):
@@ -222,6 +265,7 @@ class Runner:
                 sources = self._sources(stack, samplers, leg, dp_size)
                 for source in sources if state and not self.unbroken else []:
                     source.load_state_dict(json.loads(state))
+                self.lengths = samplers[0]._num_steps
                 self._serve(sources, samplers, leg, packed_as, dp_size)
                 at = position_after(self.steps[-1].position if self.steps else None, self.lengths)
                 if leg.reshuffles:

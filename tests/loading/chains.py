@@ -3,8 +3,8 @@
     python -m tests.loading.chains --chains 1000 --seed 0
 
 All ranks live in this process. Compared of every chain W1 -> W2 -> W3, stopped anywhere and resumed
-from JSON: the examples and the number of loss tokens of every step, with ``rows_multiple_of`` all
-cells of every row, and what ``examples`` and ``when`` return for every step.
+from JSON: the examples and the number of loss tokens of every step, with ``rows_multiple_of`` and
+``batch_rows`` all cells of every row, and what ``examples`` and ``when`` return for every step.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from collections import Counter
 import numpy as np
 
 from tests.loading import chain_truth as truth
-from tests.loading.chain_runs import KINDS, Chain, Runner, Step, random_chain
+from tests.loading.chain_runs import BY_ROWS, KINDS, MIXED, Chain, Runner, Step, random_chain
 from tests.loading.chain_streams import stream_chain
 from tests.loading.sampler.sampler_oracle import epochs_of
 
 
 def check_chain(chain: Chain) -> Counter[str]:
     """What was compared, and what was wrong: "wrong: ..." by kind of fault."""
-    alone, broken = Runner(chain, unbroken=True), Runner(chain, unbroken=False)
+    alone = Runner(chain.on_one_rank(), unbroken=not chain.is_appended)
+    broken = Runner(chain, unbroken=False)
     alone.run()
     broken.run()
     found: Counter[str] = Counter({"steps": len(broken.steps), "chains": 1})
@@ -37,7 +38,8 @@ def check_chain(chain: Chain) -> Counter[str]:
     for step, by_one, (position, examples) in zip(broken.steps, alone.steps, expected, strict=True):
         for name, is_wrong in _step_faults(chain, step, by_one, position, examples):
             found["wrong: " + name] += is_wrong
-        found["rows"] += len(step.rows) if chain.kind == "rows" else 0
+        found["rows"] += len(step.rows) if chain.kind == "rows" or chain.kind in BY_ROWS else 0
+    _check_epochs(chain, expected, found)
     _check_lineage(broken, expected, found)
     for name, count in (alone.wrong + broken.wrong).items():
         found["wrong: " + name] += count
@@ -47,7 +49,9 @@ def check_chain(chain: Chain) -> Counter[str]:
 def _expected(chain: Chain, alone: Runner) -> list[tuple[tuple[int, int], list[int]]]:
     """Position and examples of every step: by plain Python, or by the unbroken run."""
     order = chain.order
-    if chain.kind == "mixed" or order["shuffle"] == "keyed":
+    if chain.is_appended:
+        return _expected_of_appended(chain, alone)
+    if chain.kind in (*MIXED, *BY_ROWS) or order["shuffle"] == "keyed":
         return [
             (step.position, alone.last.examples(*step.position).tolist()) for step in alone.steps
         ]
@@ -61,6 +65,37 @@ def _expected(chain: Chain, alone: Runner) -> list[tuple[tuple[int, int], list[i
     )
     steps = [((e, s), batch) for e, batches in enumerate(epochs) for s, batch in enumerate(batches)]
     return steps[: len(alone.steps)]
+
+
+def _expected_of_appended(chain: Chain, alone: Runner) -> list[tuple[tuple[int, int], list[int]]]:
+    """Each epoch has the examples that there were when it began, in the order of a new sampler."""
+    first, last = chain.legs[0], chain.legs[-1]
+    begun = alone.steps[first.num_steps - 1].position if first.num_steps else (0, -1)
+    alike = chain.on_one_rank()
+    samplers = {leg.num_examples: alike.sampler(0, leg, 1) for leg in (first, last)}
+    expected = []
+    for step in alone.steps:
+        epoch, number = step.position
+        is_first = epoch < begun[0] or (epoch == begun[0] and begun[1] >= 0)
+        sampler = samplers[(first if is_first else last).num_examples]
+        expected.append((step.position, sampler.examples(epoch, number).tolist()))
+    return expected
+
+
+def _check_epochs(
+    chain: Chain,
+    expected: list[tuple[tuple[int, int], list[int]]],
+    found: Counter[str],
+) -> None:
+    """By rows an epoch that was served whole has each example once."""
+    if chain.kind != "full rows" or chain.order["tail"] != "keep":
+        return
+    last = expected[-1][0][0] if expected else 0
+    for epoch in range(last):
+        served = sorted(i for (of, _), examples in expected for i in examples if of == epoch)
+        sizes = {leg.num_examples for leg in chain.legs}
+        found["wrong: an epoch"] += served not in [list(range(size)) for size in sizes]
+        found["epochs"] += 1
 
 
 def _step_faults(
@@ -80,6 +115,7 @@ def _step_faults(
         ("the parts of the ranks", step.parts != parts),
         ("metadata", step.named != {position}),
         ("rows", chain.kind == "rows" and same_packing and step.rows != by_one.rows),
+        ("full rows", chain.kind in BY_ROWS and sorted(step.rows) != sorted(by_one.rows)),
     ]
 
 
@@ -104,7 +140,7 @@ def run(num_chains: int, seed: int, *, num_with_workers: int = 0) -> tuple[Count
     told: list[str] = []
     for number in range(num_chains):
         rng = np.random.default_rng([seed, number])
-        kind = [*KINDS, "stream"][number % 5]
+        kind = [*KINDS, "stream"][number % (len(KINDS) + 1)]
         try:
             if kind == "stream":
                 found = stream_chain(rng, with_workers=number < num_with_workers)

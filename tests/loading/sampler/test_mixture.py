@@ -138,6 +138,39 @@ def test_by_rows_a_mixture_is_full_and_has_its_shares():
             assert resumed.examples(0, step).tolist() == sampler.examples(0, step).tolist()
 
 
+@pytest.mark.parametrize("tail", ["keep", "drop", "wrap"])
+def test_by_rows_stages_begin_at_the_same_places_however_a_step_is_reached(tail):
+    lengths = [np.random.default_rng(s).integers(1, 30, 60) for s in (0, 1)]
+    schedule = [(0, [4, 1]), (2, [1, 1]), (5, [1, 9])]
+    mixture = Mixture(lengths, schedule=schedule, stop="all_exhausted", by="tokens")
+    collate = packed_collator(0, max_tokens=40, normalize_loss=False)
+
+    def make():
+        return PackedBatchSampler(mixture, collate, batch_rows=4, window=3, tail=tail)
+
+    served, running = [], make()
+    for epoch in range(2):
+        served += [(epoch, step, part) for step, part in enumerate(running)]
+    assert len(served) > 20
+    examples = {(epoch, step): running.examples(epoch, step).tolist() for epoch, step, _ in served}
+    for epoch, step, part in served[::5]:
+        jumped = make()
+        jumped.set_epoch(epoch, step=step)
+        assert next(iter(jumped)).indices == part.indices
+        resumed = make()
+        resumed.load_state_dict(json.loads(json.dumps(running.state_at(epoch, step))))
+        assert next(iter(resumed)).indices == part.indices
+        for before in range(step):
+            assert resumed.examples(epoch, before).tolist() == examples[epoch, before]
+
+
+def test_what_was_read_oftener_goes_on_alone_after_the_others_are_used_up():
+    mixture = Mixture([20, 2], weights=[4, 1], stop="all_exhausted", max_passes=[1, None])
+    sampler = PrefetchingSampler(mixture, batch_size=2)
+    counts = [mixture.source_counts(np.concatenate(list(sampler))) for _ in range(3)]
+    assert counts == [{"0": 20, "1": 5}, {"0": 0, "1": 1}, {"0": 0, "1": 2}]
+
+
 def test_it_is_a_dataset_of_its_sources_end_to_end():
     sources = [TokenizedDataset([{"input_ids": [i, n]} for i in range(n)]) for n in (3, 2)]
     mixture = Mixture(sources, names=["web", "math"])
@@ -167,6 +200,13 @@ BAD = [
     (([3, 2],), {"names": [1, 2]}, ValueError, "names must be 2 different strings, one for each"),
     (([3, 2],), {"names": ["a", "a"]}, ValueError, "names must be 2 different strings, one for e"),
     (([3, 2],), {"max_passes": 0}, ValueError, "max_passes of source 0 must be a number above 0"),
+    (([3, 9],), {"max_passes": 0.3}, ValueError, "max_passes=0.3 of source 0 is less than one of "),
+    (
+        ([3, 2],),
+        {"schedule": [(2, [0, 0])], "weights": [1, 1]},
+        ValueError,
+        "schedule[0] weights ar",
+    ),
     (([3, 2],), {"max_passes": [1]}, ValueError, "max_passes must be a number, or one for each o"),
     (([3, 2],), {"schedule": [(2, [1, 1])]}, ValueError, "schedule begins at step 2; pass the we"),
     (([3, 2],), {"schedule": [3]}, TypeError, "schedule[0] must be a pair (step, weights), got 3"),

@@ -148,6 +148,27 @@ def test_a_reshuffle_begins_after_the_window() -> None:
     assert np.array_equal(resumed.examples(0, 9), steps[9])
 
 
+@pytest.mark.parametrize("tail", ["keep", "drop", "wrap"])
+@pytest.mark.parametrize("at", [1, 4, 6, 11, 13])
+def test_a_reshuffle_leaves_the_steps_before_it_as_they_were(tail: str, at: int) -> None:
+    """A window is found from more examples than fit, which the reshuffle may have changed."""
+    lengths = np.random.default_rng(at).integers(1, 50, 160)
+    options: dict[str, Any] = {"max_tokens": 50, "window": 4, "batch_rows": 4, "tail": tail}
+    plain, sampler = sampler_of(lengths, **options), sampler_of(lengths, **options)
+    for _ in range(2):  # the second in the window of the first
+        sampler.set_epoch(0, step=at)
+        sampler.reshuffle()
+        state = json.loads(json.dumps(sampler.state_at(0, at)))
+        whole = sampler_of(lengths, **options)
+        whole.load_state_dict(state)
+        stop = min(-(-at // 4) * 4, len(plain))
+        for step in range(stop):
+            assert np.array_equal(whole.examples(0, step), plain.examples(0, step)), step
+        if tail == "keep":
+            steps = [whole.examples(0, step) for step in range(whole._num_steps(0))]
+            assert sorted(np.concatenate(steps).tolist()) == list(range(160))
+
+
 def test_appended_examples_come_in_the_next_epoch() -> None:
     lengths = np.random.default_rng(2).integers(1, 60, 300)
     state = sampler_of(lengths[:200], max_tokens=64).state_at(0, 2)
@@ -173,6 +194,11 @@ BAD = [
     ({"batch_size": 8}, TypeError, "pass one of batch_size, the examples of a step, and batch_ro"),
     ({"batch_rows": None}, TypeError, "pass one of batch_size, the examples of a step, and batch"),
     ({"window": 0}, ValueError, "window must be at least 1, got 0"),
+    (
+        {"tail": "drop"},
+        ValueError,
+        "epoch 0 fills fewer than batch_rows=12 rows, and tail='drop' l",
+    ),
     ({"max_tokens": 2}, DataError, "example 0 has 3 tokens, more than the 2 that fit in a row"),
     ({"max_tokens": 2, "overflow": "drop"}, ValueError, "all 4 examples are longer than max_toke"),
 ]

@@ -86,6 +86,13 @@ class MixedOrder(Order):
         """Return the number of examples of all epochs before one."""
         return sum(map(self.size, range(epoch)))
 
+    def begin_stage(self, epoch: int, place: int) -> None:
+        """Let the next stage of an epoch begin at a place; later epochs follow from it."""
+        self.stage_places.setdefault(epoch, []).append(place)
+        self.taken = {at: taken for at, taken in self.taken.items() if at <= epoch}
+        self._sizes = {key: size for key, size in self._sizes.items() if key[0] <= epoch}
+        self._counts = None
+
     def take(self, epoch: int, start: int, stop: int) -> Indices:
         """Return the examples at places ``start`` to ``stop`` - 1: int64."""
         parts = [np.zeros(0, dtype=np.int64)]
@@ -255,6 +262,10 @@ class MixedOrder(Order):
                 ends.append(source.end(target, before[i], weights[i]))
             elif before[i] >= target and self.mixture.stop == "first_exhausted":
                 return place
+        if not ends and not place:  # the rest was read oftener than epochs count: one more pass
+            for of, n, weight in zip(self._sources, before, weights, strict=True):
+                if weight and of.limit is None:
+                    ends.append(of.end((n // of.size + 1) * of.size, n, weight))
         if not ends:
             left = [
                 MAX_COUNT if of.limit is None else of.limit - n

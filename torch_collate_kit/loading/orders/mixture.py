@@ -94,7 +94,7 @@ class Mixture:
         self.stages = [(0, [Fraction(w) for w in first])]
         for number, stage in enumerate(schedule or []):
             self.stages = _with_stage(self.stages, number, stage, weights is not None)
-        self.max_passes = _checked_passes(max_passes, len(self.sizes))
+        self.max_passes = _checked_passes(max_passes, self.sizes)
         self.offsets: Indices = np.cumsum([0, *self.sizes])
 
     def __len__(self) -> int:
@@ -281,7 +281,8 @@ def _with_stage(
     return [*stages, (step, weights)]
 
 
-def _checked_passes(passes: Any, num_sources: int) -> list[Fraction | None]:
+def _checked_passes(passes: Any, sizes: list[int]) -> list[Fraction | None]:
+    num_sources = len(sizes)
     given = passes if isinstance(passes, list | tuple) else [passes] * num_sources
     if len(given) != num_sources:
         raise ValueError(
@@ -296,5 +297,11 @@ def _checked_passes(passes: Any, num_sources: int) -> list[Fraction | None]:
                 f"max_passes of source {source} must be a number above 0, or None for no limit, "
                 f"got {number!r}"
             )
-        found.append(None if number is None else Fraction(str(number)))
+        exact = None if number is None else Fraction(str(number))
+        if exact is not None and sizes[source] and exact * sizes[source] < 1:
+            raise ValueError(
+                f"max_passes={number} of source {source} is less than one of its {sizes[source]} "
+                "examples; raise it, or give the source the weight 0"
+            )
+        found.append(exact)
     return found

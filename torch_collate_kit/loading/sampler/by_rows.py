@@ -112,10 +112,12 @@ class ByRows(Budget):
 
     def place(self, epoch: int, step: int) -> int:
         """Return the place of the order from which on a reshuffle may change it."""
-        window = self._window_of(epoch, step)
-        if window is None:
-            return self.order.size(epoch)
-        return window.start if step == window.first else window.stop
+        window, size = self._window_of(epoch, step), self.order.size(epoch)
+        if window is not None and step == window.first:
+            return window.start
+        if window is None or window.num_steps < self.window:  # what the last one leaves is dropped
+            return size
+        return min(window.stop, size)
 
     def state(self, epoch: int, step: int) -> dict[str, Any]:
         """Return what a state of this position holds besides it."""
@@ -201,6 +203,10 @@ class ByRows(Budget):
         firsts = [first for first in list(known) if first <= step]
         if firsts:
             return max(firsts)
+        if isinstance(self.order, MixedOrder) and self.order.breaks:
+            since = max(at for at in self.order.taken if at <= epoch)
+            for earlier in range(since, epoch):  # where their stages begin decides what is taken
+                self.num_steps(earlier)
         known[0] = 0
         if self.tail == "wrap" and epoch:
             first = self.num_steps(epoch - 1)
@@ -217,16 +223,37 @@ class ByRows(Budget):
             breaks = order.breaks if isinstance(order, MixedOrder) else []
             following = [step for step in breaks if step > first]
             most = min([self.window, *(step - first for step in following)])
-            stop, num_steps = self._end(epoch, start, most)
+            stop = self._known_stop(epoch, first, most)
+            num_steps = most
+            if stop is None:
+                stop, num_steps = self._end(epoch, start, most)
             if not num_steps:
+                if not first:
+                    raise ValueError(
+                        f"epoch {epoch} fills fewer than batch_rows={self.batch_rows} rows, and "
+                        "tail='drop' leaves no step; lower batch_rows, or use tail='keep' or 'wrap'"
+                    )
                 return None
             if isinstance(order, MixedOrder) and first + num_steps in following:
-                known = order.stage_places.setdefault(epoch, [])
-                if len(known) == len(breaks) - len(following):
-                    known.append(stop)
+                number = len(breaks) - len(following)
+                if len(order.stage_places.get(epoch, [])) == number and stop < order.size(epoch):
+                    order.begin_stage(epoch, stop)
             self._starts[epoch][first + num_steps] = stop
             self._windows[epoch, first] = _Window(first, num_steps, start, stop)
         return self._windows[epoch, first]
+
+    def _known_stop(self, epoch: int, first: int, most_steps: int) -> int | None:
+        """Return where a window ended before a reshuffle or a stage changed what follows it.
+
+        How many examples fit is found from more than do, so it would now be another number.
+        """
+        order, last = self.order, first + most_steps
+        if isinstance(order, MixedOrder):
+            known = dict(zip(order.breaks, order.stage_places.get(epoch, []), strict=False))
+            return known.get(last)
+        made = getattr(order, "reshuffles", ())
+        places = [place for of, step, place in made if of == epoch and first < step <= last]
+        return next((place for place in places if place < order.size(epoch)), None)
 
     def _end(self, epoch: int, start: int, most_steps: int) -> tuple[int, int]:
         """Return the place where a window ends, and its number of steps; 0 for a dropped tail."""
