@@ -96,7 +96,7 @@ def test_a_row_that_fails_is_left_out_and_logged() -> None:
     sampler = PrefetchingSampler(rows, batch_size=4)
     data = DataLoader(rows, batch_sampler=sampler, collate_fn=collate)
     with PrefetchLoader(data, on_error="skip") as loader:
-        seen = sum(batch.metadata["num_tokens"] for batch in loader)
+        seen = sum(batch.num_tokens for batch in loader)
         assert [one.example for one in loader.skipped] == [bad]
     assert seen == LENGTHS.sum() - rows.plan.row_tokens[bad]
 

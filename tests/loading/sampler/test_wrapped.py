@@ -130,7 +130,7 @@ def test_rows_for_trainers_are_full() -> None:
     collate = PackedCollator(TOKENIZER, max_tokens=64, strategy="wrapped")
     rows = PackedRows(DATA, collate)
     assert len(rows) == -(-int(LENGTHS.sum()) // 64)
-    assert collate(list(rows)[:-1]).metadata["num_tokens"] == 64 * (len(rows) - 1)
+    assert collate(list(rows)[:-1]).num_tokens == 64 * (len(rows) - 1)
 
 
 def test_a_state_of_other_rows_is_refused() -> None:
