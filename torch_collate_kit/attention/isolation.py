@@ -26,8 +26,6 @@ from torch_collate_kit.batch.model_inputs import block_mask
 from torch_collate_kit.errors import IsolationError
 from torch_collate_kit.vision import VisionLayout
 
-__all__ = ["check_isolation"]
-
 # With deterministic kernels isolated logits do not move at all. These tolerances allow for rounding
 # in other kernels (a mixture of experts groups its tokens differently). A leak is far larger.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}

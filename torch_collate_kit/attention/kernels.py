@@ -12,8 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["Segments", "attend", "load_kernel", "same_dtype"]
-
 
 class Segments(NamedTuple):
     """Boundaries flat over the rows, int32 [S + 1], and upper bounds of the segment lengths."""

@@ -13,21 +13,6 @@ from torch_collate_kit.errors import IsolationError
 from torch_collate_kit.vision import VisionLayout
 from torch_collate_kit.vision.families import OTHER, family_of
 
-__all__ = [
-    "RECURRENT_MODELS",
-    "attention_name",
-    "is_2d",
-    "logits_of",
-    "lowest_precision",
-    "refuse_lost_window",
-    "refuse_packed_images",
-    "refuse_recurrent",
-    "shape_of",
-    "sliding_window",
-    "uses_mrope",
-    "vocabulary",
-]
-
 _MODEL_TYPES = """
     bailing_hybrid bamba falcon_h1 falcon_mamba glm5_next glm5_next_text glm5_next_vision
     granitemoehybrid inkling2 inkling2_text inkling2_vision inkling_audio inkling_mm_model

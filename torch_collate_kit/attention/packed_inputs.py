@@ -24,9 +24,6 @@ from torch_collate_kit.vision import VisionLayout
 from torch_collate_kit.vision.families import PIXEL_FIELDS
 from torch_collate_kit.vision.layout import ImageUnits
 
-__all__ = ["PackedInputs", "RowImages", "RowSegments", "find_segments", "read_inputs"]
-
-
 _OF_ROWS = ("attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 

@@ -13,8 +13,6 @@ from torch_collate_kit._checks import needed_package
 from torch_collate_kit.attention.kernels import Segments, attend, load_kernel, same_dtype
 from torch_collate_kit.attention.models import sliding_window as window_of
 
-__all__ = ["register_torch_varlen"]
-
 # transformers looks for "flash", "sdpa" and "flex_attention" in the name; it must contain none.
 _NAME = "torch_varlen"
 

@@ -30,8 +30,6 @@ from torch_collate_kit.ragged import Ragged, row_indices
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["Batch"]
-
 
 class Batch(Counted, Mapping[str, Field]):
     """A training batch: fields with one entry per row, ``row_metadata`` and ``metadata``.

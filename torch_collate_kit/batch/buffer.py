@@ -12,8 +12,6 @@ from torch import Tensor
 
 from torch_collate_kit.ragged import Ragged
 
-__all__ = ["Key", "Slot", "carve", "fresh_bytes", "gather", "slots_of", "tensor_of", "version_of"]
-
 _ALIGNMENT = 64  # bytes: a cache line, and enough for every vector load
 _HUGE_PAGE = 1 << 21
 _LARGE = 1 << 20

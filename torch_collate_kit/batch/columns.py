@@ -15,8 +15,6 @@ from torch_collate_kit.batch.placement import Placement, sums_per_row
 from torch_collate_kit.batch.rows import cat
 from torch_collate_kit.ragged import Ragged, unchecked
 
-__all__ = ["Columns"]
-
 
 @dataclass(frozen=True)
 class Columns:

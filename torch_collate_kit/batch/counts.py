@@ -12,8 +12,6 @@ import numpy as np
 from torch_collate_kit.batch.storage import Storage
 from torch_collate_kit.ragged import Ragged
 
-__all__ = ["OF_A_STEP", "Counted", "StepCounts", "examples_per_row", "num_cells", "num_tokens"]
-
 OF_A_STEP = ("step_num_tokens", "step_num_cells")
 """Metadata that :class:`StepCounts` reads."""
 

@@ -24,8 +24,6 @@ from torch_collate_kit.batch.fields import (
 )
 from torch_collate_kit.ragged import Ragged
 
-__all__ = ["cells_of_responses", "make_field", "mrope_positions"]
-
 
 def make_field(
     name: str, columns: Columns, made: dict[str, Tensor], metadata: Mapping[str, Any]

@@ -13,17 +13,6 @@ from torch import Tensor
 
 from torch_collate_kit.ragged import Ragged
 
-__all__ = [
-    "IGNORE_INDEX",
-    "Field",
-    "FieldSpec",
-    "PerExample",
-    "PerImage",
-    "PerResponseToken",
-    "PerRoutedToken",
-    "PerToken",
-]
-
 IGNORE_INDEX = -100  # a label that is not trained, as in torch and transformers
 Field = Tensor | Ragged
 

@@ -14,8 +14,6 @@ from torch_collate_kit._checks import checked_bool, checked_int
 from torch_collate_kit.batch.storage import Storage
 from torch_collate_kit.ragged import Ragged
 
-__all__ = ["block_mask", "model_inputs", "needs_image_blocks"]
-
 _VARLEN_ATTENTION = ("torch_varlen", *(f"flash_attention_{version}" for version in (2, 3, 4)))
 _MASK_ATTENTION = ("sdpa", "eager", "flex_attention")
 _MAX_CELLS = 2**31 - 1  # of all rows: boundaries are int32

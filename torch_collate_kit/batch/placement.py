@@ -11,18 +11,6 @@ from torch_collate_kit.packing.rows import Pieces
 from torch_collate_kit.ragged import Ragged, span_indices, unchecked
 from torch_collate_kit.vision import VisionLayout
 
-__all__ = [
-    "MAX_WIDTH",
-    "Pieces",
-    "Placement",
-    "longest_segments",
-    "packed",
-    "padded",
-    "sums_per_row",
-    "too_wide",
-    "whole_examples",
-]
-
 MAX_WIDTH = int(np.iinfo(np.int32).max)  # cells of a row; places there are int32
 
 

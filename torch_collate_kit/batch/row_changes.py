@@ -26,8 +26,6 @@ from torch_collate_kit.batch.storage import Storage
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.vision.families import IMAGE_FIELDS
 
-__all__ = ["cells_per_row", "joined", "padded", "trimmed"]
-
 # Added rows. docs/contract.md has the table; a field that is not named here holds 0 if its numbers
 # are floating point, nothing if it is ragged, and else what row 0 holds.
 _FILL = dict.fromkeys(("loss_mask", "response_mask", "rewards", "advantages", "returns"), 0)

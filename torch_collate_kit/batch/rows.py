@@ -11,8 +11,6 @@ from torch import Tensor
 
 from torch_collate_kit.ragged import Ragged
 
-__all__ = ["PackedValues", "cat", "equal", "is_per_row", "take"]
-
 
 class PackedValues(tuple[Any, ...]):
     """One value per sub-sequence of a packed row.

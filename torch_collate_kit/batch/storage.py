@@ -19,8 +19,6 @@ from torch_collate_kit.batch.columns import Columns
 from torch_collate_kit.batch.fields import Field
 from torch_collate_kit.batch.placement import sums_per_row
 
-__all__ = ["Storage"]
-
 _SMALL = 2048  # bytes
 _ARRAYS: Key = ("arrays", "")
 _MORE_MEMORY = (

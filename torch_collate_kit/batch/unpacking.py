@@ -15,15 +15,6 @@ from torch_collate_kit.batch.dense import cells_of_responses
 from torch_collate_kit.batch.fields import IGNORE_INDEX
 from torch_collate_kit.ragged import Ragged, span_indices
 
-__all__ = [
-    "cells_by_example",
-    "cells_of_every_example",
-    "cells_of_spans",
-    "response_cells",
-    "unpack",
-    "values_of_cells",
-]
-
 Count = Literal["responses", "tokens", "predicted"]
 Values = TypeVar("Values", bound=Tensor | np.ndarray)
 

@@ -8,16 +8,6 @@ from typing import Any
 
 from torch_collate_kit.errors import DataError
 
-__all__ = [
-    "IMAGE_TYPES",
-    "is_written",
-    "leaves",
-    "lost_part",
-    "other_parts",
-    "read_parts",
-    "text_of",
-]
-
 IMAGE_TYPES = ("image", "image_url")
 
 

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-__all__ = ["tokenize_chat_dataset"]
-
 _logger = logging.getLogger("torch_collate_kit.chat")
 
 _BATCH_SIZE = 256

@@ -24,8 +24,6 @@ from torch_collate_kit.chat.turns import leaves_out, turn_spans
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.vision.expansion import Expansion
 
-__all__ = ["TextExample", "text_examples"]
-
 # Variables that decide in public templates whether thinking is opened, kept or dropped.
 _CURES = (
     ("enable_thinking", False),

@@ -14,8 +14,6 @@ from torch_collate_kit.chat.content_parts import IMAGE_TYPES, other_parts
 from torch_collate_kit.chat.records import REASONING, Conversation
 from torch_collate_kit.chat.template import ChatTemplate, Messages, Refusal
 
-__all__ = ["Occurrence", "Part", "has_marks", "locate_parts"]
-
 _MAX_KNOWN_COPIES = 256
 _FIRST_MARK, _LAST_MARK = 0x100000, 0x10FFFD  # the last plane of private-use characters
 _MARKS = re.compile("[\U00100000-\U0010fffd]")

@@ -12,8 +12,6 @@ from torch_collate_kit._reprs import dataclass_repr
 from torch_collate_kit.vision.expansion import ImageProcessing, image_processing
 from torch_collate_kit.vision.images import image_files
 
-__all__ = ["DEFAULT_OPTIONS", "ChatOptions", "ChatSetup"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions:

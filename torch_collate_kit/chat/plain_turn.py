@@ -8,8 +8,6 @@ from typing import Any
 from torch_collate_kit.chat.rendering import preferred_style
 from torch_collate_kit.chat.template import ChatTemplate, Refusal, num_shared
 
-__all__ = ["ANY_TOOL", "PlainTurn", "plain_turn"]
-
 # For templates that render nothing without tools.
 ANY_TOOL = {
     "type": "function",

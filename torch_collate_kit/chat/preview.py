@@ -14,8 +14,6 @@ from torch_collate_kit.chat.options import ChatOptions
 from torch_collate_kit.chat.tokenize import tokenize_chat
 from torch_collate_kit.errors import DataError
 
-__all__ = ["CASES", "byte_tokenizer", "load_tokenizer", "preview", "verdict_table"]
-
 _TAG = re.compile(
     r"<\|[^|<>\s]+\|>|<\uff5c[^\uff5c<>]+\uff5c>|</?[A-Za-z|][^<>\s'\"{}]*>|\[/?[A-Z_]+\]"
 )

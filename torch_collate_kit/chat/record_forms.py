@@ -12,15 +12,6 @@ from torch_collate_kit.chat.content_parts import IMAGE_TYPES
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.vision.images import decoded_base64
 
-__all__ = [
-    "ImageSource",
-    "check_columns",
-    "find_messages",
-    "find_texts",
-    "num_images",
-    "read_images",
-]
-
 _SHAREGPT_ROLES = {
     "human": "user",
     "user": "user",

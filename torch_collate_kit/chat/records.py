@@ -14,8 +14,6 @@ from torch_collate_kit.chat.options import ChatSetup
 from torch_collate_kit.chat.record_forms import ImageSource, find_messages, num_images, read_images
 from torch_collate_kit.errors import DataError
 
-__all__ = ["REASONING", "Conversation", "read_record"]
-
 REASONING = ("reasoning_content", "thinking", "reasoning")
 _ROLES = ("system", "developer", "user", "tool", "assistant", "function")
 _SELECTORS = ("weight", "train", "trainable")

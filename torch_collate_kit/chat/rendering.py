@@ -26,8 +26,6 @@ from torch_collate_kit.chat.template import (
     decoded_arguments,
 )
 
-__all__ = ["Rendering", "preferred_style", "render_conversation"]
-
 _PRINTED_PART = re.compile(r"""['"](?:text|type|thinking)['"]: ['"]?$""")
 _WRITTEN_KINDS = frozenset({"content", "thinking"})
 _AS_LIST = "the chat template prints messages[{}] content as a list"

@@ -13,18 +13,6 @@ from torch_collate_kit.chat.content_parts import is_written, leaves, text_of
 from torch_collate_kit.chat.records import REASONING
 from torch_collate_kit.errors import DataError
 
-__all__ = [
-    "FORMS",
-    "ChatTemplate",
-    "Messages",
-    "Refusal",
-    "Spans",
-    "Style",
-    "changed_arguments",
-    "decoded_arguments",
-    "num_shared",
-]
-
 Messages = list[dict[str, Any]]
 Spans = list[tuple[int, int]]
 

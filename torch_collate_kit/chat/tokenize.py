@@ -17,8 +17,6 @@ from torch_collate_kit.vision.families import num_kept
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-__all__ = ["tokenize_chat", "tokenize_records"]
-
 _TOO_DEEP = "the record is nested too deeply to be read; flatten it, or give arguments as text"
 _SURROGATE = re.compile("[\ud800-\udfff]")
 

@@ -12,8 +12,6 @@ from torch_collate_kit.chat.plain_turn import plain_turn
 from torch_collate_kit.chat.rendering import Rendering
 from torch_collate_kit.chat.template import Messages, Refusal, Spans, num_shared
 
-__all__ = ["leaves_out", "turn_spans"]
-
 _MAX_KNOWN_TURNS = 10_000
 _ASKED, _TOOL_SAID = {"role": "user", "content": "Q"}, {"role": "tool", "content": "Q"}
 _OPENING, _CLOSING = {"begin", "start", "open"}, {"end", "close"}

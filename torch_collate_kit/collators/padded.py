@@ -10,7 +10,6 @@ from torch_collate_kit._checks import checked_bool, checked_choice, checked_opti
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.placement import (
     MAX_WIDTH,
-    Pieces,
     Placement,
     padded,
     too_wide,
@@ -19,6 +18,7 @@ from torch_collate_kit.batch.placement import (
 from torch_collate_kit.collators.collator import Collator
 from torch_collate_kit.collators.trainer import ForTrainer, check_targets
 from torch_collate_kit.errors import DataError
+from torch_collate_kit.packing.rows import Pieces
 from torch_collate_kit.reading.entries import DeclaredFields
 from torch_collate_kit.reading.examples import ExampleColumns
 from torch_collate_kit.reading.keys import KNOWN, ROLLOUT_KEYS

@@ -14,19 +14,6 @@ from torch_collate_kit.loading import TokenizedDataset, read_records
 from torch_collate_kit.reading.source import kind_of
 from torch_collate_kit.vision import load_processor
 
-__all__ = [
-    "FILES",
-    "add_command",
-    "add_data",
-    "as_flags",
-    "chat_options",
-    "loaded_tokenizer",
-    "note_unused",
-    "number",
-    "read_data",
-    "tokenized_chats",
-]
-
 FILES = (
     "a .jsonl, .json, .parquet or .arrow file, a saved dataset folder or a hub name, of chats, "
     "tokenized rows or rollouts"

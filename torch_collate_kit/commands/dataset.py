@@ -26,8 +26,6 @@ from torch_collate_kit.packing import ParallelLayout
 from torch_collate_kit.packing.options import STRATEGIES
 from torch_collate_kit.reporting import audit, packing_report
 
-__all__ = ["add_audit", "add_report"]
-
 _OF_RECORDS = ("split", "tokenizer", "train_on", "image_root", "num_proc")
 
 

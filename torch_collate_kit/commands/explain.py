@@ -24,8 +24,6 @@ from torch_collate_kit.commands.arguments import (
 )
 from torch_collate_kit.errors import DataError
 
-__all__ = ["add_explain", "add_template"]
-
 _ROW = "row 0 of 1"
 
 

@@ -29,8 +29,6 @@ from torch_collate_kit.loading import (
 from torch_collate_kit.packing import PackingOptions
 from torch_collate_kit.vision import load_processor
 
-__all__ = ["add_step"]
-
 _Sampler: TypeAlias = PrefetchingSampler | PackedBatchSampler
 _KEYS = {"epoch", "step", "seed", "tail", "shuffle"}
 

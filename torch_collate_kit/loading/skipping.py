@@ -11,8 +11,6 @@ import torch
 from torch_collate_kit._checks import checked_choice, checked_int
 from torch_collate_kit.errors import DataError, StateError
 
-__all__ = ["NEVER_SKIPPED", "SkipPolicy", "Skipped", "failing_alone"]
-
 _logger = logging.getLogger("torch_collate_kit.loading")
 
 NEVER_SKIPPED = (MemoryError, StateError, torch.OutOfMemoryError)

@@ -11,8 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-__all__ = ["linear_nll"]
-
 # Tokens at a time: 0.6 GB of fp32 logits with a vocabulary of 152,000. Fewer make the products too
 # narrow to keep a GPU busy, and add to the gradient of the weight more often.
 _CHUNK = 1024

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from torch_collate_kit.batch import IGNORE_INDEX, Batch
 
-__all__ = ["check_labels", "global_num_loss_tokens"]
-
 
 def global_num_loss_tokens(
     batches: Batch | Tensor | Iterable[Batch | Tensor],

@@ -17,8 +17,6 @@ from torch_collate_kit.batch.unpacking import cells_by_example, response_cells, 
 from torch_collate_kit.losses.linear_nll import linear_nll
 from torch_collate_kit.losses.loss_tokens import check_labels
 
-__all__ = ["PerTokenOutputs", "token_loss"]
-
 _HALF = (torch.float16, torch.bfloat16)
 _COUNT = "pass the loss tokens of the step, as global_num_loss_tokens(micro_batches) returns them"
 

@@ -10,8 +10,6 @@ from torch_collate_kit.packing.options import PackingOptions
 from torch_collate_kit.packing.rows import Ints, Limits, Rows, Sizes, stable_argsort
 from torch_collate_kit.packing.strategies import split_evenly
 
-__all__ = ["assign_ranks", "costs_to_balance", "for_ranks", "level", "level_rows", "over_ranks"]
-
 # Levelling takes apart at most this many rows per rank: they have enough pieces for the few rows
 # that rounding adds, and redistributing a million pieces one by one would be slow.
 _LEVELLED_ROWS_PER_RANK = 32

@@ -13,8 +13,6 @@ from torch_collate_kit._reprs import dataclass_repr
 from torch_collate_kit.packing.model_flops import language_flops, vision_flops
 from torch_collate_kit.packing.rows import Ints
 
-__all__ = ["ModelCost"]
-
 # The smallest attention coefficient of `of`: rounding to ints then changes a cost by 3% at most,
 # and a million examples of 100,000 tokens still sum to less than 2**63.
 _LEAST = 16

@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["language_flops", "vision_flops"]
-
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 _SHARED_EXPERTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 _SHARED_WIDTHS = ("shared_expert_intermediate_size", "shared_intermediate_size")

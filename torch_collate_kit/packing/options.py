@@ -17,13 +17,6 @@ from torch_collate_kit._checks import (
 from torch_collate_kit._reprs import dataclass_repr
 from torch_collate_kit.packing.cost import ModelCost
 
-__all__ = [
-    "STRATEGIES",
-    "PackingOptions",
-    "ParallelLayout",
-    "common_options",
-]
-
 STRATEGIES = ("best_fit_decreasing", "first_fit_decreasing", "balanced", "sequential", "wrapped")
 _OVERFLOWS = ("raise", "truncate", "drop", "split")
 _BALANCES = ("attention", "tokens", None)

@@ -16,8 +16,6 @@ from torch_collate_kit.packing.options import PackingOptions
 from torch_collate_kit.packing.plan import PackingPlan
 from torch_collate_kit.packing.rows import Ints, Rows, row_sums
 
-__all__ = ["ImageLoad", "Patches", "cut_to_fit", "image_load", "num_pieces", "wrapped_pieces"]
-
 _MOST_PATCHES = 2**28 - 1  # of an image; the cost of more would not fit int64
 
 Patches: TypeAlias = Any

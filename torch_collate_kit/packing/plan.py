@@ -13,8 +13,6 @@ from torch_collate_kit._reprs import plural
 from torch_collate_kit.packing.cost import ModelCost
 from torch_collate_kit.packing.rows import Ints, Rows, row_sums
 
-__all__ = ["PackingPlan"]
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PackingPlan:

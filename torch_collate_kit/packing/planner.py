@@ -26,16 +26,6 @@ from torch_collate_kit.packing.strategies import (
 )
 from torch_collate_kit.packing.two_budgets import fill_two_budgets
 
-__all__ = [
-    "batch_of_rows",
-    "fill_rows",
-    "filled_rows",
-    "measured",
-    "pack",
-    "part_of",
-    "plan_rows",
-]
-
 
 def pack(
     lengths: npt.ArrayLike,

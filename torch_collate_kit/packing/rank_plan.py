@@ -15,8 +15,6 @@ from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing.plan import PackingPlan
 from torch_collate_kit.packing.rows import Ints, Pieces, row_sums, running_sum
 
-__all__ = ["PlannedExamples", "PlannedRow", "RankPlan", "joined_rows"]
-
 _NO_INTS = np.zeros(0, dtype=np.int64)
 
 

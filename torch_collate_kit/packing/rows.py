@@ -7,8 +7,6 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Ints", "Limits", "Pieces", "Rows", "Sizes", "row_sums", "running_sum", "stable_argsort"]
-
 Ints: TypeAlias = npt.NDArray[np.int64]
 Sizes: TypeAlias = tuple[Ints, Ints]
 """Cells and patches of pieces, or their costs in both parts of a model: int64 [S] each."""

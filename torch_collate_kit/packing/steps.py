@@ -19,8 +19,6 @@ from torch_collate_kit.packing.planner import filled_rows, measured, part_of
 from torch_collate_kit.packing.rows import Ints, Limits, Rows, Sizes
 from torch_collate_kit.packing.strategies import num_rows_best_fit, sequential
 
-__all__ = ["WindowPlan", "num_rows_needed", "num_that_fit", "plan_window", "plan_wrapped"]
-
 _FILLED_PER_MILLE = 995  # at 998 levelling overflows some row, and rows keep best fit's like sizes
 
 

@@ -19,15 +19,6 @@ import numpy.typing as npt
 
 from torch_collate_kit.packing.rows import Ints, Limits, Rows, Sizes, running_sum, stable_argsort
 
-__all__ = [
-    "OpenRows",
-    "best_fit_decreasing",
-    "first_fit_decreasing",
-    "num_rows_best_fit",
-    "sequential",
-    "split_evenly",
-]
-
 
 class OpenRows(NamedTuple):
     """Rows that hold pieces already: free space and free slots for pieces, int64 [R] each."""

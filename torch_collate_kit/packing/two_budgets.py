@@ -16,8 +16,6 @@ import numpy as np
 from torch_collate_kit.packing.rows import Ints, Limits, Rows, Sizes
 from torch_collate_kit.packing.strategies import OpenRows
 
-__all__ = ["fill_two_budgets"]
-
 Fill = Callable[[Ints, int, int | None, OpenRows | None], Rows]
 
 # Classes of images: the larger share, of tokens or of patches, is at least num / den times the

@@ -20,8 +20,8 @@ from torch_collate_kit.batch.fields import (
     PerRoutedToken,
     PerToken,
 )
-from torch_collate_kit.batch.placement import Pieces
 from torch_collate_kit.errors import DataError
+from torch_collate_kit.packing.rows import Pieces
 from torch_collate_kit.ragged import Ragged, take_spans, unchecked
 from torch_collate_kit.reading.columns import (
     Numbers,

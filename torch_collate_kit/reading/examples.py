@@ -15,9 +15,9 @@ from torch import Tensor
 
 from torch_collate_kit.batch import IGNORE_INDEX
 from torch_collate_kit.batch.fields import FieldSpec, PerResponseToken, PerToken
-from torch_collate_kit.batch.placement import Pieces, whole_examples
+from torch_collate_kit.batch.placement import whole_examples
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.packing.rows import running_sum
+from torch_collate_kit.packing.rows import Pieces, running_sum
 from torch_collate_kit.ragged import Ragged, span_indices, unchecked
 from torch_collate_kit.reading.arrays import read_images
 from torch_collate_kit.reading.columns import Numbers

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from torch_collate_kit.batch.buffer import fresh_bytes
 from torch_collate_kit.batch.fields import PerImage
-from torch_collate_kit.batch.placement import Pieces
 from torch_collate_kit.errors import DataError
+from torch_collate_kit.packing.rows import Pieces
 from torch_collate_kit.reading.columns import Numbers
 from torch_collate_kit.reading.entries import as_tensor
 from torch_collate_kit.vision.families import ImageField, num_kept

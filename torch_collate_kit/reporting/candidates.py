@@ -16,17 +16,6 @@ from torch_collate_kit.packing.pieces import ImageLoad, cut_to_fit
 from torch_collate_kit.packing.planner import pack
 from torch_collate_kit.packing.rows import Ints, row_sums
 
-__all__ = [
-    "PADDED",
-    "candidates_of",
-    "capacities_to_try",
-    "fits_nothing",
-    "headline",
-    "histogram",
-    "losses",
-    "recommended",
-]
-
 PADDED = "padded"
 _MOST_PADDING = 0.02
 _NEARLY = 0.005

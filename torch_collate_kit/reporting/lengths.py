@@ -16,8 +16,6 @@ from torch_collate_kit.packing.pieces import Patches
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.source import Source, check_even, is_sequence
 
-__all__ = ["data_lengths"]
-
 _IDS = (("input_ids",), ("prompt_ids", "response_ids"))
 _NO_NUMBERS = (Mapping, str, os.PathLike)
 _ROWS = 4096  # read at a time

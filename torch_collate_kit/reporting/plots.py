@@ -20,8 +20,6 @@ from torch_collate_kit.reporting.candidates import PADDED, headline, losses
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["PLOTS"]
-
 _MOST_TICKS = 32
 
 # light to dark, and a hatch of its own for each

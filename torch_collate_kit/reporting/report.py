@@ -38,8 +38,6 @@ from torch_collate_kit.reporting.steps import steps_legend, steps_of, steps_tabl
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["PackingReport", "packing_report"]
-
 _STRATEGIES = ("best_fit_decreasing", "balanced", "sequential")
 _LARGEST = 1 << 62
 _WIDTH = 100

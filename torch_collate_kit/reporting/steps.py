@@ -19,8 +19,6 @@ from torch_collate_kit.packing.options import STRATEGIES
 from torch_collate_kit.packing.pieces import ImageLoad
 from torch_collate_kit.packing.rows import Ints, row_sums
 
-__all__ = ["steps_legend", "steps_of", "steps_table"]
-
 _MOST_STEPS = 256  # that are planned
 
 

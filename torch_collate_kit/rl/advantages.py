@@ -20,8 +20,6 @@ from torch_collate_kit.rl.response_tensors import (
     wide,
 )
 
-__all__ = ["check_epsilon", "compute_advantages", "whitened"]
-
 _OUTCOME = ("grpo", "grpo_no_std", "rloo", "maxrl")
 _ESTIMATORS = (*_OUTCOME, "gae", "reinforce++")
 

@@ -14,18 +14,6 @@ from torch_collate_kit.batch.rows import PackedValues
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.reading.values import flag_column, id_column
 
-__all__ = [
-    "Uids",
-    "checked_boundaries",
-    "checked_trajectory_ids",
-    "checked_uids",
-    "group_numbers",
-    "last_steps",
-    "mini_batch_boundaries",
-    "prompt_boundaries",
-    "trajectories",
-]
-
 Uids = Sequence[Hashable] | np.ndarray | Tensor
 
 

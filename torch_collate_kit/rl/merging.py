@@ -15,8 +15,6 @@ from torch_collate_kit.reading.reader import read_columns
 from torch_collate_kit.reading.source import is_sequence
 from torch_collate_kit.rl.groups import checked_trajectory_ids
 
-__all__ = ["merge_steps"]
-
 
 def merge_steps(examples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Merge the steps of a trajectory where one continues the other, so no token is computed twice.

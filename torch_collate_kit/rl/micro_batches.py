@@ -13,8 +13,6 @@ from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing.rows import Ints
 from torch_collate_kit.rl.staging import warn_if_images_differ
 
-__all__ = ["micro_batches"]
-
 
 def micro_batches(
     batch: Batch, *, max_tokens: int, pad_to_multiple_of: int | None = None

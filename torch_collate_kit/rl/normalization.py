@@ -20,8 +20,6 @@ from torch_collate_kit.rl.response_tensors import (
     wide,
 )
 
-__all__ = ["normalize_advantages"]
-
 _REDUCTIONS = ("token_mean", "sequence_mean", "prompt_mean", "constant_length_mean")
 
 

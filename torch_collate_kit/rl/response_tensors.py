@@ -9,8 +9,6 @@ from torch import Tensor
 
 from torch_collate_kit.errors import DataError
 
-__all__ = ["checked_mask", "checked_tensors", "narrow", "refuse_cells", "wide"]
-
 
 def checked_tensors(**tensors: Any) -> None:
     """Check that all are tensors ``[B, A]`` of one shape."""

@@ -23,8 +23,6 @@ from torch_collate_kit.reading.columns import number_column
 from torch_collate_kit.reading.entries import FieldColumn
 from torch_collate_kit.rl.response_tensors import checked_mask, checked_tensors
 
-__all__ = ["from_response_values", "response_values"]
-
 
 def response_values(values: Tensor, responses: Tensor | Batch) -> list[list[float]]:
     """Return the values of the response tokens, a list of Python floats per response: a copy.

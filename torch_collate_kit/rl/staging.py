@@ -20,8 +20,6 @@ from torch_collate_kit.packing.rows import row_sums
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.rl.groups import checked_boundaries
 
-__all__ = ["stage_mini_batches", "unstage", "warn_if_images_differ"]
-
 _PerRow = np.ndarray | None  # [B]; None where the batch does not say
 
 

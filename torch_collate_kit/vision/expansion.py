@@ -17,8 +17,6 @@ from torch_collate_kit.vision.images import ImageFiles
 from torch_collate_kit.vision.layout import VisionLayout
 from torch_collate_kit.vision.sizes import SizesOnly
 
-__all__ = ["Expansion", "ImageProcessing", "image_processing"]
-
 _Fields = dict[str, np.ndarray]
 _Places = list[tuple[int, int]]
 _BEGIN, _END = "\U00100000", "\U00100001"  # no rendered chat has these characters

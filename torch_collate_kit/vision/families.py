@@ -6,18 +6,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-__all__ = [
-    "FAMILIES",
-    "IMAGE_FIELDS",
-    "OTHER",
-    "PIXEL_FIELDS",
-    "Family",
-    "ImageField",
-    "family_of",
-    "num_kept",
-    "sharing_models",
-]
-
 
 class ImageField(NamedTuple):
     """A dense field of a vision processor; its first dimension counts patches, tiles or images."""

@@ -19,8 +19,6 @@ import numpy as np
 from torch_collate_kit._checks import needed_package
 from torch_collate_kit.errors import DataError
 
-__all__ = ["ImageFiles", "decoded_base64", "image_files"]
-
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://|data:")
 # Formats whose orientation is known before the pixels are read.
 _HEADER_FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP")

@@ -15,8 +15,6 @@ from torch_collate_kit._reprs import dataclass_repr
 from torch_collate_kit.vision.families import FAMILIES, OTHER, PIXEL_FIELDS, Family, ImageField
 from torch_collate_kit.vision.settings import layout_settings
 
-__all__ = ["ImageUnits", "VisionLayout", "is_no_image"]
-
 _Ints = npt.NDArray[np.int64]
 _BY_NAME = {family.name: family for family in (*FAMILIES, OTHER)}
 

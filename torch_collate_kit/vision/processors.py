@@ -12,8 +12,6 @@ from typing import Any
 from torch_collate_kit._checks import needed_package
 from torch_collate_kit.vision.families import FAMILIES
 
-__all__ = ["is_vision_language", "load_processor"]
-
 _logger = logging.getLogger("torch_collate_kit.vision")
 
 

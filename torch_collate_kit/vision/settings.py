@@ -8,8 +8,6 @@ from typing import Any
 
 from torch_collate_kit.vision.families import OTHER, family_of, sharing_models
 
-__all__ = ["layout_settings"]
-
 
 def layout_settings(processor: Any, config: Any) -> dict[str, Any]:
     """Return the keyword arguments of ``VisionLayout`` but ``pixel_dtype``."""

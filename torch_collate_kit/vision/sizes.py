@@ -15,8 +15,6 @@ from torch_collate_kit.vision.families import family_of
 from torch_collate_kit.vision.images import image_files
 from torch_collate_kit.vision.layout import VisionLayout
 
-__all__ = ["SizesOnly", "image_grid"]
-
 
 def image_grid(image: Any, processor: Any) -> npt.NDArray[np.int64]:
     """Return the ``image_grid_thw`` row of an image: frames, patches down and across; int64 [3].

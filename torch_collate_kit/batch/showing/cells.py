@@ -14,8 +14,6 @@ from torch_collate_kit.batch.fields import IGNORE_INDEX
 from torch_collate_kit.batch.storage import Storage
 from torch_collate_kit.ragged import Ragged, span_indices
 
-__all__ = ["NAMES", "Cells", "Kind", "Runs", "cells_of", "example_numbers"]
-
 
 class Kind(IntEnum):
     """The kind of thing that a cell holds."""

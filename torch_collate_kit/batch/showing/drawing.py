@@ -26,8 +26,6 @@ from torch_collate_kit.batch.showing.cells import (
 from torch_collate_kit.batch.showing.style import COLORS
 from torch_collate_kit.batch.storage import Storage
 
-__all__ = ["described", "html_of"]
-
 _MAX_ROWS = 8
 _WIDTH = 80
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"

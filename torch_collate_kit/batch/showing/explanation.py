@@ -19,8 +19,6 @@ from torch_collate_kit.batch.showing.tables import html_table, text_table
 from torch_collate_kit.batch.storage import Storage
 from torch_collate_kit.ragged import Ragged
 
-__all__ = ["Explanation", "explained", "row_of"]
-
 _MAX_TEXT = 32
 _LEFT = ("text",)
 _TRAINED = "background:#009E7344;font-weight:bold"

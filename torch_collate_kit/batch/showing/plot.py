@@ -28,8 +28,6 @@ from torch_collate_kit.batch.storage import Storage
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["draw_rows"]
-
 _CYCLE = ("blue", "vermillion", "green", "purple")  # neighbours differ
 _HEIGHT = 0.8  # of a row, of the distance between two
 _NUMBERED_ROWS = 60

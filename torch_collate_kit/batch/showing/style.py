@@ -9,8 +9,6 @@ from torch_collate_kit._checks import needed_package
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["COLORS", "axes_for", "boxed_number", "legend_below", "matplotlib_module", "tint"]
-
 _LETTERS_PER_INCH = 14  # of small print
 
 # Of Okabe and Ito, https://jfly.uni-koeln.de/color/

@@ -9,8 +9,6 @@ from collections.abc import Collection, Sequence
 from html import escape
 from unicodedata import combining, east_asian_width
 
-__all__ = ["html_table", "text_table"]
-
 
 def text_table(
     names: Sequence[str], rows: Sequence[Sequence[str] | str], left: Collection[str]

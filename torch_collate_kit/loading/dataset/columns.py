@@ -16,8 +16,6 @@ from torch_collate_kit.vision.families import IMAGE_FIELDS
 if TYPE_CHECKING:
     import pyarrow as pa  # type: ignore[import-untyped,unused-ignore]
 
-__all__ = ["ArrayColumn", "ListColumn", "NumberColumn", "TextColumn", "column_of"]
-
 # In their methods ``rows`` are rows of the column, and ``named`` is what errors call them.
 
 

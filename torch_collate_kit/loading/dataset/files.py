@@ -17,8 +17,6 @@ from torch_collate_kit.errors import DataError
 if TYPE_CHECKING:
     from datasets import Dataset
 
-__all__ = ["read_records"]
-
 _KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow"}
 _MAX_DEPTH = 63  # of an Arrow table; at some 5,000 its JSON reader ends the process
 _SAFE_DEPTH = 500

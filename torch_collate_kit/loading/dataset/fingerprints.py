@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["fingerprint_of", "sampled_rows"]
-
 _SAMPLED_ROWS = 64
 
 

@@ -20,8 +20,6 @@ from torch_collate_kit.vision.families import IMAGE_FIELDS
 if TYPE_CHECKING:
     import os
 
-__all__ = ["IDS", "DatasetSource", "kept_source"]
-
 DatasetSource: TypeAlias = "Examples | str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
 IDS = ("input_ids", "labels")  # tokens; masks may be weights
 

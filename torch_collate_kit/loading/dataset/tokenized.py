@@ -27,8 +27,6 @@ from torch_collate_kit.reading.source import ArrowFiles, is_a
 from torch_collate_kit.vision import VisionLayout
 from torch_collate_kit.vision.families import PIXEL_FIELDS
 
-__all__ = ["TokenizedDataset"]
-
 _ROWS_AT_A_TIME = 1000  # when all rows are read
 _MAX_COUNTED = 10_000_000  # rows whose lengths a repr adds up
 

@@ -20,8 +20,6 @@ from torch_collate_kit.loading.orders.mixture import Mixture
 from torch_collate_kit.loading.orders.order import Order
 from torch_collate_kit.loading.orders.source_passes import SourcePasses
 
-__all__ = ["MixedOrder"]
-
 
 class MixedOrder(Order):
     """The order of a mixture: an ``Order``.

@@ -19,8 +19,6 @@ from torch_collate_kit.loading.orders.checks import (
 from torch_collate_kit.loading.orders.states import digest_in_blocks
 from torch_collate_kit.packing import RankPlan
 
-__all__ = ["Mixture"]
-
 _STOPS = ("first_exhausted", "all_exhausted")
 
 

@@ -27,8 +27,6 @@ from torch_collate_kit.loading.orders.permutations import (
 )
 from torch_collate_kit.loading.orders.states import Growth
 
-__all__ = ["Order", "ShuffledOrder", "UserOrder"]
-
 UserOrder: TypeAlias = Callable[[int, np.random.Generator], npt.ArrayLike]
 
 

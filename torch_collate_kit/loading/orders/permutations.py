@@ -10,15 +10,6 @@ import numpy.typing as npt
 
 from torch_collate_kit.loading.orders.checks import Indices
 
-__all__ = [
-    "ArrayOrder",
-    "EpochOrder",
-    "KeyedOrder",
-    "KeyedPermutation",
-    "epoch_order",
-    "seeded_generator",
-]
-
 _NUM_ROUNDS = 12  # even, so that both halves end where they began
 _Words = npt.NDArray[np.uint64]
 _BLOCK = 8192  # positions computed together: a call of a keyed permutation costs 80 us

@@ -8,8 +8,6 @@ import numpy.typing as npt
 from torch_collate_kit.loading.orders.checks import Indices
 from torch_collate_kit.loading.orders.permutations import EpochOrder, epoch_order
 
-__all__ = ["SourcePasses"]
-
 _BLOCK = 1 << 16  # examples whose tokens are summed together
 
 

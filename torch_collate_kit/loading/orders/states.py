@@ -16,8 +16,6 @@ from torch_collate_kit.loading.orders.checks import (
     is_count,
 )
 
-__all__ = ["Growth", "digest_in_blocks"]
-
 _BLOCK, _MAX_THREADS = 2**22, 8  # counts hashed at a time, by so many threads
 
 

@@ -17,8 +17,6 @@ from torch_collate_kit._reprs import KindAndSize, call_repr
 from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading.prefetch.workers import PATIENCE, is_collecting
 
-__all__ = ["AsyncBatchCollator"]
-
 T = TypeVar("T")
 
 

@@ -26,8 +26,6 @@ from torch_collate_kit.loading.skipping import SkipPolicy
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["PrefetchLoader"]
-
 _OnEpoch: TypeAlias = Callable[[int], object] | None
 _MAX_EMPTY_EPOCHS = 100_000  # in a row, in steps(): an error instead of a loop without an end
 

@@ -21,8 +21,6 @@ from torch_collate_kit.loading.prefetch.skipped_examples import Collated, Skippe
 from torch_collate_kit.loading.prefetch.watchdog import Watchdog
 from torch_collate_kit.loading.prefetch.workers import PATIENCE, is_collecting
 
-__all__ = ["END", "Reader", "Run", "Taken"]
-
 END: Any = object()
 T = TypeVar("T")
 _Times: TypeAlias = tuple[float, float, float]  # at which a batch was begun, collated, copied

@@ -21,8 +21,6 @@ from torch_collate_kit.loading.sampler import PackedBatchSampler
 from torch_collate_kit.loading.sampler.resumable import ResumableSampler
 from torch_collate_kit.loading.skipping import Skipped
 
-__all__ = ["LoaderPosition", "ResumableLoader", "resumable_loader"]
-
 _logger = logging.getLogger("torch_collate_kit.loading")
 _Positions: TypeAlias = dict[int, Any]  # by shard; each has num_given, the rest is the stream's
 

@@ -15,8 +15,6 @@ from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading.skipping import NEVER_SKIPPED, Skipped, SkipPolicy, failing_alone
 from torch_collate_kit.packing import RankPlan
 
-__all__ = ["Collated", "SkippedExample", "SkippedExamples", "skipping_parts"]
-
 _Outcomes: TypeAlias = tuple[Skipped | None, ...]
 
 

@@ -21,8 +21,6 @@ from torch_collate_kit.batch.showing.style import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["StepTimes", "Timeline", "draw_timeline"]
-
 
 class StepTimes(NamedTuple):
     """The times of one batch, in seconds of ``time.perf_counter()``.

@@ -17,8 +17,6 @@ from typing import Any, NamedTuple
 
 from torch_collate_kit.loading.prefetch.workers import PATIENCE, is_collecting
 
-__all__ = ["Watchdog", "checked_seconds"]
-
 _logger = logging.getLogger("torch_collate_kit.loading")
 _MOST_SECONDS = 1e6  # at a time: a lock cannot wait for as long as one likes
 

@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["PATIENCE", "end_workers", "is_collecting"]
-
 PATIENCE = 0.8
 """Seconds that leaving a loop, and ``close``, wait for what is in flight."""
 

@@ -14,8 +14,6 @@ from torch_collate_kit.loading.orders.mixed_order import MixedOrder
 from torch_collate_kit.loading.orders.order import Order
 from torch_collate_kit.packing import PackingPlan
 
-__all__ = ["Budget", "ByExamples", "Step"]
-
 
 class Step(NamedTuple):
     """The examples of one step over all ranks, and their rows if these are planned already."""

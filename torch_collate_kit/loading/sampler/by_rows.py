@@ -22,8 +22,6 @@ from torch_collate_kit.packing import PackingOptions
 from torch_collate_kit.packing.pieces import ImageLoad
 from torch_collate_kit.packing.steps import WindowPlan, num_rows_needed, num_that_fit, plan_window
 
-__all__ = ["ByRows", "Entries"]
-
 
 class Entries(NamedTuple):
     """What an order by rows counts: examples, or with "split" their pieces."""

@@ -22,8 +22,6 @@ from torch_collate_kit.loading.orders.order import Order, ShuffledOrder, UserOrd
 from torch_collate_kit.loading.orders.states import Growth
 from torch_collate_kit.loading.sampler.budgets import Budget, Step
 
-__all__ = ["NEW_RUN", "EpochSampler"]
-
 _VERSION = 4
 NEW_RUN = "build the sampler with the arguments of the saved run, or start without the state"
 _logger = logging.getLogger("torch_collate_kit.loading")
@@ -49,6 +47,7 @@ class StepIterator(Iterator[Any]):
         return self.sampler._pick(batch)
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the state of the sampler at the next step."""
         return self.sampler.state_at(self.epoch, self.step)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -33,8 +33,6 @@ from torch_collate_kit.packing import PackingOptions, RankPlan, pack
 from torch_collate_kit.packing.pieces import Patches
 from torch_collate_kit.packing.rows import running_sum
 
-__all__ = ["PackedBatchSampler"]
-
 
 class PackedBatchSampler(ResumingSampler):
     """Batches whose rows are planned over all ranks, of which each rank reads only its own.

@@ -12,8 +12,6 @@ from torch_collate_kit.loading.orders.order import Order, UserOrder
 from torch_collate_kit.loading.sampler.budgets import Budget, ByExamples, Step
 from torch_collate_kit.loading.sampler.resuming import ResumingSampler
 
-__all__ = ["PrefetchingSampler"]
-
 
 class PrefetchingSampler(ResumingSampler):
     """Batches of one dataset's indices: shuffled by (seed, epoch), sharded, resumable.

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
-__all__ = ["ResumableSampler"]
-
 
 @runtime_checkable
 class ResumableSampler(Protocol):

@@ -11,8 +11,6 @@ from torch_collate_kit.packing import PackingOptions
 from torch_collate_kit.packing.rows import running_sum
 from torch_collate_kit.packing.steps import plan_wrapped
 
-__all__ = ["ByTokens"]
-
 _BLOCK = 1 << 16  # documents whose tokens are summed together
 
 

@@ -15,8 +15,6 @@ from torch_collate_kit.loading.orders.checks import differences
 from torch_collate_kit.loading.streaming.outside_streams import is_datasets_stream
 from torch_collate_kit.reading.source import is_a
 
-__all__ = ["SourceFingerprint", "check_same_data"]
-
 
 class SourceFingerprint:
     """The fingerprint of a source, made when it is first asked for.

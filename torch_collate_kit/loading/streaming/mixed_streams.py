@@ -26,8 +26,6 @@ from torch_collate_kit.loading.streaming.skipping import WrongExamples
 from torch_collate_kit.loading.streaming.states import Place
 from torch_collate_kit.packing import PackingPlan
 
-__all__ = ["MixedStream", "open_shard", "source_counts"]
-
 _BEGIN = Place()
 _READ_AHEAD = 32  # entries of each source
 

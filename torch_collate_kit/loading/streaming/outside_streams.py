@@ -17,16 +17,6 @@ from torch.utils.data._utils import worker as torch_worker
 
 from torch_collate_kit.reading.source import is_a
 
-__all__ = [
-    "canonical_part",
-    "has_exact_state",
-    "is_datasets_stream",
-    "no_worker",
-    "node_of",
-    "outside_workers",
-    "with_shuffled_files",
-]
-
 _END: Any = object()
 
 

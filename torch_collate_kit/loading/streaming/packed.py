@@ -28,8 +28,6 @@ from torch_collate_kit.loading.streaming.shards import ExampleSource, Stream
 from torch_collate_kit.loading.streaming.states import Position
 from torch_collate_kit.packing import PackingOptions
 
-__all__ = ["PackedIterableDataset"]
-
 
 @dataclass
 class _Pass:

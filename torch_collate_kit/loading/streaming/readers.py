@@ -25,8 +25,6 @@ from torch_collate_kit.reading.keys import KNOWN
 from torch_collate_kit.reading.reader import read_columns
 from torch_collate_kit.reading.source import Examples
 
-__all__ = ["ENTRY", "Reader", "check_start", "place_after", "reader_of"]
-
 ENTRY = np.dtype(
     [
         ("position", np.int64),  # of the example in the source

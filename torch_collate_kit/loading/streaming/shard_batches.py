@@ -32,8 +32,6 @@ from torch_collate_kit.loading.streaming.windows import Windows
 from torch_collate_kit.packing import PackingPlan
 from torch_collate_kit.packing.rank_plan import PlannedExamples
 
-__all__ = ["DividedStream", "ShardBatches", "Turn", "in_rounds"]
-
 _NUM_BUFFERS = 8  # of a window; 4 lose 0.9% on lengths spread evenly, for half the reading
 
 

@@ -27,8 +27,6 @@ from torch_collate_kit.loading.streaming.outside_streams import (
 from torch_collate_kit.loading.streaming.states import Place
 from torch_collate_kit.reading.source import is_a
 
-__all__ = ["Example", "ExampleSource", "Part", "Stream"]
-
 Example = Mapping[str, Any]
 ExampleSource = Iterable[Example] | Callable[..., Iterable[Example]]
 

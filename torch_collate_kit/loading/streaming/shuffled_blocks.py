@@ -15,8 +15,6 @@ from torch_collate_kit.loading.orders.permutations import seeded_generator
 from torch_collate_kit.loading.streaming.readers import ENTRY, Reader, place_after
 from torch_collate_kit.loading.streaming.states import Place
 
-__all__ = ["ShuffledReader"]
-
 
 class ShuffledReader:
     """Reads what ``reader`` reads from ``place`` on, in blocks of ``block_size`` shuffled entries.

@@ -15,8 +15,6 @@ from torch_collate_kit.packing import PackingPlan
 from torch_collate_kit.packing.planner import part_of
 from torch_collate_kit.packing.rows import Rows, running_sum
 
-__all__ = ["WrongExamples"]
-
 
 class WrongExamples:
     """The wrong examples of a shard, and those that a reader has left out.

@@ -11,8 +11,6 @@ from torch_collate_kit.loading.orders.checks import is_same
 from torch_collate_kit.loading.streaming.fingerprints import check_same_data
 from torch_collate_kit.packing import PackingOptions
 
-__all__ = ["Place", "Position", "merge_states", "positions_in", "state_of"]
-
 # It goes up with the number of buffers in a window, and with any change to which examples make a
 # batch.
 _VERSION = 6

@@ -25,8 +25,6 @@ from torch_collate_kit.packing import PackingOptions, PackingPlan
 from torch_collate_kit.packing.pieces import ImageLoad
 from torch_collate_kit.packing.planner import batch_of_rows, fill_rows
 
-__all__ = ["Windows"]
-
 # A batch: ascending indices into the buffer, and the plan of these entries.
 Group: TypeAlias = tuple[np.ndarray, PackingPlan]
 

@@ -22,8 +22,6 @@ from torch_collate_kit.reporting.audit.reading import read_dataset
 from torch_collate_kit.reporting.audit.vocabulary import Vocabulary
 from torch_collate_kit.vision import VisionLayout
 
-__all__ = ["CHECKS", "audit"]
-
 # Findings of one severity are in this order
 _MODULES = (
     dataset_checks,

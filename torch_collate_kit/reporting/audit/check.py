@@ -12,8 +12,6 @@ from torch_collate_kit._reprs import plural
 from torch_collate_kit.reporting.audit.columns import AuditColumns
 from torch_collate_kit.reporting.audit.findings import Finding, Found, Severity
 
-__all__ = ["FEW", "MOST", "Check", "check"]
-
 _Run: TypeAlias = Callable[[AuditColumns], Found | None]
 
 FEW, MOST = 1 / 3, 0.5  # of the rows with a target: an exception; what the others do

@@ -13,8 +13,6 @@ from torch_collate_kit.reporting.audit.findings import Found, Refused, Severity,
 from torch_collate_kit.reporting.audit.turns import Turns, turns_of
 from torch_collate_kit.reporting.audit.vocabulary import Vocabulary
 
-__all__ = ["AuditColumns"]
-
 _BEFORE, _AFTER, _LONGEST = 24, 12, 40  # tokens of an excerpt
 _AGREE, _DISAGREE = 0.9, 0.5  # of the labels of a row that are shifted
 _LEAST_LABELS = 2

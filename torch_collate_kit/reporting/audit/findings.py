@@ -12,8 +12,6 @@ import numpy as np
 from torch_collate_kit._reprs import plural
 from torch_collate_kit.batch.showing.tables import html_table
 
-__all__ = ["SEVERITIES", "AuditReport", "Finding", "Found", "Refused", "Severity", "words_of"]
-
 Severity = Literal["error", "warning", "note"]
 
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")

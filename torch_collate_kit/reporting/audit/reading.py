@@ -28,8 +28,6 @@ from torch_collate_kit.reporting.audit.columns import AuditColumns
 from torch_collate_kit.reporting.audit.findings import Refused
 from torch_collate_kit.vision import VisionLayout
 
-__all__ = ["read_dataset"]
-
 _NO_TARGET = "no loss target"
 _CUT = "num_cut_tokens"  # of examples that were cut when they were tokenized
 _ROWS_AT_A_TIME = 4096

@@ -15,8 +15,6 @@ from torch_collate_kit.chat.rendering import preferred_style
 from torch_collate_kit.chat.template import ChatTemplate, num_shared
 from torch_collate_kit.errors import DataError
 
-__all__ = ["RoleTexts", "role_texts"]
-
 _RULES, _QUESTION, _ANSWER, _NEXT, _RESULT = "Rules7", "Question7", "Answer7", "Next7", "Result7"
 # Written as the user's header with another name, by templates that write any role
 _OTHER_ROLES = ("system", "tool", "developer", "function", "observation", "ipython", "environment")

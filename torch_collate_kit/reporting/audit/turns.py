@@ -12,8 +12,6 @@ import numpy as np
 if TYPE_CHECKING:
     from torch_collate_kit.reporting.audit.columns import AuditColumns
 
-__all__ = ["Turns", "turns_of"]
-
 _MARKUP = re.compile(r"</?[^<>\s]{1,40}>|\[/?[A-Z_]+\]")
 _FURTHEST = 5  # tokens that a mask is moved by
 _LONGEST_GAP = 48  # tokens; what a prompt adds to the header is shorter

@@ -15,8 +15,6 @@ from torch_collate_kit.chat.template import ChatTemplate
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.reporting.audit.roles import RoleTexts, role_texts
 
-__all__ = ["THINKING_TAGS", "Vocabulary"]
-
 THINKING_TAGS = ("think", "thinking", "reasoning")
 
 _MEDIA_WORDS = ("image", "video", "audio", "vision", "pad")
