@@ -1,8 +1,7 @@
-"""The batches of a stream's shards, in the turns in which a process yields them.
+"""The batches of a stream's shards, in rounds: a batch of every shard, then the next of every shard.
 
-Shards yield batches in rounds: a batch of every shard, then the next of every shard. A round is the
-same for any number of ranks and workers, because what a shard yields depends on nothing else, and
-which shards have a turn is decided by their numbers of batches alone.
+A round is the same for any number of ranks and workers: what a shard yields depends on nothing
+else, and which shards have a turn on their numbers of batches alone.
 """
 
 from __future__ import annotations
@@ -21,11 +20,7 @@ from torch_collate_kit.batch.counts import OF_A_STEP
 from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading.skipping import Skipped, SkipPolicy
 from torch_collate_kit.loading.streaming.joined import JoinedDocuments
-from torch_collate_kit.loading.streaming.mixed_streams import (
-    MixedStream,
-    open_shard,
-    source_counts,
-)
+from torch_collate_kit.loading.streaming.mixed_streams import MixedStream, open_shard, source_counts
 from torch_collate_kit.loading.streaming.shards import Stream
 from torch_collate_kit.loading.streaming.states import Place, Position, positions_in, state_of
 from torch_collate_kit.loading.streaming.windows import Windows
@@ -70,9 +65,8 @@ class ShardBatches:
         self._mixture = stream.source if isinstance(stream, MixedStream) else None
         self._shard = None if stream.num_shards is None else shard
         self._epoch = {} if epoch is None else {"epoch": epoch}
-        self._windows: Windows | JoinedDocuments
         if packing.strategy == "wrapped":
-            self._windows = JoinedDocuments(
+            self._windows: Windows | JoinedDocuments = JoinedDocuments(
                 self._reader.read, packing, rows_per_batch=rows_per_batch, place=position.place
             )
             return
