@@ -1,4 +1,4 @@
-"""The batches of a stream's shards, in rounds: a batch of every shard, then the next of every shard.
+"""The batches of a stream's shards, in rounds: a batch of every shard, then the next of every one.
 
 A round is the same for any number of ranks and workers: what a shard yields depends on nothing
 else, and which shards have a turn on their numbers of batches alone.
