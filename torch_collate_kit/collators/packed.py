@@ -304,7 +304,7 @@ class PackedCollator(Collator, ForTrainer):
             images = plan.vision_cost_per_rank.reshape(dp_size, -1).sum(axis=1)
             metadata["vision_cost_per_rank"] = tuple(images.tolist())
             metadata["num_dummy_images"] = int(np.count_nonzero(plan.needs_dummy_image))
-        return metadata
+        return metadata | (part.metadata or {})
 
     def changed_options(self) -> dict[str, Any]:
         """Return the options that differ from their defaults, those of the packing first."""

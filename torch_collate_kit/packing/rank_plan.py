@@ -63,6 +63,8 @@ class RankPlan:
     """Number of loss tokens in the batch, over all ranks; None if unknown."""
     own_num_loss_tokens: int | None = None
     """Number of loss tokens in the examples that the rank reads; None if unknown."""
+    metadata: dict[str, Any] | None = None
+    """Metadata of the whole batch besides that of the plan."""
 
     def __init__(
         self,

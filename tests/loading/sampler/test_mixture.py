@@ -16,6 +16,7 @@ from torch_collate_kit import (
     PackedBatchSampler,
     PackedCollator,
     PaddedCollator,
+    ParallelLayout,
     PerExample,
     PrefetchingSampler,
     TokenizedDataset,
@@ -169,6 +170,27 @@ def test_what_was_read_oftener_goes_on_alone_after_the_others_are_used_up():
     sampler = PrefetchingSampler(mixture, batch_size=2)
     counts = [mixture.source_counts(np.concatenate(list(sampler))) for _ in range(3)]
     assert counts == [{"0": 20, "1": 5}, {"0": 0, "1": 1}, {"0": 0, "1": 2}]
+
+
+def test_a_batch_says_what_came_from_which_source():
+    sources = [TokenizedDataset([{"input_ids": [5] * n}] * 40) for n in (3, 9)]
+    mixture = Mixture(sources, weights=[3, 1], names=["web", "math"])
+    for options in ({"batch_size": 8}, {"batch_rows": 4}):
+        ranks = []
+        for rank in (0, 1):
+            layout = ParallelLayout(dp=2)
+            collate = packed_collator(0, max_tokens=16, parallel=layout, train_all=True)
+            sampler = PackedBatchSampler(mixture, collate, dp_rank=rank, **options)
+            ranks.append(collate(mixture.__getitems__(next(iter(sampler)))))
+        found = sampler.examples(0, 0)
+        counts = mixture.source_counts(found)
+        for batch in ranks:
+            assert batch.metadata["source_examples"] == counts
+            assert batch.metadata["source_tokens"] == {
+                "web": 3 * counts["web"],
+                "math": 9 * counts["math"],
+            }
+        assert sum(counts.values()) == len(found) > 4
 
 
 def test_it_is_a_dataset_of_its_sources_end_to_end():

@@ -17,7 +17,7 @@ from torch_collate_kit.loading.orders.checks import (
     checked_length,
 )
 from torch_collate_kit.loading.orders.states import digest_in_blocks
-from torch_collate_kit.packing import RankPlan
+from torch_collate_kit.packing import PackingPlan, RankPlan
 
 _STOPS = ("first_exhausted", "all_exhausted")
 
@@ -155,6 +155,20 @@ class Mixture:
         """
         counts = np.bincount(self.source_of(indices), minlength=len(self.sizes)).tolist()
         return dict(zip(self.names, counts, strict=True))
+
+    def counts_in(self, sources: Indices, plan: PackingPlan) -> dict[str, dict[str, int]]:
+        """Return metadata: examples and tokens of each source in a plan, by name.
+
+        ``sources`` are those of the examples that the plan numbers.
+        """
+        of_examples = sources[np.unique(plan.example_indices)]
+        of_pieces, size = sources[plan.example_indices], len(self.names)
+        examples = np.bincount(of_examples, minlength=size).tolist()
+        tokens = np.bincount(of_pieces, plan.lengths, minlength=size).astype(np.int64).tolist()
+        return {
+            "source_examples": dict(zip(self.names, examples, strict=True)),
+            "source_tokens": dict(zip(self.names, tokens, strict=True)),
+        }
 
     @cached_property
     def lengths(self) -> Indices:

@@ -206,6 +206,9 @@ class PackedBatchSampler(ResumingSampler):
         if self._is_wrapped and sizes.counts is not None:  # all tokens are trained
             firsts = len(plan.lengths) if packing.isolate else plan.num_rows - plan.num_dummy_rows
             part.num_loss_tokens = int(plan.lengths.sum()) - firsts
+        if isinstance(self._order, MixedOrder):
+            mixture = self._order.mixture
+            part.metadata = mixture.counts_in(mixture.source_of(batch), plan)
         return part
 
     def _layout(self) -> dict[str, Any]:

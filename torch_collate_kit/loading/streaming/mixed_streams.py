@@ -8,7 +8,7 @@ every shard, and a place is that of each source and how much was read of it: not
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -24,7 +24,6 @@ from torch_collate_kit.loading.streaming.shards import Part, Stream
 from torch_collate_kit.loading.streaming.shuffled_blocks import ShuffledReader
 from torch_collate_kit.loading.streaming.skipping import WrongExamples
 from torch_collate_kit.loading.streaming.states import Place
-from torch_collate_kit.packing import PackingPlan
 
 _BEGIN = Place()
 _READ_AHEAD = 32  # entries of each source
@@ -199,19 +198,6 @@ class _MixedReader:
         if self._stop == "first_exhausted":
             return min(ends, default=None)
         return max(ends) if len(ends) == len(self._sources) else None
-
-
-def source_counts(
-    names: Sequence[str], entries: np.ndarray, plan: PackingPlan
-) -> dict[str, dict[str, int]]:
-    """Return metadata: examples and tokens of each source of a mixture, by name."""
-    of = entries["of"][plan.example_indices]
-    examples = np.bincount(of, minlength=len(names)).tolist()
-    tokens = np.bincount(of, plan.lengths, minlength=len(names)).astype(np.int64).tolist()
-    return {
-        "source_examples": dict(zip(names, examples, strict=True)),
-        "source_tokens": dict(zip(names, tokens, strict=True)),
-    }
 
 
 def open_shard(

@@ -20,7 +20,7 @@ from torch_collate_kit.batch.counts import OF_A_STEP
 from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading.skipping import Skipped, SkipPolicy
 from torch_collate_kit.loading.streaming.joined import JoinedDocuments
-from torch_collate_kit.loading.streaming.mixed_streams import MixedStream, open_shard, source_counts
+from torch_collate_kit.loading.streaming.mixed_streams import MixedStream, open_shard
 from torch_collate_kit.loading.streaming.shards import Stream
 from torch_collate_kit.loading.streaming.states import Place, Position, positions_in, state_of
 from torch_collate_kit.loading.streaming.windows import Windows
@@ -181,7 +181,7 @@ class ShardBatches:
         if isinstance(batch, Batch):  # other ranks have rows of the step
             batch.metadata = {k: v for k, v in batch.metadata.items() if k not in OF_A_STEP}
             if self._mixture is not None:
-                batch.metadata |= source_counts(self._mixture.names, entries, plan)
+                batch.metadata |= self._mixture.counts_in(entries["of"], plan)
         return batch
 
 
