@@ -192,7 +192,7 @@ def _mixture(rng: np.random.Generator, num_examples: int) -> dict[str, Any]:
         steps = np.cumsum(rng.integers(1, 6, size=2)).tolist()
         settings["schedule"] = list(zip(steps, weights[1:], strict=True))
     if rng.random() < 0.4:
-        settings["max_passes"] = [float(rng.choice([0.75, 1, 2.5])), None]
+        settings["max_passes"] = [float(rng.choice([1, 1.5, 2.5])), None]
     return settings
 
 
