@@ -10,8 +10,6 @@ from collections.abc import Callable
 
 from figures import MISSING, Results, bytes_per_token, cell, duration, ms, times
 
-__all__ = ["ANSWERS"]
-
 
 def _collate(r: Results) -> dict[str, str]:
     packed, padded = "packed, real mix", "padded, real mix"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 from torch_collate_kit.batch import Batch
@@ -10,14 +11,14 @@ from torch_collate_kit.reading.entries import DeclaredFields
 from torch_collate_kit.reading.examples import ExampleColumns
 
 
-class ForTrainer:
+class ForTrainer(ABC):
     """A collator that ``transformers.Trainer`` can use, through ``for_trainer()``."""
 
     fields: DeclaredFields
 
+    @abstractmethod
     def make_batch(self, examples: Any, *, for_trainer: bool = False) -> Batch:
         """Return the Batch of the examples; for ``transformers.Trainer`` with its checks."""
-        raise NotImplementedError
 
     def for_trainer(self) -> TrainerCollator:
         """Return the collator for ``transformers.Trainer``: calls return ``batch.model_inputs()``.

@@ -80,12 +80,12 @@ def _name(of: dict[str, Any]) -> str:
 
 
 def _figures(
-    lengths: Ints, images: ImageLoad | None, packing: PackingOptions, kind: str, **number: int
+    lengths: Ints, images: ImageLoad | None, packing: PackingOptions, kind: str, **number: Any
 ) -> dict[str, Any]:
     """Return the figures of the first steps of the epochs that a sampler makes by default."""
     ids = SimpleNamespace(pad_token_id=0, eos_token_id=0)  # "wrapped" needs an end token
     collate = PackedCollator(ids, packing=packing, normalize_loss=False)
-    sampler = PackedBatchSampler(lengths, collate, patches=images, **number)  # type: ignore[arg-type]
+    sampler = PackedBatchSampler(lengths, collate, patches=images, **number)
     num_steps, epoch = len(sampler), 0
     figures: list[tuple[float, ...]] = []
     drawn: list[tuple[Ints, Ints]] = []

@@ -133,6 +133,19 @@ def test_rows_for_trainers_are_full() -> None:
     assert collate(list(rows)[:-1]).num_tokens == 64 * (len(rows) - 1)
 
 
+def test_a_reshuffle_goes_on_from_its_state() -> None:
+    (_, sampler), (_, resumed) = part_of_rank(1, 0), part_of_rank(1, 0)
+    sampler.set_epoch(0, step=4)
+    sampler.reshuffle()
+    state = json.loads(json.dumps(sampler.state_at(0, 7)))
+    resumed.load_state_dict(state)
+    found = [sampler.examples(0, step).tolist() for step in (0, 7, 12)]
+    assert [resumed.examples(0, step).tolist() for step in (0, 7, 12)] == found
+    state["reshuffles"][0][2] += 1
+    with pytest.raises(StateError, match="state has reshuffles at"):
+        resumed.load_state_dict(state)
+
+
 def test_a_state_of_other_rows_is_refused() -> None:
     _, sampler = part_of_rank(1, 0)
     _, other = part_of_rank(1, 0, isolate=False)

@@ -52,8 +52,15 @@ class Budget(ABC):
         """Return what a state of this position holds besides it."""
         return {}
 
-    def load(self, state: Mapping[str, Any], epoch: int, step: int) -> None:  # noqa: B027
-        """Restore what ``state`` returned, into a new budget. Raises StateError if it is wrong."""
+    def load(self, state: Mapping[str, Any], epoch: int, step: int) -> None:
+        """Check the places of reshuffles, and restore what ``state`` returned into a new budget.
+
+        Raises:
+            StateError: the state is wrong.
+        """
+        made = state.get("reshuffles", [])
+        if any(s > self.num_steps(e) or p != self.place(e, s) for e, s, p in made):
+            raise impossible_reshuffles(made, epoch, step)
 
 
 class ByExamples(Budget):
@@ -107,12 +114,6 @@ class ByExamples(Budget):
     def place(self, epoch: int, step: int) -> int:
         """Return the place of the order from which on a reshuffle may change it."""
         return max(step * self._size - self._carried(epoch), 0)
-
-    def load(self, state: Mapping[str, Any], epoch: int, step: int) -> None:
-        """Check the places of reshuffles. Raises StateError if they are wrong."""
-        made = state.get("reshuffles", [])
-        if any(s > self.num_steps(e) or p != self.place(e, s) for e, s, p in made):
-            raise impossible_reshuffles(made, epoch, step)
 
     def _carried(self, epoch: int) -> int:
         """Return the number of examples of earlier epochs in the first batch of an epoch."""

@@ -107,8 +107,9 @@ class PackedBatchSampler(ResumingSampler):
         num_global = self._checked_global(batch_size, batch_rows)
         self._sizes = ExampleSizes(examples, self._collate, num_loss_tokens, patches)
         self._entries = self._sizes.entries() if num_global[0] == "batch_rows" else None
+        ordered: Any = examples if is_dataset else len(self._sizes.lengths)
         super().__init__(
-            examples if is_dataset else len(self._sizes.lengths),  # type: ignore[arg-type]
+            ordered,
             num_global=num_global,
             shuffle=shuffle,
             seed=seed,
