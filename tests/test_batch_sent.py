@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 from functools import partial
@@ -86,8 +87,10 @@ def test_batches_arrive_as_they_were_collated(context: str, strategy: str) -> No
 
 @pytest.mark.parametrize("strategy", ["file_descriptor", "file_system"])
 def test_every_batch_has_memory_of_its_own_and_frees_it(strategy: str) -> None:
+    gc.collect()  # what earlier tests left in cycles
     before = shared_mappings()
     loader = loader_of(large, 12, strategy, num_workers=1, persistent_workers=True)
+    fewest_descriptors = []
     for _ in range(2):
         batches = list(loader)
         assert shared_mappings() == before + 12
@@ -95,10 +98,11 @@ def test_every_batch_has_memory_of_its_own_and_frees_it(strategy: str) -> None:
         assert [batch["x"].unique().tolist() for batch in batches] == [
             [-1 if number == 3 else number] for number in range(12)
         ]
-        open_descriptors = [batch.metadata["descriptors"] for batch in batches]
-        assert open_descriptors[-1] <= open_descriptors[4] + 2, "the worker keeps what it sent"
+        fewest_descriptors.append(min(batch.metadata["descriptors"] for batch in batches))
         del batches
         assert shared_mappings() == before
+    # a batch that is not received yet has a few; a worker that kept them would have 12 more
+    assert fewest_descriptors[1] < fewest_descriptors[0] + 6, "the worker keeps what it sent"
 
 
 @pytest.fixture(params=["file_descriptor", "file_system"])
