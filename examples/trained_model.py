@@ -148,12 +148,12 @@ def compile_layers(model: Any, backend: str = "inductor") -> None:
 class Attention(NamedTuple):
     """The options of `Batch.model_inputs` that belong to the attention of a model."""
 
-    attention: str
+    model: str
     mask: str | None = None
     sliding_window: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.attention} with a block mask" if self.mask else self.attention
+        return f"{self.model} with a block mask" if self.mask else self.model
 
 
 def choose_attention(

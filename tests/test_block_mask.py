@@ -85,6 +85,7 @@ def test_a_block_mask_equals_one_example_at_a_time(kind: str, attention: str) ->
 def test_check_isolation_proves_it(kind: str, attention: str, training: bool) -> None:
     model = tiny_model(kind, attention).train(training)
     check_isolation(model, block_inputs(model, packed(), attention))
+    check_isolation(model, packed())  # the table of families knows that it needs the mask
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -123,8 +124,8 @@ def test_a_padded_batch_keeps_its_own_mask() -> None:
     [
         ({"mask": "blocks"}, ValueError, "mask='blocks' is unknown; use .block"),
         ({"mask": True}, ValueError, "mask=True is unknown"),
-        ({"attention": "torch_varlen"}, ValueError, '"sdpa" and "eager", got .torch_varlen.'),
-        ({"attention": "flex_attention"}, ValueError, "flex_attention takes none"),
+        ({"model": "torch_varlen"}, ValueError, '"sdpa" and "eager", got .torch_varlen.'),
+        ({"model": "flex_attention"}, ValueError, "flex_attention takes none"),
         ({"mask": None, "sliding_window": 4}, ValueError, 'sliding_window=4 without mask="b'),
         ({"sliding_window": 0}, ValueError, "at least 1, got 0; it counts the token itself"),
         ({"sliding_window": 4.0}, TypeError, r"must be an int, got 4.0 .*model\.config\.sliding_w"),
@@ -135,7 +136,7 @@ def test_what_makes_no_mask_is_refused(
 ) -> None:
     for batch in (packed(), PaddedCollator(0)(examples())):
         with pytest.raises(error, match=message):
-            batch.model_inputs(**{"attention": "sdpa", "mask": "block", **options})
+            batch.model_inputs(**{"model": "sdpa", "mask": "block", **options})
 
 
 # --- reasons -------------------------------------------------------------------------------------
@@ -150,7 +151,7 @@ def test_the_reason_is_the_mask_and_no_other_layer(kind: str, attention: str) ->
     )
     model = tiny_model(kind, attention)
     with pytest.raises(IsolationError, match=message):
-        check_isolation(model, packed())
+        check_isolation(model, packed().model_inputs(attention))
     with pytest.raises(IsolationError, match=message):  # with boundaries, which change nothing
         check_isolation(model, packed().model_inputs("torch_varlen"))
 
@@ -193,7 +194,7 @@ def test_bloom_with_torch_varlen_is_refused() -> None:
     model = tiny_model("bloom")
     with pytest.raises(ValueError, match=message):
         model(**packed_inputs([4, 3]))
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(IsolationError, match="bloom models: it takes a 2-D attention_mask only"):
         check_isolation(model, packed())
     # It added the booleans of a padded batch's mask to its scores, without a word.
     with pytest.raises(ValueError, match=message):

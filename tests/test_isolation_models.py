@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +14,6 @@ from torch_collate_kit.errors import IsolationError
 
 LAYOUTS = pytest.mark.parametrize("rows", [ONE_ROW, TWO_ROWS], ids=["one", "two"])
 MODES = pytest.mark.parametrize("training", [False, True], ids=["eval", "training"])
-WITH_STATE = ["mamba", "rwkv", "xlstm", "recurrent_gemma", "qwen3_next", "inkling2_text"]
 LAYER_LISTS = ("layer_types", "layers_block_type", "block_types")
 KINDS_OF_STATE = ("linear", "conv", "recurrent", "mamba", "hybrid")
 USES_MASKS = pytest.mark.parametrize("attention", ["eager", "sdpa"])
@@ -113,16 +110,6 @@ def test_padding_is_not_looked_at():
 # --- layers that carry state ---------------------------------------------------------------------
 
 
-@pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Packages with the names of the kernels that take boundaries can be imported."""
-    for name in ("fla", "causal_conv1d"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "__init__.py").touch()
-    monkeypatch.syspath_prepend(tmp_path)
-    assert all(importlib.util.find_spec(name) for name in ("fla", "causal_conv1d"))
-
-
 @pytest.mark.parametrize("boundaries", [{}, {"cu_seq_lens_q": torch.tensor([0, 3, 6])}])
 @pytest.mark.parametrize(
     "config",
@@ -134,20 +121,37 @@ def kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         {"get_text_config": lambda: SimpleNamespace(layer_types=["hybrid"])},
     ],
 )
-@pytest.mark.usefixtures("kernels")
-def test_recurrent_layers_are_refused(config, boundaries):
-    message = r"the model has \['.*'\] layers, which carry state from one segment.*use PaddedCollat"
+def test_recurrent_layers_of_an_unknown_model_are_refused(config, boundaries):
+    message = r"new models: its \['.*'\] layers carry state.* not in the table .*use PaddedCollator"
     with pytest.raises(IsolationError, match=message):
-        check_isolation(Toy(**config), toy_inputs([3, 3]) | boundaries)
+        check_isolation(Toy(model_type="new", **config), toy_inputs([3, 3]) | boundaries)
 
 
-@pytest.mark.parametrize("model_type", WITH_STATE)
-@pytest.mark.usefixtures("kernels")
-def test_recurrent_models_are_refused_by_their_type(model_type):
-    message = (
-        rf"{model_type} model has recurrent, convolution or linear-attention layers, .*whatever "
-        r'kernels are installed too; use PaddedCollator\(\.\.\., padding_side="right"\)'
-    )
+class GatedDeltaNet(torch.nn.Identity):
+    """A layer of which the config says nothing."""
+
+
+def test_an_unknown_model_with_a_recurrent_class_is_refused():
+    model = Toy(model_type="new")
+    model.mixer = GatedDeltaNet()
+    with pytest.raises(IsolationError, match=r"its \['GatedDeltaNet'\] layers carry state"):
+        check_isolation(model, toy_inputs([3, 3]))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "message"),
+    [
+        (
+            "mamba",
+            r"mamba models: no kernel of its Mamba-1 scan takes.* isolate_mixers\(model\)",
+        ),
+        ("inkling2_text", "in inkling2 models: its layers do not hand boundaries"),
+        ("glm5_next_text", "in glm5_next models: its sparse attention pools.*; use PaddedCollator"),
+        ("qwen3_next", r"qwen3_next models need seq_idx and cu_seq_lens_q, and the inputs are \["),
+        ("lfm2", r"lfm2 models need seq_idx, .*; pass what batch.model_inputs\(model\) returns"),
+    ],
+)
+def test_recurrent_models_are_refused_by_their_type(model_type, message):
     text = SimpleNamespace(model_type=model_type)
     for config in (
         {"model_type": model_type},
@@ -180,7 +184,7 @@ def is_refused(model_type: str) -> bool:
     try:
         check_isolation(Toy(model_type=model_type), toy_inputs([3, 3]))
     except IsolationError as error:
-        return "layers, which carry state from one segment" in str(error)
+        return "packed rows" in str(error)
     return False
 
 

@@ -11,19 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from torch_collate_kit.attention.models import (
-    attention_name,
     is_2d,
     logits_of,
     lowest_precision,
     shape_of,
-    sliding_window,
     uses_mrope,
     vocabulary,
 )
 from torch_collate_kit.attention.packed_inputs import PackedInputs, find_segments, read_inputs
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.model_inputs import block_mask
+from torch_collate_kit.batch.model_kind import ModelKind, config_of
 from torch_collate_kit.errors import IsolationError
+from torch_collate_kit.families import attention_of, sliding_window
 from torch_collate_kit.vision import VisionLayout
 
 # With deterministic kernels isolated logits do not move at all. These tolerances allow for rounding
@@ -229,7 +229,7 @@ def _check_alone(
 
 
 def _reason_of_leak(model: nn.Module, packed: PackedInputs, change: _Change, allowed: float) -> str:
-    attention, mask = attention_name(model) or "unknown", packed.inputs.get("attention_mask")
+    attention, mask = ModelKind.of(model).attention, packed.inputs.get("attention_mask")
     if is_2d(mask):
         return (
             "a 2-D attention_mask is passed, and any 2-D mask switches packed isolation off in "
@@ -277,7 +277,7 @@ def _blind_mask(
 ) -> str | None:
     """Return the reason, if a block mask stops the leak: the model's mask ignores position_ids."""
     # so do afmoe, biogpt, bloom, falcon, gpt_oss, mpt, opt and xglm in transformers 5.23
-    attention = attention_name(model)
+    attention = attention_of(config_of(model))
     if attention not in ("sdpa", "eager"):
         return None
     mask = block_mask(packed.segments.ids_RW, attention)
@@ -289,7 +289,7 @@ def _blind_mask(
         return f"perhaps {blind}, and a block mask does not help: {error}"
     if max(others.values()) > allowed * own:
         return None
-    window, _ = sliding_window(model)
+    window, _ = sliding_window(config_of(model))
     option = "" if window is None else f", sliding_window={window}"
     return (
         f"{blind} (gpt-oss, opt and falcon do so in transformers 5.23); a block mask keeps the "

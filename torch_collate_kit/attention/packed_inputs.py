@@ -11,20 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from torch_collate_kit.attention.models import (
-    attention_name,
     refuse_lost_window,
     refuse_packed_images,
-    refuse_recurrent,
-    sliding_window,
 )
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.dense import mrope_positions
-from torch_collate_kit.batch.model_inputs import needs_image_blocks
+from torch_collate_kit.batch.model_kind import ModelKind
 from torch_collate_kit.vision import VisionLayout
 from torch_collate_kit.vision.families import PIXEL_FIELDS
 from torch_collate_kit.vision.layout import ImageUnits
 
-_OF_ROWS = ("attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+_BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "cu_seqlens_cpu")
 
 
 class PackedInputs(NamedTuple):
@@ -40,7 +37,13 @@ class PackedInputs(NamedTuple):
         ids_T = self.inputs["input_ids"][where_RW]
         alone: dict[str, Any] = {}
         for name, value in self.inputs.items():
-            if name in _OF_ROWS or (images is not None and name in images.fields):
+            if name == "attention_mask" or (images is not None and name in images.fields):
+                continue
+            if name in _BOUNDARIES:
+                alone[name] = value.new_tensor([0, len(ids_T)])
+                continue
+            if name in ("max_length_q", "max_length_k"):
+                alone[name] = len(ids_T)
                 continue
             is_per_cell = isinstance(value, Tensor) and value.shape[:2] == where_RW.shape
             alone[name] = value[where_RW][None] if is_per_cell else value
@@ -71,7 +74,9 @@ def read_inputs(
             "pass a batch with at least two packed examples"
         )
     if len(segments.rows) > len(set(segments.rows)):
-        refuse_recurrent(model)
+        kind = ModelKind.of(model)
+        kind.refuse_packed()
+        kind.refuse_missing(inputs)
         refuse_packed_images(model, inputs, vision)
     if vision is None and "pixel_values" in inputs:
         raise ValueError(
@@ -91,10 +96,7 @@ def _model_inputs(
             f"vision must be a VisionLayout, got {type(vision).__name__}; pass collator.vision"
         )
     if isinstance(batch, Batch):
-        attention, options = attention_name(model) or "sdpa", dict[str, Any]()
-        if needs_image_blocks(batch, batch.stored()) and attention in ("sdpa", "eager"):
-            options = {"mask": "block", "sliding_window": sliding_window(model)[0]}
-        inputs = batch.model_inputs(attention, labels=False, **options)
+        inputs = batch.model_inputs(model, labels=False)
         vision = batch.placement.vision if vision is None and batch.placement else vision
     else:
         inputs = {name: value for name, value in batch.items() if name != "labels"}

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from torch_collate_kit._checks import needed_package
 from torch_collate_kit.attention.kernels import Segments, attend, load_kernel, same_dtype
-from torch_collate_kit.attention.models import sliding_window as window_of
+from torch_collate_kit.batch.model_kind import config_of
+from torch_collate_kit.families import sliding_window
 
 # transformers looks for "flash", "sdpa" and "flex_attention" in the name; it must contain none.
 _NAME = "torch_varlen"
@@ -204,7 +205,7 @@ def _refuse_unsupported(
         )
     for option, what in _UNSUPPORTED.items():
         if kwargs.get(option) is not None:
-            window, _ = window_of(module)
+            window, _ = sliding_window(config_of(module))
             also = "" if window is None else f" and sliding_window={window}"
             raise ValueError(
                 f"{_NAME} cannot do {what}, but {name} passes {option}; use "
@@ -248,7 +249,7 @@ def _mask_without_boundaries(
     if module.training:
         raise ValueError(
             f"{_NAME} got no cu_seq_lens_q in training, so packed rows would leak; pass what "
-            f'Batch.model_inputs(attention="{_NAME}") returns, or use attn_implementation="sdpa" '
+            f'Batch.model_inputs("{_NAME}") returns, or use attn_implementation="sdpa" '
             "for padded batches"
         )
     mask = attention_mask.build() if isinstance(attention_mask, _DeferredMask) else attention_mask
@@ -275,6 +276,6 @@ def _refuse_restarts(position_ids: Tensor | None, mask: Tensor | None) -> None:
     if leaks:
         raise ValueError(
             "position_ids restart inside a row, but neither cu_seq_lens_q nor a mask separates the "
-            f'segments; pass what Batch.model_inputs(attention="{_NAME}") returns, '
+            f'segments; pass what Batch.model_inputs("{_NAME}") returns, '
             "which includes use_cache=False"
         )

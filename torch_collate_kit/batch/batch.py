@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torch_collate_kit._checks import checked_int
 from torch_collate_kit.batch import rows
@@ -279,7 +279,7 @@ class Batch(Counted, Mapping[str, Field]):
 
     def model_inputs(
         self,
-        attention: str | Mapping[str, str] = "torch_varlen",
+        model: nn.Module | str | Mapping[str, str] = "torch_varlen",
         *,
         labels: bool = True,
         mask: Literal["block"] | None = None,
@@ -289,17 +289,23 @@ class Batch(Counted, Mapping[str, Field]):
 
         ``input_ids``, ``position_ids``, ``use_cache=False``, ``labels`` unless False, and fields of
         images. A padded batch adds ``attention_mask``; a packed one never does: with a 2-D mask
-        transformers ignores the segments. For varlen ``attention`` (a name, or a dict as
-        ``attn_implementation``) it adds ``cu_seq_lens_q/k`` (int32) and ``max_length_q/k`` (ints).
-        ``mask="block"`` ("sdpa", "eager"; docs/contract.md names the models that need it) adds a
-        causal mask ``[R, 1, W, W]`` of a block per segment; with ``sliding_window``, that of the
-        model's config, a dict of two masks.
+        transformers ignores the segments. ``model`` decides the rest by its config, or is the name
+        of its attention, or a dict as ``attn_implementation``, of a model that is not recurrent:
+
+        - varlen attention gets ``cu_seq_lens_q/k`` (int32) and ``max_length_q/k`` (ints);
+        - a hybrid model what its family reads of these and of ``seq_idx`` (int32), ``cu_seqlens``
+          and ``cu_seqlens_cpu`` (in host memory); with kernels that take one row, all fields are
+          ``[1, R * W]``, and the logits too (docs/isolation.md has the table);
+        - a model whose mask ignores positions, and any with ``mask="block"`` ("sdpa", "eager"), a
+          causal mask ``[R, 1, W, W]`` of a block per segment; with ``sliding_window``, by default
+          that of the model, a dict of two masks.
 
         Raises:
             ValueError: an unknown name, or one without the other it needs; more cells than int32.
+            IsolationError: a model in which packed rows, or rows padded on the left, are wrong.
         """
         return model_inputs(
-            self, self.stored(), attention, labels=labels, mask=mask, sliding_window=sliding_window
+            self, self.stored(), model, labels=labels, mask=mask, sliding_window=sliding_window
         )
 
     def explain(

@@ -11,18 +11,17 @@ import torch
 from torch import Tensor
 
 from torch_collate_kit._checks import checked_bool, checked_int
+from torch_collate_kit.batch.model_kind import ModelKind
 from torch_collate_kit.batch.storage import Storage
 from torch_collate_kit.ragged import Ragged
 
-_VARLEN_ATTENTION = ("torch_varlen", *(f"flash_attention_{version}" for version in (2, 3, 4)))
-_MASK_ATTENTION = ("sdpa", "eager", "flex_attention")
 _MAX_CELLS = 2**31 - 1  # of all rows: boundaries are int32
 
 
 def model_inputs(
     batch: Mapping[str, Any],
     stored: Storage,
-    attention: str | Mapping[str, str],
+    model: Any,
     *,
     labels: bool,
     mask: Any,
@@ -30,35 +29,91 @@ def model_inputs(
 ) -> dict[str, Any]:
     """Return ``Batch.model_inputs`` of its dense fields and its content."""
     checked_bool("labels", labels)
-    attention, is_varlen = _checked_attention(attention)
-    _refuse_unknown_mask(attention, mask, sliding_window)
+    kind = ModelKind.of(model)
+    _refuse_unknown_mask(kind, mask, sliding_window)
+    is_packed, has_image_blocks = "cu_seq_lens" in batch, needs_image_blocks(batch, stored)
+    is_blind = kind.is_known and (has_image_blocks or kind.family.blind_mask)
+    if mask is None and is_packed and is_blind and kind.takes_mask:
+        mask, sliding_window = "block", kind.window
     inputs = {"input_ids": batch["input_ids"], **_positions_and_images(batch, stored)}
     if labels and "labels" in batch:
         inputs["labels"] = batch["labels"]
-    inputs["use_cache"] = False
-    if mask is None and needs_image_blocks(batch, stored):
+    if mask is None and has_image_blocks:
         raise ValueError(
             "packed images attend within themselves, and transformers loses sight of them where "
-            'positions restart; pass attention="sdpa", mask="block" and '
+            'positions restart; pass the model, or "sdpa", mask="block" and '
             "sliding_window=model.config.text_config.sliding_window"
         )
-    if "cu_seq_lens" not in batch:
-        inputs["attention_mask"] = batch["attention_mask"]
-    elif is_varlen or mask is not None:
-        shape = inputs["input_ids"].shape
-        flat = _flat_cu_seq_lens(batch["cu_seq_lens"], shape[1])
-        if mask is not None:
-            cells = torch.arange(shape.numel(), device=flat.device, dtype=flat.dtype)
-            segments = torch.searchsorted(flat[1:], cells, right=True).view(shape)
-            images = _images_of_cells(batch, stored)
-            inputs["attention_mask"] = block_mask(
-                segments, attention, window=sliding_window, images_RW=images
-            )
-            return inputs
-        inputs["cu_seq_lens_q"] = inputs["cu_seq_lens_k"] = flat
-        longest = max(stored.row_metadata["max_segment_length"], default=0)
-        inputs["max_length_q"] = inputs["max_length_k"] = longest
+    if not is_packed:
+        if _has_left_pads(stored):
+            kind.refuse_left_padding()
+        return inputs | {"use_cache": False, "attention_mask": batch["attention_mask"]}
+    kind.refuse_packed()
+    if kind.takes_one_row:
+        inputs = _as_one_row(inputs)
+    inputs["use_cache"] = False
+    if mask is not None or kind.keywords:
+        inputs |= _boundaries(batch, stored, kind, mask, sliding_window, inputs["input_ids"].shape)
     return inputs
+
+
+def _has_left_pads(stored: Storage) -> bool:
+    """Check, in host memory, whether a padded row begins with pads."""
+    placement = stored.columns.placement
+    return placement is not None and bool((placement.segments["starts"].values > 0).any())
+
+
+def _as_one_row(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return fields of cells ``[..., R, W]`` as ``[..., 1, R * W]``."""
+    rows = inputs["input_ids"].shape
+    return {
+        name: value.reshape(*value.shape[:-2], 1, rows.numel())
+        if isinstance(value, Tensor) and value.shape[-2:] == rows
+        else value
+        for name, value in inputs.items()
+    }
+
+
+def _boundaries(
+    batch: Mapping[str, Any],
+    stored: Storage,
+    kind: ModelKind,
+    mask: Any,
+    window: int | None,
+    shape: torch.Size,
+) -> dict[str, Any]:
+    """Return what tells the segments apart, by the model's keywords, and the block mask."""
+    per_row = batch["cu_seq_lens"]
+    width = shape.numel() // len(per_row) if len(per_row) else 0
+    flat = _flat_cu_seq_lens(per_row, width)
+    cells = torch.arange(shape.numel(), device=flat.device, dtype=flat.dtype)
+    segments = torch.searchsorted(flat[1:], cells, right=True, out_int32=True).view(shape)
+    found: dict[str, Any] = {}
+    if mask is not None:
+        images = _images_of_cells(batch, stored)
+        found["attention_mask"] = block_mask(
+            segments, kind.attention, window=window, images_RW=images
+        )
+    longest = max(stored.row_metadata["max_segment_length"], default=0)
+    for keyword in kind.keywords:
+        if keyword == "cu_seq_lens":
+            found |= {"cu_seq_lens_q": flat, "cu_seq_lens_k": flat}
+            found |= {"max_length_q": longest, "max_length_k": longest}
+        elif keyword == "cu_seqlens_cpu":
+            found[keyword] = _on_host(flat, stored)
+        else:
+            found[keyword] = segments if keyword == "seq_idx" else flat
+    return found
+
+
+def _on_host(flat: Tensor, stored: Storage) -> Tensor:
+    """Return the boundaries in host memory, without waiting unless they were replaced."""
+    placement = stored.columns.placement
+    if placement is None or "cu_seq_lens" in stored.given:
+        return flat.cpu()
+    rows = len(placement.segments["starts"])
+    bounds = np.append(placement.first_cells(), rows * placement.width)
+    return torch.from_numpy(bounds.astype(np.int32))
 
 
 def _positions_and_images(batch: Mapping[str, Any], stored: Storage) -> dict[str, Any]:
@@ -117,38 +172,12 @@ def _images_of_cells(batch: Mapping[str, Any], stored: Storage) -> Tensor | None
     return torch.where(is_image == 1, number, -1).view(batch["token_type_ids"].shape)
 
 
-def _checked_attention(attention: Any) -> tuple[str, bool]:
-    """Return the text model's attention, and whether it reads boundaries."""
-    if isinstance(attention, Mapping):
-        example = '{"text_config": "torch_varlen", "vision_config": "sdpa"}'
-        if "text_config" not in attention:
-            raise ValueError(
-                f"attention={dict(attention)} has no text_config, whose attention gets the packed "
-                f"rows; pass the attn_implementation of the model, such as {example}"
-            )
-        for part, name in attention.items():
-            if part not in ("", "text_config") and name == "torch_varlen":
-                raise ValueError(
-                    f'attention "torch_varlen" for {part}: it is causal, and a vision tower is '
-                    f"not; load the model with attn_implementation={example}"
-                )
-        attention = attention["text_config"]
-    is_kernel = isinstance(attention, str) and "/" in attention and "flash" in attention
-    if not is_kernel and attention not in (*_VARLEN_ATTENTION, *_MASK_ATTENTION):
-        known = ", ".join((*_VARLEN_ATTENTION, *_MASK_ATTENTION))
-        raise ValueError(
-            f"attention={attention!r} is unknown; use one of {known}, or a kernel of the Hugging "
-            "Face Hub such as kernels-community/flash-attn2"
-        )
-    return attention, attention not in _MASK_ATTENTION
-
-
-def _refuse_unknown_mask(attention: str, mask: Any, sliding_window: Any) -> None:
+def _refuse_unknown_mask(kind: ModelKind, mask: Any, sliding_window: Any) -> None:
     if mask not in (None, "block"):
         raise ValueError(f'mask={mask!r} is unknown; use "block", or None for no mask')
-    if mask is not None and attention not in ("sdpa", "eager"):
+    if mask is not None and not kind.takes_mask:
         raise ValueError(
-            f'mask="block" is for attention "sdpa" and "eager", got {attention!r}; '
+            f'mask="block" is for attention "sdpa" and "eager", got {kind.attention!r}; '
             "attention that reads boundaries needs no mask, flex_attention takes none of this kind"
         )
     if sliding_window is None:

@@ -5,7 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
+from torch import nn
+
 from torch_collate_kit.batch import Batch
+from torch_collate_kit.batch.model_inputs import model_inputs
+from torch_collate_kit.batch.model_kind import ModelKind
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.reading.entries import DeclaredFields
 from torch_collate_kit.reading.examples import ExampleColumns
@@ -20,21 +24,25 @@ class ForTrainer(ABC):
     def make_batch(self, examples: Any, *, for_trainer: bool = False) -> Batch:
         """Return the Batch of the examples; for ``transformers.Trainer`` with its checks."""
 
-    def for_trainer(self) -> TrainerCollator:
+    def for_trainer(self, model: nn.Module | None = None) -> TrainerCollator:
         """Return the collator for ``transformers.Trainer``: calls return ``batch.model_inputs()``.
+
+        With ``model`` they return ``batch.model_inputs(model)``. The model is read now, so call
+        ``isolate_mixers`` first.
 
         Examples must have a loss target, or the collator ``train_all=True``: Trainer removes a
         ``loss_mask`` column before the collator sees it.
 
         Raises:
             ValueError: the collator declares fields, which model inputs do not have.
+            IsolationError: packed rows are wrong in the model.
 
         >>> from torch_collate_kit import PackedCollator
         >>> collate = PackedCollator(0, max_tokens=6).for_trainer()
         >>> sorted(collate([{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}]))[:4]
         ['cu_seq_lens_k', 'cu_seq_lens_q', 'input_ids', 'labels']
         """
-        return TrainerCollator(self)
+        return TrainerCollator(self, model)
 
 
 class TrainerCollator:
@@ -50,13 +58,15 @@ class TrainerCollator:
     tensor([[-100,    6]])
     """
 
-    def __init__(self, collate: ForTrainer) -> None:
+    def __init__(self, collate: ForTrainer, model: Any = None) -> None:
         if collate.fields:
             raise ValueError(
                 f"for_trainer() returns what a model reads, so {', '.join(collate.fields)} would "
                 "be lost; take the Batch, and batch.model_inputs() for the model"
             )
         self.collate = collate
+        # not the model itself, which would be sent to the workers of a DataLoader
+        self._kind = ModelKind.of("torch_varlen" if model is None else model)
 
     def __repr__(self) -> str:
         return f"{self.collate!r}.for_trainer()"
@@ -73,7 +83,9 @@ class TrainerCollator:
                     f"{float(odd[0]):g}; give masks (and weights of examples) of 0 and 1, or take "
                     "the Batch and token_loss"
                 )
-        return batch.model_inputs()
+        return model_inputs(
+            batch, batch.stored(), self._kind, labels=True, mask=None, sliding_window=None
+        )
 
 
 def check_targets(columns: ExampleColumns, train_all: bool) -> None:

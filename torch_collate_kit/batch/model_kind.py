@@ -1,0 +1,150 @@
+"""Properties of a model that decide its inputs: its attention, and its family in the table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from torch_collate_kit.errors import IsolationError
+from torch_collate_kit.families import (
+    ISOLATED,
+    NO_FAMILY,
+    Family,
+    attention_of,
+    family_of,
+    left_padding_fault,
+    sliding_window,
+)
+
+_VARLEN_ATTENTION = ("torch_varlen", *(f"flash_attention_{version}" for version in (2, 3, 4)))
+_MASK_ATTENTION = ("sdpa", "eager", "flex_attention")
+_PAD_ON_THE_RIGHT = 'use PaddedCollator(..., padding_side="right")'
+
+
+@dataclass(frozen=True)
+class ModelKind:
+    """Properties of a model; of the name of an attention alone, no family and no window."""
+
+    attention: str
+    family: Family = NO_FAMILY
+    is_isolated: bool = False
+    """Whether ``isolate_mixers`` runs its mixers segment by segment."""
+    window: int | None = None
+    is_known: bool = False
+    """Whether this is read from a model, and not the name of an attention."""
+    left_padding_fault: str = ""
+
+    @classmethod
+    def of(cls, model: Any) -> ModelKind:
+        """Read a model, the name of its attention, or its ``attn_implementation``."""
+        if isinstance(model, cls):
+            return model
+        if not isinstance(model, nn.Module):
+            return cls(_checked_attention(model))
+        config = config_of(model)
+        if config is None:
+            raise ValueError(
+                f"{type(model).__name__} has no config, so its inputs are unknown; pass the name "
+                "of its attention"
+            )
+        modules = list(model.modules())
+        return cls(
+            _checked_attention(attention_of(config) or "sdpa"),
+            family_of(config, {type(module).__name__ for module in modules}),
+            any(hasattr(module, ISOLATED) for module in modules),
+            sliding_window(config)[0],
+            is_known=True,
+            left_padding_fault=left_padding_fault(config),
+        )
+
+    @property
+    def takes_mask(self) -> bool:
+        """Whether its attention reads a mask of a block per segment."""
+        return self.attention in ("sdpa", "eager")
+
+    @property
+    def keywords(self) -> tuple[str, ...]:
+        """The inputs that its attention and mixers read, ``cu_seq_lens`` for four of them."""
+        varlen = () if self.attention in _MASK_ATTENTION else ("cu_seq_lens",)
+        of_mixers = ("cu_seq_lens", "cu_seqlens_cpu") if self.is_isolated else self.family.keywords
+        return (*varlen, *of_mixers)
+
+    @property
+    def takes_one_row(self) -> bool:
+        """Whether all rows are passed as one."""
+        return self.family.one_row and not self.is_isolated
+
+    def refuse_packed(self) -> None:
+        """Refuse packed rows if the table has a reason."""
+        family = self.family
+        if family.refused:
+            raise IsolationError(
+                f"packed rows are not isolated in {family.name} models: {family.refused}; "
+                f"{_PAD_ON_THE_RIGHT}"
+            )
+        if family.needs_isolation and not self.is_isolated:
+            raise IsolationError(
+                f"packed rows are not isolated in {family.name} models: {family.needs_isolation}; "
+                f"call isolate_mixers(model), or {_PAD_ON_THE_RIGHT}"
+            )
+
+    def refuse_missing(self, inputs: Mapping[str, Any]) -> None:
+        """Refuse inputs of packed rows that lack what the mixers read."""
+        needed = [name.replace("seq_lens", "seq_lens_q") for name in self.family.keywords]
+        if self.is_isolated:
+            needed = ["cu_seq_lens_q"]
+        missing = [name for name in needed if name not in (*inputs, "cu_seqlens_cpu")]
+        if missing:
+            raise IsolationError(
+                f"packed rows of {self.family.name} models need {' and '.join(missing)}, and the "
+                f"inputs are {sorted(inputs)}; pass what batch.model_inputs(model) returns"
+            )
+        rows = len(inputs["input_ids"])
+        if self.takes_one_row and rows > 1:
+            raise IsolationError(
+                f"the kernels of {self.family.name} models take one row, and the inputs have "
+                f"{rows}; pass what batch.model_inputs(model) returns, which is [1, R * W]"
+            )
+
+    def refuse_left_padding(self) -> None:
+        """Refuse rows padded on the left if the table has a reason."""
+        if self.left_padding_fault:
+            raise IsolationError(
+                f"rows padded on the left are wrong in {self.family.name} models: "
+                f"{self.left_padding_fault}; {_PAD_ON_THE_RIGHT}"
+            )
+
+
+def config_of(model: nn.Module) -> Any:
+    """Return the config of a model, also inside DistributedDataParallel and similar wrappers."""
+    inner = getattr(model, "module", model)
+    return getattr(inner if isinstance(inner, nn.Module) else model, "config", None)
+
+
+def _checked_attention(attention: Any) -> str:
+    """Return the attention of the text model."""
+    if isinstance(attention, Mapping):
+        example = '{"text_config": "torch_varlen", "vision_config": "sdpa"}'
+        if "text_config" not in attention:
+            raise ValueError(
+                f"attention={dict(attention)} has no text_config, whose attention gets the packed "
+                f"rows; pass the attn_implementation of the model, such as {example}"
+            )
+        for part, name in attention.items():
+            if part not in ("", "text_config") and name == "torch_varlen":
+                raise ValueError(
+                    f'attention "torch_varlen" for {part}: it is causal, and a vision tower is '
+                    f"not; load the model with attn_implementation={example}"
+                )
+        attention = attention["text_config"]
+    is_kernel = isinstance(attention, str) and "/" in attention and "flash" in attention
+    if not is_kernel and attention not in (*_VARLEN_ATTENTION, *_MASK_ATTENTION):
+        known = ", ".join((*_VARLEN_ATTENTION, *_MASK_ATTENTION))
+        raise ValueError(
+            f"attention={attention!r} is unknown; use one of {known}, or a kernel of the Hugging "
+            "Face Hub such as kernels-community/flash-attn2"
+        )
+    return str(attention)
