@@ -84,17 +84,17 @@ def _boundaries(
 ) -> dict[str, Any]:
     """Return what tells the segments apart, by the model's keywords, and the block mask."""
     per_row = batch["cu_seq_lens"]
-    width = shape.numel() // len(per_row) if len(per_row) else 0
-    flat = _flat_cu_seq_lens(per_row, width)
-    cells = torch.arange(shape.numel(), device=flat.device, dtype=flat.dtype)
-    segments = torch.searchsorted(flat[1:], cells, right=True, out_int32=True).view(shape)
+    flat = _flat_cu_seq_lens(per_row, shape.numel() // max(len(per_row), 1))
+    longest = max(stored.row_metadata["max_segment_length"], default=0)
     found: dict[str, Any] = {}
+    if mask is not None or "seq_idx" in kind.keywords:
+        cells = torch.arange(shape.numel(), device=flat.device, dtype=flat.dtype)
+        segments = torch.searchsorted(flat[1:], cells, right=True, out_int32=True).view(shape)
     if mask is not None:
         images = _images_of_cells(batch, stored)
         found["attention_mask"] = block_mask(
             segments, kind.attention, window=window, images_RW=images
         )
-    longest = max(stored.row_metadata["max_segment_length"], default=0)
     for keyword in kind.keywords:
         if keyword == "cu_seq_lens":
             found |= {"cu_seq_lens_q": flat, "cu_seq_lens_k": flat}
