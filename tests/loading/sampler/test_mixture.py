@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -210,6 +211,31 @@ def test_it_is_a_dataset_of_its_sources_end_to_end():
     assert [row["source"] for row in rows] == [[("web", "math")], [("web", "math")], [("web",)]]
 
 
+@pytest.mark.parametrize("by_rows", [None, "balanced", "wrapped"])
+def test_a_source_that_reaches_its_passes_is_logged_once_in_an_epoch(by_rows, caplog):
+    lengths = np.random.default_rng(3).integers(1, 9, 60)
+    options = {"weights": [1, 1], "max_passes": [3, None], "stop": "all_exhausted", "by": "tokens"}
+    mixture = Mixture([lengths[:6], lengths[6:]], **options, names=["math", "web"])
+    if by_rows is None:
+        sampler, window = PrefetchingSampler(mixture, batch_size=4), 1
+    else:
+        tokenizer = SimpleNamespace(pad_token_id=0, eos_token_id=1)
+        collate = PackedCollator(tokenizer, max_tokens=16, strategy=by_rows, normalize_loss=False)
+        sampler, window = PackedBatchSampler(mixture, collate, batch_rows=1, window=3), 3
+    last = max(k for k in range(len(sampler)) if (sampler.examples(0, k) < 6).any())
+    assert not caplog.records
+    list(sampler)
+    [record] = caplog.records
+    step = last // window * window
+    assert record.getMessage() == (
+        f"epoch 0, step {step}: source 'math' has been read max_passes=3 times; from here on its "
+        "weight goes to the others"
+    )
+    resumed = iter(sampler)  # of the next epoch, from its begin
+    next(resumed), next(resumed)
+    assert [of.getMessage()[:16] for of in caplog.records[1:]] == ["epoch 1, step 0:"]
+
+
 BAD = [
     (([],), {}, ValueError, "sources must be a sequence of at least one dataset or number"),
     (([3, 0],), {}, ValueError, "sources[1] must be at least 1, got 0"),
@@ -218,6 +244,18 @@ BAD = [
     (([3, 2],), {"weights": [1, -1]}, ValueError, "weights[1] must be a finite number of at leas"),
     (([3, 2],), {"weights": [1, "1"]}, ValueError, "weights[1] must be a finite number of at lea"),
     (([3, 2],), {"by": "tokens"}, ValueError, "the length of every example is needed, and source"),
+    (
+        ([[3, 2]],),
+        {"by": "tokens"},
+        ValueError,
+        "pass np.array(source) if the numbers in this list",
+    ),
+    (
+        ([[{}]],),
+        {"by": "tokens"},
+        ValueError,
+        "sources[0] has no lengths; pass TokenizedDataset(so",
+    ),
     (([3, 2],), {"stop": "first"}, ValueError, "stop must be one of 'first_exhausted', 'all_exha"),
     (([3, 2],), {"names": [1, 2]}, ValueError, "names must be 2 different strings, one for each"),
     (([3, 2],), {"names": ["a", "a"]}, ValueError, "names must be 2 different strings, one for e"),

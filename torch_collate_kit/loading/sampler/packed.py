@@ -39,7 +39,7 @@ class PackedBatchSampler(ResumingSampler):
 
     Args:
         examples: a ``TokenizedDataset``, a ``Mixture`` of them, or the number of tokens of every
-            example, ints [N].
+            example, ints [N] (an int64 array is read in place: do not change it meanwhile).
         collate: the ``PackedCollator`` of the DataLoader, or a collator around one. Its ``packing``
             says how rows are filled, and for how many ranks (``packing.parallel.dp``).
         batch_size: examples of a step over all ranks.
