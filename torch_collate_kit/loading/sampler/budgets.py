@@ -22,6 +22,16 @@ class Step(NamedTuple):
     plan: PackingPlan | None = None
 
 
+class Windows(NamedTuple):
+    """How many rows a step has, and how they are planned."""
+
+    batch_rows: int
+    window: int
+    """Steps that are planned together."""
+    group: int
+    """Rows that cost alike, for ranks to compute at the same time."""
+
+
 class Budget(ABC):
     """The steps of the epochs of an order."""
 

@@ -19,7 +19,7 @@ from torch_collate_kit.loading.orders.checks import (
 from torch_collate_kit.loading.orders.mixed_order import MixedOrder
 from torch_collate_kit.loading.orders.order import Order
 from torch_collate_kit.loading.sampler import long_epochs
-from torch_collate_kit.loading.sampler.budgets import Budget, Step
+from torch_collate_kit.loading.sampler.budgets import Budget, Step, Windows
 from torch_collate_kit.packing import PackingOptions
 from torch_collate_kit.packing.pieces import ImageLoad
 from torch_collate_kit.packing.steps import WindowPlan, num_rows_needed, num_that_fit, plan_window
@@ -59,17 +59,15 @@ class ByRows(Budget):
         tail: str,
         entries: Entries,
         packing: PackingOptions,
-        *,
-        batch_rows: int,
-        window: int,
-        group: int,
+        windows: Windows,
     ) -> None:
         super().__init__(order, tail)
-        self.batch_rows, self.window, self.group = batch_rows, window, group
+        self.batch_rows, self.window, self.group = windows
         self._entries, self._packing = entries, packing
         mean = max(1.0, float(entries.lengths[:1_000_000].mean()))
-        per_window = batch_rows * window * packing.max_tokens / mean
-        self._guess = int(min(per_window * 1.1, len(entries.lengths))) + batch_rows * window
+        num_rows = self.batch_rows * self.window
+        per_window = num_rows * packing.max_tokens / mean
+        self._guess = int(min(per_window * 1.1, len(entries.lengths))) + num_rows
         self._starts: dict[int, dict[int, int]] = {}  # [epoch][first step of a window]: its place
         self._windows: dict[tuple[int, int], _Window] = {}
         self._planned: tuple[int, _Window, Indices, WindowPlan] | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sized
 from typing import Any
@@ -22,10 +21,6 @@ from torch_collate_kit.loading.orders.order import Order, ShuffledOrder, UserOrd
 from torch_collate_kit.loading.orders.states import Growth
 from torch_collate_kit.loading.sampler.budgets import Budget, Step
 from torch_collate_kit.loading.sampler.source_limits import SourceLimits
-
-_VERSION = 4
-NEW_RUN = "build the sampler with the arguments of the saved run, or start without the state"
-_logger = logging.getLogger("torch_collate_kit.loading")
 
 
 class StepIterator(Iterator[Any]):
@@ -111,7 +106,13 @@ class EpochSampler(ABC):
                 "a Mixture has an order of its own, and sources of fixed sizes; leave out order= "
                 "and allow_appended="
             )
-        return MixedOrder(examples, seed=self._seed, shuffle=self._shuffle)
+        return MixedOrder(
+            examples,
+            seed=self._seed,
+            shuffle=self._shuffle,
+            lengths=self._entry_lengths(),
+            offsets=self._piece_offsets(),
+        )
 
     def _set_order(self, order: Order) -> None:
         self._order, self._budget = order, self._new_budget(order)
@@ -126,6 +127,10 @@ class EpochSampler(ABC):
 
     def _piece_offsets(self) -> Indices | None:
         """Return where the pieces of each example begin, if the order is one of pieces."""
+        return None
+
+    def _entry_lengths(self) -> Indices | None:
+        """Return the tokens of what is ordered, if the sampler has them."""
         return None
 
     def _num_steps(self, epoch: int) -> int:
