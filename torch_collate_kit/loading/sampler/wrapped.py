@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 
 from torch_collate_kit.loading.orders.checks import Indices
+from torch_collate_kit.loading.orders.mixed_order import MixedOrder
 from torch_collate_kit.loading.orders.order import Order
 from torch_collate_kit.loading.orders.token_sums import TokenSums
 from torch_collate_kit.loading.sampler.budgets import Budget, Step, Windows
@@ -30,6 +31,11 @@ class ByTokens(Budget):
         windows: Windows,
     ) -> None:
         super().__init__(order, tail)
+        if isinstance(order, MixedOrder) and order.breaks:
+            raise ValueError(
+                'the schedule of a Mixture begins its stages at examples, and strategy="wrapped" '
+                "cuts them; leave the schedule out, use another strategy, or batch_size="
+            )
         self.batch_rows, self.window, self.group = windows
         self._lengths, self._packing = lengths, packing
         self._per_step = self.batch_rows * packing.capacity
