@@ -27,7 +27,7 @@ from torch_collate_kit.packing import PackingOptions, PackingPlan, RankPlan
 from torch_collate_kit.packing.options import ParallelLayout, common_options
 from torch_collate_kit.packing.pieces import ImageLoad, Patches, image_load
 from torch_collate_kit.packing.planner import pack, plan_rows
-from torch_collate_kit.packing.rank_plan import PlannedExamples, joined_rows
+from torch_collate_kit.packing.rank_plan import PlannedExamples, joined_rows, named_in_errors
 from torch_collate_kit.ragged import unchecked
 from torch_collate_kit.reading.entries import DeclaredFields, joined
 from torch_collate_kit.reading.examples import ExampleColumns
@@ -143,6 +143,10 @@ class PackedCollator(Collator, ForTrainer):
     def make_batch(self, examples: Any, *, for_trainer: bool = False) -> Batch:
         """Return the Batch of the examples; for ``transformers.Trainer`` with its checks."""
         examples = joined_rows(examples)
+        with named_in_errors(examples):
+            return self._made(examples, for_trainer=for_trainer)
+
+    def _made(self, examples: Any, *, for_trainer: bool) -> Batch:
         if isinstance(examples, PlannedExamples):
             part = examples.part
             self._check_part(part, normalize_loss=self.normalize_loss and not for_trainer)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -244,11 +246,26 @@ class PlannedExamples:
     examples: Any
     """A list or columns: the examples at ``plan.indices`` in that order; for a whole batch, all
     that the plan numbers."""
+    name: Callable[[int], str] | None = None
+    """Returns what an error calls an example, from its place; by default "example" and this."""
 
     @property
     def part(self) -> RankPlan:
         """The plan, as the share of one rank or as all of it."""
         return RankPlan(self.plan) if isinstance(self.plan, PackingPlan) else self.plan
+
+
+@contextmanager
+def named_in_errors(examples: Any) -> Iterator[None]:
+    """Let a DataError say ``PlannedExamples.name`` of an example in place of its place."""
+    try:
+        yield
+    except DataError as error:
+        name = examples.name if isinstance(examples, PlannedExamples) else None
+        if name is None:
+            raise
+        message = re.sub(r"\bexample (\d+)\b", lambda found: name(int(found[1])), str(error))
+        raise DataError(message).with_traceback(error.__traceback__) from None
 
 
 class PlannedRow(ABC):

@@ -86,7 +86,7 @@ def _figures(
     ids = SimpleNamespace(pad_token_id=0, eos_token_id=0)  # "wrapped" needs an end token
     collate = PackedCollator(ids, packing=packing, normalize_loss=False)
     sampler = PackedBatchSampler(lengths, collate, patches=images, **number)
-    num_steps, epoch = len(sampler), 0
+    num_steps, epoch = sampler.count_steps(), 0
     figures: list[tuple[float, ...]] = []
     drawn: list[tuple[Ints, Ints]] = []
     while len(figures) < _MOST_STEPS:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -210,6 +211,36 @@ def test_it_is_a_dataset_of_its_sources_end_to_end():
     assert [row["source"] for row in rows] == [[("web", "math")], [("web", "math")], [("web",)]]
 
 
+@pytest.mark.parametrize("by_rows", [None, "balanced", "wrapped"])
+def test_a_source_that_reaches_its_passes_is_logged_once_in_an_epoch(by_rows, caplog):
+    lengths = np.random.default_rng(3).integers(1, 9, 60)
+    options = {"max_passes": [3, 2, None], "stop": "all_exhausted", "by": "tokens"}
+    sources, names = [lengths[:6], lengths[6:11], lengths[11:]], ["math", "code", "web"]
+    mixture = Mixture(sources, weights=[1, 2, 2], **options, names=names)
+    if by_rows is None:
+        sampler, window = PrefetchingSampler(mixture, batch_size=4), 1
+    else:
+        tokenizer = SimpleNamespace(pad_token_id=0, eos_token_id=1)
+        collate = PackedCollator(tokenizer, max_tokens=16, strategy=by_rows, normalize_loss=False)
+        sampler, window = PackedBatchSampler(mixture, collate, batch_rows=1, window=3), 3
+    expected = {}
+    for step in range(len(sampler)):
+        for source in mixture.source_of(sampler.examples(0, step)):
+            expected[source] = step // window * window
+    assert not caplog.records
+    list(sampler)
+    assert sorted(record.getMessage() for record in caplog.records) == sorted(
+        f"epoch 0, step {expected[source]}: source {names[source]!r} has been read "
+        f"max_passes={passes} times; from here on its weight goes to the others"
+        for source, passes in enumerate([3, 2])
+    )
+    caplog.clear()
+    following = iter(sampler)
+    next(following), next(following)
+    assert {of.getMessage()[:16] for of in caplog.records} == {"epoch 1, step 0:"}
+    assert len(caplog.records) == 2
+
+
 BAD = [
     (([],), {}, ValueError, "sources must be a sequence of at least one dataset or number"),
     (([3, 0],), {}, ValueError, "sources[1] must be at least 1, got 0"),
@@ -218,6 +249,18 @@ BAD = [
     (([3, 2],), {"weights": [1, -1]}, ValueError, "weights[1] must be a finite number of at leas"),
     (([3, 2],), {"weights": [1, "1"]}, ValueError, "weights[1] must be a finite number of at lea"),
     (([3, 2],), {"by": "tokens"}, ValueError, "the length of every example is needed, and source"),
+    (
+        ([[3, 2]],),
+        {"by": "tokens"},
+        ValueError,
+        "pass np.array(source) if the numbers in this list",
+    ),
+    (
+        ([[{}]],),
+        {"by": "tokens"},
+        ValueError,
+        "sources[0] has no lengths; pass TokenizedDataset(so",
+    ),
     (([3, 2],), {"stop": "first"}, ValueError, "stop must be one of 'first_exhausted', 'all_exha"),
     (([3, 2],), {"names": [1, 2]}, ValueError, "names must be 2 different strings, one for each"),
     (([3, 2],), {"names": ["a", "a"]}, ValueError, "names must be 2 different strings, one for e"),
@@ -258,6 +301,12 @@ def test_what_a_mixture_cannot_do():
     mixture = Mixture([3, 2])
     with pytest.raises(ValueError, match="a Mixture has an order of its own"):
         PrefetchingSampler(mixture, batch_size=2, order=lambda epoch, rng: [0])
+    tokenizer = SimpleNamespace(pad_token_id=0, eos_token_id=1)
+    collate = PackedCollator(tokenizer, max_tokens=8, strategy="wrapped", normalize_loss=False)
+    staged = Mixture([np.ones(9, dtype=int)] * 2, schedule=[(0, [1, 1]), (2, [1, 9])])
+    with pytest.raises(ValueError, match=r'schedule of a Mixture .* strategy="wrapped" cuts them'):
+        PackedBatchSampler(staged, collate, batch_rows=1)
+    assert len(PackedBatchSampler(staged, collate, batch_size=2)) == 6
     with pytest.raises(ValueError, match="a Mixture cannot be reshuffled"):
         PrefetchingSampler(mixture, batch_size=2).reshuffle()
     with pytest.raises(TypeError, match=r"source '0' of the mixture is 3, which has no examples"):

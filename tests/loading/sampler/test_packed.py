@@ -334,7 +334,7 @@ def test_a_state_of_another_run_is_refused(saved, other, message):
     make_sampler(**saved).load_state_dict(state)
 
 
-def test_lengths_counts_and_patches_are_copied():
+def test_counts_and_patches_are_copied_and_lengths_read_in_place():
     given = {"examples": np.array(LENGTHS), "num_loss_tokens": np.array(LENGTHS) - 1}
     given |= {"patches": np.ones(13, dtype=np.int64)}
 
@@ -342,6 +342,10 @@ def test_lengths_counts_and_patches_are_copied():
         return [(p.plan.bins, p.num_loss_tokens, p.plan.patches.tolist()) for p in sampler]
 
     sampler, expected = make_sampler(**given), planned(make_sampler(**given))
-    for values in given.values():
-        values[:] = 7
+    lengths = sampler._sizes.lengths
+    assert np.shares_memory(lengths, given["examples"])
+    assert not lengths.flags.writeable
+    assert given["examples"].flags.writeable
+    for name in ("num_loss_tokens", "patches"):
+        given[name][:] = 7
     assert planned(sampler) == expected

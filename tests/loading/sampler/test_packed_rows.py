@@ -20,7 +20,7 @@ from torch_collate_kit import (
     PrefetchLoader,
     TokenizedDataset,
 )
-from torch_collate_kit.errors import DataError
+from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.packing import ParallelLayout
 
 RNG = np.random.default_rng(0)
@@ -97,7 +97,13 @@ def test_a_row_that_fails_is_left_out_and_logged() -> None:
     data = DataLoader(rows, batch_sampler=sampler, collate_fn=collate)
     with PrefetchLoader(data, on_error="skip") as loader:
         seen = sum(batch.num_tokens for batch in loader)
-        assert [one.example for one in loader.skipped] == [bad]
+        (skipped,) = loader.skipped
+    assert skipped.example == bad
+    others = len(rows[bad].examples) - 1
+    named = f"DataError: example 140 of the dataset (in row {bad} with {others} others): loss_mask"
+    assert named in str(skipped.error)
+    with pytest.raises(DataError, match=re.escape(named.partition(": ")[2])):
+        collate([rows[0], rows[bad], rows[bad]])
     assert seen == LENGTHS.sum() - rows.plan.row_tokens[bad]
 
 
@@ -129,6 +135,27 @@ def test_a_mixture_and_a_datasets_dataset() -> None:
     trainers = PackedRows(DATA, PackedCollator(0, max_tokens=64, train_all=True).for_trainer())
     inputs: Any = PackedCollator(0, max_tokens=64, train_all=True).for_trainer()
     assert inputs([trainers[0], trainers[1]])["labels"].shape[0] == 2
+
+
+def test_a_fingerprint_is_of_examples_and_rows() -> None:
+    """What ``datasets`` caches by it is found again, also where the rows were read meanwhile."""
+
+    def made(data: TokenizedDataset = SHORT, max_tokens: int = 32, seed: int = 0) -> PackedRows:
+        return PackedRows(data, packed_collator(0, max_tokens=max_tokens), seed=seed)
+
+    rows, again = made(), made()
+    packed_collator(0, max_tokens=32)(list(rows))
+    assert rows.fingerprint() == again.fingerprint() != rows.fingerprint(1)
+    tables = [of.to_datasets() for of in (rows, again)]
+    assert tables[0]._fingerprint == tables[1]._fingerprint
+    shuffled = [table.shuffle(seed=1)._fingerprint for table in tables]
+    assert shuffled[0] == shuffled[1] != tables[0]._fingerprint
+    changed = TokenizedDataset([{"input_ids": SHORT[i]["input_ids"] + 1} for i in range(5)])
+    for other in (made(seed=1), made(max_tokens=40), made(changed)):
+        assert other.to_datasets()._fingerprint != tables[0]._fingerprint
+    state = PrefetchingSampler(rows, batch_size=1).state_at(0, 1)
+    with pytest.raises(StateError, match="this sampler has"):
+        PrefetchingSampler(made(max_tokens=31), batch_size=1).load_state_dict(state)
 
 
 BAD: list[tuple[Any, dict[str, Any], type[Exception], str]] = [

@@ -199,6 +199,7 @@ BAD = [
         ValueError,
         "epoch 0 fills fewer than batch_rows=12 rows, and tail='drop' l",
     ),
+    ({"lengths": []}, ValueError, "examples must be at least 1, got 0; an empty dataset has no ba"),
     ({"max_tokens": 2}, DataError, "example 0 has 3 tokens, more than the 2 that fit in a row"),
     ({"max_tokens": 2, "overflow": "drop"}, ValueError, "all 4 examples are longer than max_toke"),
 ]
@@ -207,7 +208,7 @@ BAD = [
 @pytest.mark.parametrize(("options", "error", "message"), BAD)
 def test_bad_arguments(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=re.escape(message)):
-        sampler_of([3, 4, 5, 6], **{"max_tokens": 16, **options})
+        sampler_of(**{"lengths": [3, 4, 5, 6], "max_tokens": 16, **options})
 
 
 def test_states_that_cannot_be_are_refused() -> None:

@@ -8,6 +8,7 @@ lengths alone: nothing is replayed.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from itertools import pairwise
@@ -64,6 +65,19 @@ class MixedOrder(Order):
     def num_examples(self) -> int:
         """Number of examples of all sources."""
         return len(self.mixture)
+
+    @property
+    def is_permutation(self) -> bool:
+        """Whether an epoch has each example once: not known."""
+        return False
+
+    def apart(self) -> MixedOrder:
+        """Return a copy that another thread may read."""
+        other = copy.copy(self)
+        other._sources = list(map(copy.copy, self._sources))
+        other.taken, other._sizes = dict(self.taken), dict(self._sizes)
+        other.stage_places = {of: list(places) for of, places in self.stage_places.items()}
+        return other
 
     @property
     def breaks(self) -> list[int]:
@@ -123,6 +137,11 @@ class MixedOrder(Order):
             )
         )
 
+    def left(self, epoch: int, place: int) -> dict[int, int]:
+        """Return how many examples of each source with ``max_passes`` are left after a place."""
+        counts = zip(self._sources, self._counts_at(epoch, place), strict=True)
+        return {i: of.limit - n for i, (of, n) in enumerate(counts) if of.limit is not None}
+
     def fix(self, epoch: int) -> None:
         """Raise ValueError if no example is left for an epoch."""
         if not self.size(epoch):
@@ -154,10 +173,9 @@ class MixedOrder(Order):
             raise damaged_state(f"taken={taken!r}, not a list of counts")
         if len(taken) != len(self._sources) or (epoch == 0 and any(taken)):
             raise damaged_state(f"taken={taken!r}, of another mixture")
-        other = MixedOrder.__new__(MixedOrder)
-        vars(other).update(vars(self), _sizes={}, _counts=None)
+        other = self.apart()
         other.taken = {0: [0] * len(self._sources), epoch: list(taken)}
-        other.stage_places = {}
+        other.stage_places, other._sizes, other._counts = {}, {}, None
         return other
 
     def _taken(self, epoch: int) -> list[int]:

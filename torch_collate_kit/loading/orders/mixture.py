@@ -223,9 +223,12 @@ def _lengths_of(source: Any, number: int, by: str) -> Indices:
         return np.zeros(0, dtype=np.int64)
     found = source if isinstance(source, np.ndarray) else getattr(source, "lengths", None)
     if found is None:
+        hint = "TokenizedDataset(source), or an int array of the lengths"
+        if isinstance(source, list | tuple) and _is_number(source[0]):
+            hint = f"np.array(source) if the numbers in this {type(source).__name__} are they"
         raise ValueError(
             f"the length of every example is needed, and sources[{number}] has no lengths; pass "
-            "TokenizedDataset(source), or an int array of the lengths"
+            f"{hint}"
         )
     try:
         return checked_lengths(found)

@@ -7,8 +7,7 @@ import numpy.typing as npt
 
 from torch_collate_kit.loading.orders.checks import Indices
 from torch_collate_kit.loading.orders.permutations import EpochOrder, epoch_order
-
-_BLOCK = 1 << 16  # examples whose tokens are summed together
+from torch_collate_kit.loading.orders.token_sums import TokenSums
 
 
 class SourcePasses:
@@ -33,8 +32,7 @@ class SourcePasses:
         self._num_units = size if lengths is None else int(lengths.sum())
         self.mean_units = self._num_units / size
         self._orders: dict[int, EpochOrder] = {}
-        self._sums: dict[int, Indices] = {}
-        self._ends: dict[tuple[int, int], Indices] = {}
+        self._kept_sums: dict[int, TokenSums] = {}
 
     def read(self, start: int, stop: int) -> Indices:
         """Return the indices within the source of its examples ``start`` to ``stop`` - 1."""
@@ -69,7 +67,7 @@ class SourcePasses:
         else:
             units = self._before(first) + twice // 2
             turn, rest = divmod(units, self._num_units)
-            count = max(first, turn * self.size + self._count_in(turn, rest))
+            count = max(first, turn * self.size + self._sums(turn).place(rest))
         limit = 2**62 if self.limit is None else self.limit
         count = min(count, limit)
         while count > first and self.due(count - 1, count, first, weight)[0] > time:
@@ -91,43 +89,16 @@ class SourcePasses:
             self._orders = {**kept, turn: order}
         return self._orders[turn]
 
-    def _block_sums(self, turn: int) -> Indices:
-        """Return the tokens before every block of a pass: int64 [blocks + 1]."""
-        if turn not in self._sums:
+    def _sums(self, turn: int) -> TokenSums:
+        """Return the sums of tokens of a pass."""
+        if turn not in self._kept_sums:
             assert self._lengths is not None
-            order, sums = self._order(turn), [0]
-            for start in range(0, self.size, _BLOCK):
-                examples = order.take(start, min(start + _BLOCK, self.size))
-                sums.append(sums[-1] + int(self._lengths[examples].sum()))
-            kept = {of: known for of, known in self._sums.items() if of == turn - 1}
-            self._sums = {**kept, turn: np.array(sums)}
-        return self._sums[turn]
+            sums = TokenSums(self._order(turn).take, self.size, self._lengths)
+            kept = {of: known for of, known in self._kept_sums.items() if of == turn - 1}
+            self._kept_sums = {**kept, turn: sums}
+        return self._kept_sums[turn]
 
     def _before(self, number: int) -> int:
         """Return the tokens before an example."""
-        assert self._lengths is not None
         turn, at = divmod(number, self.size)
-        if not at:
-            return turn * self._num_units
-        block, within = divmod(at, _BLOCK)
-        start = int(self._block_sums(turn)[block])
-        before = int(self._block_ends(turn, block)[within - 1]) if within else start
-        return turn * self._num_units + before
-
-    def _block_ends(self, turn: int, block: int) -> Indices:
-        """Return the tokens of a pass up to the end of each example of a block: int64."""
-        if (turn, block) not in self._ends:
-            assert self._lengths is not None
-            start = block * _BLOCK
-            examples = self._order(turn).take(start, min(start + _BLOCK, self.size))
-            ends = int(self._block_sums(turn)[block]) + np.cumsum(self._lengths[examples])
-            latest = dict(list(self._ends.items())[-3:])
-            self._ends = {**latest, (turn, block): ends}
-        return self._ends[turn, block]
-
-    def _count_in(self, turn: int, units: int) -> int:
-        """Count the examples of a pass that end within so many tokens."""
-        sums = self._block_sums(turn)
-        block = min(int(np.searchsorted(sums, units, side="right")) - 1, len(sums) - 2)
-        ends = self._block_ends(turn, block)
-        return block * _BLOCK + int(np.searchsorted(ends, units, side="right"))
+        return turn * self._num_units + (self._sums(turn).before(at) if at else 0)

@@ -107,7 +107,8 @@ class Reader:
 
     def num_steps(self) -> int | None:
         """Return the number of steps in the current epoch; None until a stream has ended."""
-        return self._loader.num_steps() if self.run is None else self.run.num_steps
+        known = None if self.run is None else self.run.num_steps
+        return self._loader.num_steps() if known is None else known
 
     def is_elsewhere(self) -> bool:
         """Return whether this is a fork: the parent process has the thread and workers."""

@@ -138,7 +138,8 @@ class _SampledLoader(_Loader):
         epoch, step, _ = self.position()
         if self._sampler.epoch != epoch:  # somebody called iter() and drew nothing
             self._sampler.set_epoch(epoch, step=step)
-        num_steps = self.num_steps()
+        is_exact = getattr(self._sampler, "is_length_exact", True)  # else the end will tell
+        num_steps = self.num_steps() if is_exact else None
         self._steps.current = iter(self._sampler)
         return num_steps, self._begun()
 

@@ -22,6 +22,16 @@ class Step(NamedTuple):
     plan: PackingPlan | None = None
 
 
+class Windows(NamedTuple):
+    """How many rows a step has, and how they are planned."""
+
+    batch_rows: int
+    window: int
+    """Steps that are planned together."""
+    group: int
+    """Rows that cost alike, for ranks to compute at the same time."""
+
+
 class Budget(ABC):
     """The steps of the epochs of an order."""
 
@@ -43,6 +53,14 @@ class Budget(ABC):
     @abstractmethod
     def place(self, epoch: int, step: int) -> int:
         """Return the place of the order from which on a reshuffle before a step may change it."""
+
+    def is_counted(self, epoch: int) -> bool:
+        """Return whether ``length`` is exact."""
+        return True
+
+    def length(self, epoch: int) -> int:
+        """Return the number of steps, or an estimate until a very long epoch is counted."""
+        return self.num_steps(epoch)
 
     def has_step(self, epoch: int, step: int) -> bool:
         """Return whether an epoch has a step of this number."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -17,10 +18,13 @@ from torch_collate_kit.loading.orders.checks import (
 )
 from torch_collate_kit.loading.orders.mixed_order import MixedOrder
 from torch_collate_kit.loading.orders.order import Order
-from torch_collate_kit.loading.sampler.budgets import Budget, Step
+from torch_collate_kit.loading.sampler import long_epochs
+from torch_collate_kit.loading.sampler.budgets import Budget, Step, Windows
 from torch_collate_kit.packing import PackingOptions
 from torch_collate_kit.packing.pieces import ImageLoad
 from torch_collate_kit.packing.steps import WindowPlan, num_rows_needed, num_that_fit, plan_window
+
+_NUM_SAMPLED = 20  # windows from which the length of a very long epoch is estimated
 
 
 class Entries(NamedTuple):
@@ -55,29 +59,72 @@ class ByRows(Budget):
         tail: str,
         entries: Entries,
         packing: PackingOptions,
-        *,
-        batch_rows: int,
-        window: int,
-        group: int,
+        windows: Windows,
     ) -> None:
         super().__init__(order, tail)
-        self.batch_rows, self.window, self.group = batch_rows, window, group
+        self.batch_rows, self.window, self.group = windows
         self._entries, self._packing = entries, packing
         mean = max(1.0, float(entries.lengths[:1_000_000].mean()))
-        per_window = batch_rows * window * packing.max_tokens / mean
-        self._guess = int(min(per_window * 1.1, len(entries.lengths))) + batch_rows * window
+        num_rows = self.batch_rows * self.window
+        per_window = num_rows * packing.max_tokens / mean
+        self._guess = int(min(per_window * 1.1, len(entries.lengths))) + num_rows
         self._starts: dict[int, dict[int, int]] = {}  # [epoch][first step of a window]: its place
         self._windows: dict[tuple[int, int], _Window] = {}
         self._planned: tuple[int, _Window, Indices, WindowPlan] | None = None
         self._recent = -1, 0  # epoch and first step of the window that was asked for last
+        self._counted: set[int] = set()  # epochs of which a thread has found all windows
 
     def num_steps(self, epoch: int) -> int:
         """Return the number of steps of an epoch."""
+        long_epochs.wait(self, epoch)
+        for _ in self.windows(epoch):
+            pass
+        return max(list(self._starts[epoch]))
+
+    def windows(self, epoch: int) -> Iterator[_Window]:
+        """Yield the windows of an epoch from the last known one on."""
         self._start_before(epoch, 0)
-        first = max(self._starts[epoch])
+        first = max(list(self._starts[epoch]))
         while (window := self._window(epoch, first)) is not None:
+            yield window
             first += window.num_steps
-        return first
+
+    def is_counted(self, epoch: int) -> bool:
+        """Return whether ``length`` is exact: a schedule needs all windows, and is counted."""
+        has_stages = isinstance(self.order, MixedOrder) and bool(self.order.breaks)
+        is_short = has_stages or self.order.size(epoch) <= long_epochs.MOST_COUNTED_AT_ONCE
+        return is_short or epoch in self._counted
+
+    def length(self, epoch: int) -> int:
+        """Return the number of steps, or an estimate until a very long epoch is counted."""
+        if self.is_counted(epoch):
+            return self.num_steps(epoch)
+        return long_epochs.estimated(self, epoch)
+
+    def estimate(self, epoch: int) -> int:
+        """Return about the number of steps, from some windows at even distances."""
+        size, shares = self.order.size(epoch), []
+        has_all = self.order.is_permutation  # then the number of tokens is known, too
+        for start in range(0, size, -(-size // _NUM_SAMPLED)):
+            stop, num_steps = self._end(epoch, start, self.window)
+            tokens = self._sizes(self.order.take(epoch, start, stop))[0].sum()
+            shares.append(num_steps / max(1, tokens if has_all else stop - start))
+        number = int(self._entries.lengths[:size].sum()) if has_all else size
+        return max(1, round(number * float(np.mean(shares))))
+
+    def apart(self) -> ByRows:
+        """Return a copy for another thread."""
+        other = copy.copy(self)
+        other.order = self.order.apart()
+        other._starts = {of: dict(known) for of, known in self._starts.items()}
+        other._windows = dict(self._windows)
+        return other
+
+    def learn(self, other: ByRows, epoch: int) -> None:
+        """Take over the windows of an epoch, all of which ``other`` has found."""
+        self._starts.setdefault(epoch, {}).update(other._starts[epoch])
+        self._windows.update(other._windows)
+        self._counted.add(epoch)
 
     def has_step(self, epoch: int, step: int) -> bool:
         """Return whether an epoch has a step of this number."""

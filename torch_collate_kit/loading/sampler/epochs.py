@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sized
 from typing import Any
@@ -21,10 +20,7 @@ from torch_collate_kit.loading.orders.mixed_order import MixedOrder
 from torch_collate_kit.loading.orders.order import Order, ShuffledOrder, UserOrder
 from torch_collate_kit.loading.orders.states import Growth
 from torch_collate_kit.loading.sampler.budgets import Budget, Step
-
-_VERSION = 4
-NEW_RUN = "build the sampler with the arguments of the saved run, or start without the state"
-_logger = logging.getLogger("torch_collate_kit.loading")
+from torch_collate_kit.loading.sampler.source_limits import SourceLimits
 
 
 class StepIterator(Iterator[Any]):
@@ -36,13 +32,14 @@ class StepIterator(Iterator[Any]):
 
     def __init__(self, sampler: EpochSampler, budget: Budget, epoch: int, step: int) -> None:
         self.sampler, self.budget, self.epoch, self.step = sampler, budget, epoch, step
-        self.drawn = False
+        self.drawn, self.limits = False, SourceLimits(budget, epoch)
 
     def __next__(self) -> Any:
         self.drawn = True
         if not self.budget.has_step(self.epoch, self.step):
             raise StopIteration
         batch = self.budget.step(self.epoch, self.step)
+        self.limits.log(self.step)
         self.step += 1
         return self.sampler._pick(batch)
 
@@ -109,7 +106,13 @@ class EpochSampler(ABC):
                 "a Mixture has an order of its own, and sources of fixed sizes; leave out order= "
                 "and allow_appended="
             )
-        return MixedOrder(examples, seed=self._seed, shuffle=self._shuffle)
+        return MixedOrder(
+            examples,
+            seed=self._seed,
+            shuffle=self._shuffle,
+            lengths=self._entry_lengths(),
+            offsets=self._piece_offsets(),
+        )
 
     def _set_order(self, order: Order) -> None:
         self._order, self._budget = order, self._new_budget(order)
@@ -124,6 +127,10 @@ class EpochSampler(ABC):
 
     def _piece_offsets(self) -> Indices | None:
         """Return where the pieces of each example begin, if the order is one of pieces."""
+        return None
+
+    def _entry_lengths(self) -> Indices | None:
+        """Return the tokens of what is ordered, if the sampler has them."""
         return None
 
     def _num_steps(self, epoch: int) -> int:
@@ -171,8 +178,28 @@ class EpochSampler(ABC):
         return self._epoch
 
     def __len__(self) -> int:
-        """Return the number of steps of epoch ``self.epoch``, counted from its step 0."""
-        return self._num_steps(self._epoch)
+        """Return the number of steps of epoch ``self.epoch``, counted from its step 0.
+
+        By rows, those of more than 10 million examples are counted by a thread, about 3 s for each
+        10 million. Until then this is an estimate, which a warning says once.
+        """
+        return self._budget.length(self._epoch)
+
+    @property
+    def is_length_exact(self) -> bool:
+        """Whether ``len()`` is exact now, and not an estimate of a very long epoch."""
+        return self._budget.is_counted(self._epoch)
+
+    def count_steps(self, epoch: int | None = None) -> int:
+        """Return the exact number of steps of an epoch, by default that of ``len()``.
+
+        Waits until a very long epoch is counted. No step, position or state needs this number.
+
+        >>> from torch_collate_kit.loading import PrefetchingSampler
+        >>> PrefetchingSampler(10, batch_size=4).count_steps()
+        3
+        """
+        return self._num_steps(self._epoch if epoch is None else checked_word("epoch", epoch))
 
     def __iter__(self) -> StepIterator:
         """Begin the next epoch, from its start step.

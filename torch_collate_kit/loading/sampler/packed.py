@@ -24,8 +24,8 @@ from torch_collate_kit.loading.orders.checks import (
 )
 from torch_collate_kit.loading.orders.mixed_order import MixedOrder
 from torch_collate_kit.loading.orders.order import Order, UserOrder
-from torch_collate_kit.loading.sampler.budgets import Budget, ByExamples, Step
-from torch_collate_kit.loading.sampler.by_rows import ByRows, Entries
+from torch_collate_kit.loading.sampler.budgets import Budget, ByExamples, Step, Windows
+from torch_collate_kit.loading.sampler.by_rows import ByRows
 from torch_collate_kit.loading.sampler.resuming import ResumingSampler
 from torch_collate_kit.loading.sampler.sizes import ExampleSizes
 from torch_collate_kit.loading.sampler.wrapped import ByTokens
@@ -39,7 +39,7 @@ class PackedBatchSampler(ResumingSampler):
 
     Args:
         examples: a ``TokenizedDataset``, a ``Mixture`` of them, or the number of tokens of every
-            example, ints [N].
+            example, ints [N] (an int64 array is read in place: do not change it meanwhile).
         collate: the ``PackedCollator`` of the DataLoader, or a collator around one. Its ``packing``
             says how rows are filled, and for how many ranks (``packing.parallel.dp``).
         batch_size: examples of a step over all ranks.
@@ -146,42 +146,17 @@ class PackedBatchSampler(ResumingSampler):
             return None
         return running_sum(np.bincount(self._entries.examples, minlength=len(self._sizes.lengths)))
 
-    def _new_order(self, examples: Any) -> Order:
-        order = super()._new_order(examples)
-        if isinstance(order, MixedOrder):
-            entries = Entries(self._sizes.lengths) if self._entries is None else self._entries
-            return MixedOrder(
-                examples,
-                seed=self._seed,
-                shuffle=self._shuffle,
-                lengths=entries.lengths,
-                offsets=self._piece_offsets(),
-            )
-        return order
+    def _entry_lengths(self) -> Indices:
+        return self._sizes.lengths if self._entries is None else self._entries.lengths
 
     def _new_budget(self, order: Order) -> Budget:
-        number = self._num_global[1]
+        number, packing = self._num_global[1], self._packing
         if self._entries is None:
             return ByExamples(order, self._tail, number, least=1)  # rows are divided, not examples
+        windows = Windows(number, self._window, self._group)
         if self._is_wrapped:
-            return ByTokens(
-                order,
-                self._tail,
-                self._sizes.lengths,
-                self._packing,
-                batch_rows=number,
-                window=self._window,
-                group=self._group,
-            )
-        return ByRows(
-            order,
-            self._tail,
-            self._entries,
-            self._packing,
-            batch_rows=number,
-            window=self._window,
-            group=self._group,
-        )
+            return ByTokens(order, self._tail, self._sizes.lengths, packing, windows)
+        return ByRows(order, self._tail, self._entries, packing, windows)
 
     def __repr__(self) -> str:
         sizes = self._sizes

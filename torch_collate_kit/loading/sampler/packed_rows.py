@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +19,7 @@ from torch_collate_kit.loading.orders import Mixture
 from torch_collate_kit.loading.orders.checks import Indices, checked_collator, checked_word
 from torch_collate_kit.loading.orders.mixed_order import MixedOrder
 from torch_collate_kit.loading.orders.permutations import seeded_generator
+from torch_collate_kit.loading.orders.states import digest_in_blocks
 from torch_collate_kit.loading.sampler.sizes import is_tokenized
 from torch_collate_kit.packing import PackingPlan
 from torch_collate_kit.packing.pieces import cut_to_fit, image_load
@@ -149,9 +152,10 @@ class PackedRows(Dataset[PlannedRow]):
         offsets = running_sum(np.array([len(of_row) for of_row in pieces]))
         chosen = np.concatenate(pieces)
         rows = Rows(chosen, offsets).labels()
-        copies = rows * len(self._examples) + plan.example_indices[chosen]
+        size = len(self._examples)
+        copies = rows * size + plan.example_indices[chosen]
         read, positions = np.unique(copies, return_inverse=True)
-        examples = read % len(self._examples)
+        examples = read % size
         part = replace(
             plan,
             example_indices=positions,
@@ -165,18 +169,41 @@ class PackedRows(Dataset[PlannedRow]):
             num_cut_tokens=0,
             num_dropped_tokens=0,
         )
-        return PlannedExamples(part, self._examples.__getitems__(examples))
+
+        def name(place: int) -> str:
+            row = numbers[int(read[place] // size)]
+            others = len(set(_Row(self, row).examples)) - 1
+            return f"example {examples[place]} of the dataset (in row {row} with {others} others)"
+
+        return PlannedExamples(part, self._examples.__getitems__(examples), name)
+
+    def fingerprint(self, num_rows: int | None = None) -> dict[str, Any]:
+        """Return a fingerprint of the rows, or of the first so many: small JSON.
+
+        That of the examples, how they are packed, and a digest of which pieces are in which row.
+        """
+        packing = checked_collator(self._collate).packing.as_state()
+        plan, count = self.plan, len(self) if num_rows is None else num_rows
+        offsets = plan.row_offsets[: count + 1]
+        pieces = (of[: offsets[-1]] for of in (plan.example_indices, plan.starts, plan.lengths))
+        digest = digest_in_blocks(np.concatenate([offsets, *pieces]))
+        of_data = {"examples": self._examples.fingerprint(), "rows": digest}
+        return {**of_data, "seed": self._seed, **packing}
 
     def to_datasets(self) -> Any:
         """Return the rows as a ``datasets.Dataset``, for trainers that accept nothing else.
 
-        Its column ``input_ids`` has the number of the row; reading it returns the row. Needs the
+        Its column ``input_ids`` has the number of the row; reading it returns the row. What
+        ``datasets`` caches of it is found again for the same :meth:`fingerprint`. Needs the
         ``datasets`` package.
         """
         from datasets import Dataset as ArrowDataset
 
         numbers = np.arange(len(self))[:, None]
-        return ArrowDataset.from_dict({"input_ids": numbers}).with_transform(self._read)
+        dataset = ArrowDataset.from_dict({"input_ids": numbers}).with_transform(self._read)
+        own = json.dumps(self.fingerprint(), sort_keys=True)
+        dataset._fingerprint = hashlib.sha256(own.encode()).hexdigest()[:16]
+        return dataset
 
     def _read(self, batch: dict[str, Any]) -> dict[str, Any]:
         return {"input_ids": [self[number] for (number,) in batch["input_ids"]]}

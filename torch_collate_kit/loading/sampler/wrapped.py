@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
 from torch_collate_kit.loading.orders.checks import Indices
+from torch_collate_kit.loading.orders.mixed_order import MixedOrder
 from torch_collate_kit.loading.orders.order import Order
-from torch_collate_kit.loading.sampler.budgets import Budget, Step
+from torch_collate_kit.loading.orders.token_sums import TokenSums
+from torch_collate_kit.loading.sampler.budgets import Budget, Step, Windows
 from torch_collate_kit.packing import PackingOptions
-from torch_collate_kit.packing.rows import running_sum
 from torch_collate_kit.packing.steps import plan_wrapped
-
-_BLOCK = 1 << 16  # documents whose tokens are summed together
 
 
 class ByTokens(Budget):
@@ -27,16 +28,18 @@ class ByTokens(Budget):
         tail: str,
         lengths: Indices,
         packing: PackingOptions,
-        *,
-        batch_rows: int,
-        window: int,
-        group: int,
+        windows: Windows,
     ) -> None:
         super().__init__(order, tail)
-        self.batch_rows, self.window, self.group = batch_rows, window, group
+        if isinstance(order, MixedOrder) and order.breaks:
+            raise ValueError(
+                'the schedule of a Mixture begins its stages at examples, and strategy="wrapped" '
+                "cuts them; leave the schedule out, use another strategy, or batch_size="
+            )
+        self.batch_rows, self.window, self.group = windows
         self._lengths, self._packing = lengths, packing
-        self._per_step = batch_rows * packing.capacity
-        self._sums: dict[int, Indices] = {}
+        self._per_step = self.batch_rows * packing.capacity
+        self._kept_sums: dict[int, TokenSums] = {}
 
     def num_steps(self, epoch: int) -> int:
         """Return the number of steps of an epoch."""
@@ -78,7 +81,7 @@ class ByTokens(Budget):
         carried = self._before(epoch) % self._per_step if self.tail == "wrap" else 0
         windows = set()
         for place in self.order.places(epoch, example):
-            start = self._tokens_before(epoch, place) + carried
+            start = self._sums(epoch).before(place) + carried
             stop = start + int(self._lengths[example]) - 1
             per_window = self._per_step * self.window
             windows |= set(range(start // per_window, stop // per_window + 1))
@@ -98,27 +101,17 @@ class ByTokens(Budget):
         place, used = self._document_at(epoch, min(stop - carried, self._total(epoch)))
         return place + (used > 0)
 
-    def _block_sums(self, epoch: int) -> Indices:
-        """Return the tokens before every block of an epoch: int64 [blocks + 1]."""
-        if epoch not in self._sums:
-            size = self.order.size(epoch)
-            blocks = [
-                int(self._lengths[self.order.take(epoch, i, min(i + _BLOCK, size))].sum())
-                for i in range(0, size, _BLOCK)
-            ]
-            self._sums[epoch] = running_sum(np.array(blocks, dtype=np.int64))
-        return self._sums[epoch]
+    def _sums(self, epoch: int) -> TokenSums:
+        if epoch not in self._kept_sums:
+            take, size = partial(self.order.take, epoch), self.order.size(epoch)
+            self._kept_sums[epoch] = TokenSums(take, size, self._lengths)
+        return self._kept_sums[epoch]
 
     def _total(self, epoch: int) -> int:
-        return int(self._block_sums(epoch)[-1])
+        return self._sums(epoch).total
 
     def _before(self, epoch: int) -> int:
         return sum(map(self._total, range(epoch)))
-
-    def _tokens_before(self, epoch: int, place: int) -> int:
-        block = place // _BLOCK
-        rest = self.order.take(epoch, block * _BLOCK, place)
-        return int(self._block_sums(epoch)[block]) + int(self._lengths[rest].sum())
 
     def _document_at(self, epoch: int, token: int) -> tuple[int, int]:
         """Return the place of the document that has a token, and its tokens before that one.
@@ -133,11 +126,6 @@ class ByTokens(Budget):
                 return self.order.size(epoch), 0
             place, used = self._document_at(epoch + 1, token - self._total(epoch))
             return place + self.order.size(epoch), used
-        sums = self._block_sums(epoch)
-        block = int(np.searchsorted(sums, token, side="right")) - 1
-        size = self.order.size(epoch)
-        documents = self.order.take(epoch, block * _BLOCK, min((block + 1) * _BLOCK, size))
-        ends = int(sums[block]) + np.cumsum(self._lengths[documents])
-        within = int(np.searchsorted(ends, token, side="right"))
-        before = int(ends[within - 1]) if within else int(sums[block])
-        return block * _BLOCK + within, token - before
+        sums = self._sums(epoch)
+        place = sums.place(token)
+        return place, token - sums.before(place)
