@@ -292,6 +292,8 @@ def _intro(report: PackingReport, names: Sequence[str]) -> list[str]:
         )
     if "lost" in names:
         lines.append("dropped or cut: examples that do not fit; lost: their share of the tokens")
+    elif "cut" in names:
+        lines.append("cut: examples that continue in another row; no token is lost")
     if options["align"] > 1:
         lines.append(f"examples aligned to {options['align']} tokens")
     return lines
