@@ -31,6 +31,7 @@ FORMS: list[dict[str, Any]] = [
 ]
 BAD = [
     ({"weight": -1}, "^weight is -1; a weight must be finite, and 0 or at least 1e-30"),
+    ({"weight": -0.5}, "^weight is -0.5; a weight must be finite, and 0 or at least 1e-30"),
     ({"weight": float("nan")}, "^weight is nan; a weight must be finite"),
     ({"weight": "0.5"}, r"^weight is '0.5' \(str\); give one number per example"),
     ({"weight": None}, r"^weight is None \(NoneType\); give one number per example"),
