@@ -17,16 +17,19 @@ packers: of as many tokens of examples drawn at random); above 1, a step holds l
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from harness import Report, arguments
+from harness import Report, alternate, arguments, timed
 from samples import DEFAULT_DATA
 from step_plans import (
     Figures,
@@ -52,6 +55,7 @@ _CASES = [
     (8, 32, 1.005, 1.02, 1.01, 1.2),
     (1, 4, None, None, 1.01, 0.5),
 ]
+_AXOLOTL = "axolotl multipack"
 _BY_EXAMPLES = [(8, 256), (8, 128), (1, 64)]
 
 
@@ -60,9 +64,12 @@ def real_lengths(folder: Path, name: str = "mix_all.qwen") -> np.ndarray:
     return lengths[lengths <= _MAX_TOKENS]
 
 
-def sampler_of(examples: Any, ranks: int, **options: Any) -> PackedBatchSampler:
-    parallel = ParallelLayout(dp=ranks)
-    collate = PackedCollator(0, max_tokens=_MAX_TOKENS, parallel=parallel, normalize_loss=False)
+def sampler_of(
+    examples: Any, ranks: int, *, strategy: str | None = None, **options: Any
+) -> PackedBatchSampler:
+    tokenizer = SimpleNamespace(pad_token_id=0, eos_token_id=1)  # wrapped documents need an end
+    packing: Any = {"max_tokens": _MAX_TOKENS, "parallel": ParallelLayout(dp=ranks)}
+    collate = PackedCollator(tokenizer, strategy=strategy, normalize_loss=False, **packing)
     return PackedBatchSampler(examples, collate, **options)
 
 
@@ -162,10 +169,9 @@ def _mixed(
     return figures(steps, 8, _MAX_TOKENS), float(off), float(each)
 
 
-def planning(arguments_: Sequence[Any]) -> dict[str, float]:
+def planning(folder: Path, number: int, shuffle: Any) -> dict[str, float]:
     """CPU seconds of the first step, of later ones and of len(), and the memory of it all."""
-    folder, number, shuffle = arguments_
-    rng, lengths = np.random.default_rng(0), real_lengths(Path(folder))
+    rng, lengths = np.random.default_rng(0), real_lengths(folder)
     lengths = np.concatenate([rng.choice(lengths, min(number, 10**7))] * max(1, number // 10**7))
     next(iter(sampler_of(lengths[:1000], 8, batch_rows=16)))  # imports
     began = time.process_time()
@@ -197,25 +203,14 @@ def planning(arguments_: Sequence[Any]) -> dict[str, float]:
     }
 
 
-def in_new_process(folder: Path, number: int, shuffle: bool | str) -> dict[str, float]:
-    code = (
-        f"import json, sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-        "import bench_steps\n"
-        f"print(json.dumps(bench_steps.planning([{str(folder)!r}, {number}, {shuffle!r}])))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(done.stderr)
-    return json.loads(done.stdout)
-
-
 def planning_table(report: Report, folder: Path, numbers: Sequence[int]) -> None:
     limits = {10**6: (0.05, 0.5, 0.3), 10**8: (0.5, None, 40)}
     rows = []
     for number in numbers:
-        shuffles: list[bool | str] = [True, "keyed"] if number <= 10**7 else ["keyed"]
+        shuffles: list[Any] = [True, "keyed"] if number <= 10**7 else ["keyed"]
         for shuffle in shuffles:
-            found = in_new_process(folder, number, shuffle)
+            with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+                found = pool.submit(planning, folder, number, shuffle).result()
             times = [f"{found['built']:.3f} s", f"{found['first']:.3f} s"]
             times += [f"{1e3 * found['mean']:.2f} ms"]
             times += [f"{1e3 * found['worst']:.1f} ms", f"{found['len']:.2f} s"]
@@ -241,14 +236,15 @@ def planning_table(report: Report, folder: Path, numbers: Sequence[int]) -> None
     report.table("Planning", [*header, "steps", "memory"], rows, note)
 
 
-def peers_table(report: Report, lengths: np.ndarray) -> None:
+def peers_table(report: Report, lengths: np.ndarray, rounds: int) -> None:
     """Every packer on the same million lengths, in one process; its rows as its trainer reads."""
     rng = np.random.default_rng(1)
-    found: dict[str, tuple[float | None, Figures]] = {}
-    sampler = sampler_of(lengths, 8, batch_rows=16)
-    seconds = cpu_seconds(lambda: sum(1 for _ in sampler))
-    steps = our_steps(sampler_of(lengths, 8, batch_rows=16), 2000)
-    found["batch_rows=16"] = seconds, figures(steps, 8, _MAX_TOKENS)
+    found: dict[str, Figures] = {}
+    runs: dict[str, Callable[[], Any]] = {}
+    for name, strategy in (("batch_rows=16", None), ("batch_rows=16, wrapped", "wrapped")):
+        sampler = sampler_of(lengths, 8, strategy=strategy, batch_rows=16)
+        runs[name] = partial(deque, sampler, maxlen=0)  # plans every step
+        found[name] = figures(our_steps(sampler, 2000), 8, _MAX_TOKENS)
 
     def shuffled(rows: tuple[np.ndarray, np.ndarray]) -> Figures:
         order = rng.permutation(len(rows[1]) - 1)
@@ -257,77 +253,62 @@ def peers_table(report: Report, lengths: np.ndarray) -> None:
     for strategy in ("bfd", "wrapped"):
         name = f"TRL {strategy}, 1,000 examples"
         try:
-            run = trl_packing(lengths, _MAX_TOKENS, strategy, 1000)
+            runs[name] = trl_packing(lengths, _MAX_TOKENS, strategy, 1000)
         except ImportError as error:
             report.text(f"{name}: left out, {error}")
             continue
-        kept: list[Any] = []
-        seconds = cpu_seconds(lambda run=run, kept=kept: kept.append(run()))
-        rows = wrapped_rows(lengths, _MAX_TOKENS, 1000)
-        if strategy == "bfd":
-            rows = rows_of_trl(kept[0])
-        assert len(kept[0]) == len(rows[1]) - 1
-        found[name] = seconds, shuffled(rows)
-    whole = wrapped_rows(lengths, _MAX_TOKENS, len(lengths))
-    found["wrapped, all examples"] = None, shuffled(whole)
-    name, packed, number = "axolotl multipack", multipack_group, 20_000
+        packed, rows = runs[name](), wrapped_rows(lengths, _MAX_TOKENS, 1000)
+        rows = rows_of_trl(packed) if strategy == "bfd" else rows
+        assert len(packed) == len(rows[1]) - 1
+        found[name] = shuffled(rows)
+    found["wrapped, all examples"] = shuffled(wrapped_rows(lengths, _MAX_TOKENS, len(lengths)))
+    name, pack_group, number = _AXOLOTL, multipack_group, 20_000
     try:
         import numba
 
-        packed, number = numba.njit(multipack_group), len(lengths)
-        axolotl_rows(packed, lengths[:100], _MAX_TOKENS)  # compile
+        pack_group, number = numba.njit(multipack_group), len(lengths)
     except ImportError:
         name += f" (plain Python, {number:,} lengths)"
-    kept = []
-    order = rng.permutation(len(lengths))[:number]
-    own = lengths[order]
-    seconds = cpu_seconds(lambda: kept.append(axolotl_rows(packed, own, _MAX_TOKENS)))
-    sizes = own[np.concatenate([np.array(row) for row in kept[0]])]
-    rows = sizes, np.append(0, np.cumsum(list(map(len, kept[0]))))
-    in_turn = np.arange(len(kept[0]))
-    found[name] = seconds, figures(steps_of_rows(rows, in_turn, 16), 8, _MAX_TOKENS)
-    _show_peers(report, lengths, found, is_compiled=number == len(lengths))
+    own = lengths[rng.permutation(len(lengths))[:number]]
+    runs[name] = partial(axolotl_rows, pack_group, own, _MAX_TOKENS)
+    kept = runs[name]()  # compiles
+    rows = own[np.concatenate(list(map(np.array, kept)))], np.cumsum([0, *map(len, kept)])
+    found[name] = figures(steps_of_rows(rows, np.arange(len(kept)), 16), 8, _MAX_TOKENS)
+    timers = {name: timed(run, time.process_time) for name, run in runs.items()}
+    times = alternate(timers, rounds=rounds, warm_up=0)
+    _show_peers(report, lengths, found, {name: took.median for name, took in times.items()})
 
 
 def _show_peers(
-    report: Report,
-    lengths: np.ndarray,
-    found: dict[str, tuple[float | None, Figures]],
-    *,
-    is_compiled: bool,
+    report: Report, lengths: np.ndarray, found: dict[str, Figures], seconds: dict[str, float]
 ) -> None:
-    seconds, ours = found["batch_rows=16"]
-    for name, (of_peer, peer) in list(found.items())[1:]:
-        share = 100 * ours.time.mean() / peer.time.mean()
+    ours = next(iter(found))
+    for name, peer in found.items():
+        share = 100 * found[ours].time.mean() / peer.time.mean()
         if name.startswith("TRL"):
             report.target(f"time of a token against {name}", share, "<%", 95)
-        if name.startswith("axolotl"):
+        if name.startswith(_AXOLOTL):
             report.target(f"time of a token against {name}", share, "<%", 100)
-            if is_compiled:
-                report.target("planning all against axolotl", of_peer / seconds, "x", 1)
+        if name == _AXOLOTL:
+            report.target("planning all against axolotl", seconds[name] / seconds[ours], "x", 1)
         if name.startswith("TRL bfd"):
-            report.target("planning all against TRL bfd", of_peer / seconds, "x", 15)
+            report.target("planning all against TRL bfd", seconds[name] / seconds[ours], "x", 15)
     rows = []
-    for name, (took, peer) in found.items():
-        cells = row_of(name, peer, lengths)
-        rows.append([cells[0], "-" if took is None else f"{took:.2f} s", *cells[1:]])
+    for name, peer in found.items():
+        took = f"{seconds[name]:.2f} s" if name in seconds else "-"
+        rows.append([name, took, *row_of(name, peer, lengths)[1:]])
     note = (
         f"{len(lengths):,} lengths drawn from the real mix, 8 ranks with 2 rows each, one process, "
-        "CPU time of planning everything. TRL's rows are shuffled as its trainer does, axolotl's "
-        "are read in turn; TRL also moves the tokens (int8). Rows of wrapped documents are counted "
-        "with the documents apart. axolotl is its published algorithm, written again."
+        "CPU time of planning everything, the median of runs in turn. TRL's rows are shuffled as "
+        "its trainer does, axolotl's are read in turn; TRL also moves the tokens (int8). Rows of "
+        "wrapped documents are counted with the documents apart. axolotl is its published "
+        "algorithm, written again."
     )
     report.table("Beside other packers", ["", "plan", *_HEADER[1:]], rows, note)
 
 
-def cpu_seconds(function: Callable[[], object]) -> float:
-    began = time.process_time()
-    function()
-    return time.process_time() - began
-
-
 def main() -> int:
-    parser = arguments(__doc__, rounds=2)
+    parser = arguments(__doc__, rounds=5)
     parser.add_argument("--data", type=Path, default=DEFAULT_DATA, help="folder with lengths/")
     parser.add_argument("--examples", type=int, nargs="*", default=[10**6, 10**7])
     options = parser.parse_args()
@@ -339,7 +320,7 @@ def main() -> int:
     )
     steps_table(report, lengths)
     mixture_table(report, options.data)
-    peers_table(report, np.random.default_rng(0).choice(lengths, 10**6))
+    peers_table(report, np.random.default_rng(0).choice(lengths, 10**6), options.rounds)
     planning_table(report, options.data, options.examples)
     report.write(options.out)
     return 0

@@ -145,6 +145,12 @@ FAULTS = [
     Fault("chat/tokenize.py", "first += 1  # a tag of the header", "first += 0  # a tag of the header", "chat"),
     Fault("chat/tokenize.py", "loss_mask[first:stop] = [0] * (stop - first)", "pass", "chat_images"),
     Fault("chat/tokenize.py", "kept = min(kept, places[num_images][0])", "pass", "chat_images"),
+    Fault("chat/tokenize.py", 'if "weight" in record:', 'if "weight" in record and len(rows) == 1:', "chat/test_weights.py"),
+    Fault("chat/record_forms.py", "_check_weight_name(tuple(example))", "pass", "chat/test_weights.py"),
+    Fault("chat/record_forms.py", "1e-9 < weight < 1e9", "weight < 1e9", "chat/test_weights.py"),
+    Fault("reporting/audit/reading.py", 'weight = () if found.weights is None else ("weight",)', "weight = ()", "reporting/test_audit_forms.py"),
+    Fault("reporting/candidates.py", 'verb = "lose" if any', 'verb = "cut" if any', "reporting/test_recommendation.py"),
+    Fault("batch/showing/explanation.py", 'f"field {name}" if name in own else name', "name", "test_batch_explain.py"),
     # commands
     Fault("commands/dataset.py", "train_on=options.train_on", "train_on='all'", "test_command_line.py test_command_options.py test_command_errors.py"),
     Fault("commands/dataset.py", "image_root=options.image_root", "image_root=None", "test_command_line.py test_command_options.py test_command_errors.py"),

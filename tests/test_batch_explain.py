@@ -13,7 +13,7 @@ from tests.batch_samples import KINDS, loose, masked_examples
 from tests.command import byte_tokenizer
 from tests.rollout_strategies import draw_batch
 from tests.strategies import FUZZ
-from torch_collate_kit.batch import Batch
+from torch_collate_kit.batch import Batch, PerExample
 from torch_collate_kit.collators import PackedCollator, PaddedCollator
 from torch_collate_kit.packing import ParallelLayout
 
@@ -145,6 +145,24 @@ ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
         'example needs row_metadata["example_indices"]',
     ),
 }
+
+
+def test_the_weight_and_the_names_of_an_example_are_shown() -> None:
+    collators = [
+        PackedCollator(0, max_tokens=8, fields={"source": PerExample(str)}),
+        PaddedCollator(0, fields={"source": PerExample(str), "id": PerExample(str)}),
+    ]
+    rows: list[dict[str, Any]] = [
+        {"input_ids": [5, 6], "labels": [-100, 6], "weight": 0.5, "source": "code", "id": "x"},
+        {"input_ids": [7, 8, 9], "labels": [-100, 8, 9], "weight": 2, "source": "chat", "id": "y"},
+    ]
+    for collate in collators:
+        batch = collate(rows)
+        found = [record for row in range(len(batch)) for record in batch.explain(row).records()]
+        shown = sorted((record["id"], record["weight"], record["source"]) for record in found)
+        codes, chats = [(5, 0, "code"), (6, 0.5, "code")], [(7, 0, "chat"), (8, 2, "chat")]
+        assert shown == [*codes, *chats, (9, 2, "chat")]
+    assert [record["field id"] for record in found] == ["x", "x", "y", "y", "y"]
 
 
 @pytest.mark.parametrize("name", list(ERRORS))

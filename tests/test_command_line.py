@@ -129,6 +129,11 @@ def test_tokens_and_rollouts_are_explained(run: Run) -> None:
         "record 0 of 2: 3 tokens in 3 cells, 1 trained\n"
     )
     assert "rewards" in run("explain", "rollouts.jsonl", "--row", "1")[1]
+    record = {"messages": [{"role": role, "content": "a"} for role in ("user", "assistant")]}
+    Path("weighted.jsonl").write_text(json.dumps(record | {"weight": 0.5}))
+    title, _, *lines = run("explain", "weighted.jsonl", "--tokenizer", "tokenizer")[1].splitlines()
+    assert title.endswith(" trained, weight 0.5 of the record")
+    assert [line.split()[-1] for line in lines if line.split()[-1] != "-"] == ["0.5", "0.5"]
     code, out, _ = run("explain", "tokens.jsonl", "--tokenizer", "tokenizer", "--json")
     assert code == 0
     found = json.loads(out)

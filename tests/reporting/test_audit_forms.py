@@ -206,6 +206,32 @@ def test_chat_records_that_are_refused(tokenizer: Any) -> None:
     assert (only.num_rows, only.num_tokens) == (2, 0)
 
 
+ROLLOUT = {"prompt_ids": [5], "response_ids": [6, 7], "loss_mask": [1, 1], "rewards": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("rows", "form"),
+    [
+        (rows_like(4), "loss_mask"),
+        ([record(f"w{i}", f"w{20 + i}") for i in range(4)], "loss_mask"),
+        ([{"input_ids": [i, 6, 7]} for i in range(4)], "no loss target"),
+        ([{**ROLLOUT, "prompt_ids": [i]} for i in range(4)], "rewards"),
+    ],
+    ids=["tokens", "chats", "no target", "rollouts"],
+)
+def test_rows_with_and_without_a_weight_are_two_forms(rows: Any, form: str, tokenizer: Any) -> None:
+    weighted = [{**row, "weight": 0.5} for row in rows]
+    assert "refused" not in audit(weighted, tokenizer).names
+    assert audit(weighted, tokenizer).names == audit(rows, tokenizer).names
+    report = audit([*weighted[:2], rows[2], weighted[3]], tokenizer)
+    assert serious(report)["refused"] == [2]
+    what = f"row 2: it has {form}, the others have {form}, weight; give every row the same keys"
+    assert what in report["refused"].message
+    bad = audit([*weighted[:3], {**rows[3], "weight": -1}], tokenizer)
+    assert serious(bad)["refused"] == [3]
+    assert "row 3: weight is -1; a weight must be finite" in bad["refused"].message
+
+
 def test_a_template_that_forgets(tokenizer: Any) -> None:
     """Every row is refused, and the report says why."""
     forgetful = word_tokenizer("{% set messages = messages[-2:] %}" + TEMPLATE)

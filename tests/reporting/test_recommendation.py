@@ -54,6 +54,18 @@ def test_notes_say_what_is_lost():
 
 
 @pytest.mark.parametrize(
+    ("options", "cut"),
+    [({"strategies": "wrapped"}, 3), ({"strategies": "balanced", "overflow": "split"}, 2)],
+)
+def test_examples_that_continue_in_another_row_are_not_called_lost(options, cut):
+    report = packing_report([5, 12, 12, 5], 10, **options, show=False)
+    best, cuts = report["recommended"], f"cuts {cut} examples where a row ends (no token lost)"
+    assert best["reason"] == f"the least padding of those that cut the fewest examples ({cut})"
+    assert best["notes"] == [f"note: {cuts}; a larger max_tokens cuts fewer"]
+    assert "cut: examples that continue in another row; no token is lost" in repr(report)
+
+
+@pytest.mark.parametrize(
     ("lengths", "align", "expected"),
     [
         ([5], 1, [6, 8, 12, 16]),

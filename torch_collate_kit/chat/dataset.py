@@ -21,7 +21,7 @@ _logger = logging.getLogger("torch_collate_kit.chat")
 _BATCH_SIZE = 256
 _PIXELS_BATCH_SIZE = 16  # an example may have tens of megabytes
 # Part of the fingerprint of the `datasets` cache: increase it when the output of a record changes.
-_CACHE_VERSION = 4
+_CACHE_VERSION = 5
 
 
 def tokenize_chat_dataset(
@@ -47,7 +47,8 @@ def tokenize_chat_dataset(
     the others. The dataset has the columns ``input_ids`` (int32) and ``loss_mask`` (int8), or with
     ``labels=True`` ``labels`` (int32). With ``overflow="truncate"`` the column ``num_cut_tokens``
     (int64, 0 for whole examples) says by how much each was cut; with ``train_on="each"``
-    ``record_index`` (int64) is the index of the record that an example is from. With a processor
+    ``record_index`` (int64) is the index of the record that an example is from. The column
+    ``weight`` (float32), which collators read, is kept; other columns are not. With a processor
     the vision fields are lists of lists (float32, int64), None in rows without an image;
     ``with_format("numpy")`` reads them as arrays. One warning is logged for skipped examples, and
     one for truncated ones. ``datasets.map`` shows progress and caches the result, by the paths of
@@ -105,6 +106,8 @@ def _map(dataset: Any, setup: ChatSetup, num_proc: int | None) -> Any:
     import datasets
 
     features = _features(setup)
+    if "weight" in dataset.column_names:
+        features["weight"] = datasets.Value("float32")
     if len(dataset) == 0:  # map would return no columns at all
         return datasets.Dataset.from_dict({name: [] for name in features}, features=features)
     has_images, has_pixels = setup.images is not None, "pixel_values" in features

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from torch_collate_kit.chat.content_parts import IMAGE_TYPES
 from torch_collate_kit.errors import DataError
+from torch_collate_kit.reading.entries import weights_of_examples
+from torch_collate_kit.reading.keys import check_no_other_weight
 from torch_collate_kit.vision.images import decoded_base64
 
 _SHAREGPT_ROLES = {
@@ -28,7 +31,10 @@ _OTHER_MEDIA = ("video", "audio")
 
 
 def check_columns(example: Mapping[str, Any]) -> None:
-    """Check that a record is no preference data, whose bad answers would be trained, too."""
+    """Check that a record is no preference data, whose bad answers would be trained, too.
+
+    Its ``weight``, if it has one, is checked as collators check it.
+    """
     for name in ("chosen", "rejected"):
         if example.get(name) is not None:
             raise DataError(
@@ -45,6 +51,18 @@ def check_columns(example: Mapping[str, Any]) -> None:
             f"`label` is {label!r:.40}: a column of preference data (KTO), whose bad answers would "
             "be trained, too; keep the records with good answers, and remove the column `label`"
         )
+    _check_weight_name(tuple(example))
+    weight = example.get("weight", 1.0)
+    if not (type(weight) is float and 1e-9 < weight < 1e9):  # an array takes 5% of a short record
+        try:
+            weights_of_examples([weight])
+        except DataError as error:
+            raise DataError(str(error).removeprefix("example 0: ")) from None
+
+
+@lru_cache(maxsize=4096)
+def _check_weight_name(keys: tuple[Any, ...]) -> None:
+    check_no_other_weight(dict.fromkeys(keys, "the record"), keys)
 
 
 def _has_messages(example: Mapping[str, Any]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch_collate_kit.batch import IGNORE_INDEX
@@ -33,7 +33,7 @@ def tokenize_chat(
             first of these forms is read: ``messages``; ``conversations`` (ShareGPT); ``prompt`` and
             ``completion``; ``instruction``, ``input`` and ``output`` (Alpaca). The columns
             ``system``, ``tools``, ``documents`` and ``chat_template_kwargs`` belong to the record,
-            and override the options. See docs/chat.md.
+            and override the options; ``weight`` is kept. See docs/chat.md.
         tokenizer: a transformers tokenizer with a chat template; or a processor, for records with
             images. See docs/vision.md for the forms of images.
         options: :class:`ChatOptions`: which turns are trained, how long an example may be, ...
@@ -42,8 +42,10 @@ def tokenize_chat(
     ``num_cut_tokens`` (removed by ``max_length``) and ``skip_reason``. That is "", or with empty
     lists "no_assistant_turn", "no_trained_tokens" (the template or the record's weights select
     none), "too_long", or "nothing_left_after_truncation". The first token does not count as
-    trained, because nothing predicts it. With ``train_on="each"`` a list of such dicts, at least
-    one. If there are images, also the processor's vision fields, as NumPy arrays without padding.
+    trained, because nothing predicts it. If the record has a ``weight``, a number that multiplies
+    its loss weights, the example has it, too. With ``train_on="each"`` a list of such dicts, at
+    least one. If there are images, also the processor's vision fields, as NumPy arrays without
+    padding.
 
     Raises:
         DataError: the record has another form, is preference data, has an empty answer, or is too
@@ -73,7 +75,7 @@ def tokenize_chat(
 
 
 def tokenize_records(
-    records: Iterable[Any], setup: ChatSetup, *, from_arrow: bool
+    records: Collection[Any], setup: ChatSetup, *, from_arrow: bool
 ) -> list[list[dict[str, Any]] | DataError]:
     """Return each record's results, or its refusal. All texts are tokenized in one call."""
     found: list[list[TextExample] | str | DataError] = []
@@ -87,11 +89,12 @@ def tokenize_records(
     texts = [entry.text for entries in found if isinstance(entries, list) for entry in entries]
     tokens = iter(_encode(setup.tokenizer, texts))
     results: list[list[dict[str, Any]] | DataError] = []
-    for entries in found:
+    for record, entries in zip(records, found, strict=True):
         if isinstance(entries, DataError):
             results.append(entries)
-        elif isinstance(entries, str):
-            results.append([_result(setup, skip_reason=entries)])
+            continue
+        if isinstance(entries, str):
+            rows = [_result(setup, skip_reason=entries)]
         else:
             pairs = [(entry, *next(tokens)) for entry in entries]
             try:
@@ -99,7 +102,9 @@ def tokenize_records(
             except DataError as error:  # too long
                 results.append(error)
                 continue
-            results.append(rows[:1] if all(row["skip_reason"] for row in rows) else rows)
+        if "weight" in record:
+            rows = [row | {"weight": record["weight"]} for row in rows]
+        results.append(rows[:1] if all(row["skip_reason"] for row in rows) else rows)
     return results
 
 

@@ -193,7 +193,7 @@ class VisionLanguageCollator(ForTrainer):
             setup = ChatSetup(self._processor, replace(self.chat, pixels=False))
         records = source.records(0, len(source))
         tokenized = tokenize_records(records, setup, from_arrow=source.is_arrow)
-        processed, others = [], ("weight", *self.fields)
+        processed = []
         for i, found in enumerate(tokenized, start):
             if isinstance(found, DataError):
                 raise DataError(f"example {i}: {found}") from found
@@ -205,7 +205,7 @@ class VisionLanguageCollator(ForTrainer):
                     "trained; filter such conversations out"
                 )
             record = records[i - start]
-            processed.append({**example, **{k: record[k] for k in others if k in record}})
+            processed.append({**example, **{k: record[k] for k in self.fields if k in record}})
         return processed
 
     def _check_images(self, processed: Sequence[Mapping[str, Any]]) -> None:

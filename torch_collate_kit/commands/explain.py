@@ -53,9 +53,11 @@ def _explain(options: argparse.Namespace) -> int:
     most = None if options.all else options.show
     batches = _batches(rows[number], kind, number, options, tokenizer)
     found = [batch.explain(0, tokenizer, max_tokens=most) for batch in batches]
+    weight = rows[number].get("weight")
     for i, one in enumerate(found):
         of = f", example {i + 1} of {len(found)} of it" if len(found) > 1 else ""
         one.title = f"record {number:,} of {num_records:,}{of}{one.title.removeprefix(_ROW)}"
+        one.title += "" if weight is None else f", weight {weight:g} of the record"
         for name in ("example", "segment"):  # the row holds nothing else
             one.columns.pop(name, None)
     if options.json:
@@ -99,7 +101,8 @@ def _tokenized(record: Mapping[str, Any], setup: ChatSetup) -> list[dict[str, An
     kept = [example for example in found if not example["skip_reason"]]
     if not kept:
         raise DataError(f"it is skipped, as nothing of it is trained: {found[0]['skip_reason']}")
-    return [{name: example[name] for name in ("input_ids", "loss_mask")} for example in kept]
+    names = ("input_ids", "loss_mask", "weight")
+    return [{name: example[name] for name in names if name in example} for example in kept]
 
 
 def add_template(commands: Any) -> None:

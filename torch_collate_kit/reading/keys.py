@@ -207,7 +207,7 @@ def check_keys(
 ) -> None:
     """Check the keys of examples; ``owners`` says whose each is, such as "example 0"."""
     others = [key for key in owners if key not in KNOWN and key not in declared]
-    _check_no_other_weight(owners, others)
+    check_no_other_weight(owners, others)
     for key in others:
         name = respelt(str(key), (*_PER_TOKEN, *declared))
         if name is not None and name not in owners:
@@ -227,7 +227,7 @@ def check_keys(
         )
 
 
-def _check_no_other_weight(owners: Mapping[str, str], others: Iterable[str]) -> None:
+def check_no_other_weight(owners: Mapping[str, str], others: Iterable[str]) -> None:
     """Refuse the weight of an example under another name."""
     for key in others:
         if bare_key(str(key)) in _OTHER_WEIGHTS and "weight" not in owners:
@@ -244,7 +244,7 @@ def _check_rollout_keys(raw: Mapping[str, Any], given: list[str]) -> None:
             f"no {' and no '.join(missing)} in example 0, got keys {sorted(given)}; a "
             f"rollout has {', '.join(_REQUIRED)}"
         )
-    _check_no_other_weight(dict.fromkeys(given, "example 0"), given)
+    check_no_other_weight(dict.fromkeys(given, "example 0"), given)
     known = (*ROLLOUT_KEYS, *IMAGES)
     others = {key: bare_key(key) for key in given if key not in known}
     for name in (name for name in known if name not in raw and others):

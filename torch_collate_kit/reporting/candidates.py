@@ -178,7 +178,8 @@ def recommended(candidates: Sequence[Mapping[str, Any]], num_tokens: int) -> dic
     lean = [c for c in complete if c["padding"] <= _MOST_PADDING]
     limit = min(c["max_tokens"] for c in lean or _within(complete))
     best = _within([c for c in complete if c["max_tokens"] == limit])[0]
-    lossless = "drop and cut nothing" if not fewest else f"lose the fewest examples ({fewest:,})"
+    verb = "lose" if any(map(_num_lost_tokens, complete)) else "cut"
+    lossless = f"{verb} the fewest examples ({fewest:,})" if fewest else "drop and cut nothing"
     reason = (
         f"the smallest of those that {lossless} and leave at most {_MOST_PADDING:.0%} padding"
         if lean
@@ -203,13 +204,19 @@ def _num_lost(candidate: Mapping[str, Any]) -> int:
     return int(candidate["num_dropped"] + candidate["num_cut"])
 
 
+def _num_lost_tokens(candidate: Mapping[str, Any]) -> int:
+    """Return how many tokens are in no row: none of examples that continue in another row."""
+    return int(candidate["num_dropped_tokens"] + candidate["num_cut_tokens"])
+
+
 def _notes(
     packed: Sequence[Mapping[str, Any]], best: Mapping[str, Any], num_tokens: int
 ) -> list[str]:
     """Return what the recommended ``max_tokens`` loses, and what a smaller one would."""
     notes = []
     if _num_lost(best):
-        notes.append(f"note: {losses(best, num_tokens)}; a larger max_tokens keeps more")
+        more = "keeps more" if _num_lost_tokens(best) else "cuts fewer"
+        notes.append(f"note: {losses(best, num_tokens)}; a larger max_tokens {more}")
     # A smaller one with as little padding loses more, or it would be the best
     smaller = [c for c in packed if c["max_tokens"] < best["max_tokens"]]
     smaller = [c for c in smaller if c["padding"] <= _MOST_PADDING]
@@ -224,8 +231,9 @@ def losses(candidate: Mapping[str, Any], num_tokens: int) -> str:
     dropped, cut = candidate["num_dropped"], candidate["num_cut"]
     parts = [f"drops {plural(dropped, 'example')}"] if dropped else []
     parts += [f"cuts {plural(cut, 'example')}"] if cut else []
-    share = (candidate["num_dropped_tokens"] + candidate["num_cut_tokens"]) / num_tokens
-    return f"{' and '.join(parts)} ({share:.2%} of the tokens lost)" if parts else ""
+    if parts and not (lost := _num_lost_tokens(candidate)):
+        return f"{parts[0]} where a row ends (no token lost)"
+    return f"{' and '.join(parts)} ({lost / num_tokens:.2%} of the tokens lost)" if parts else ""
 
 
 def headline(report: Mapping[str, Any]) -> str:

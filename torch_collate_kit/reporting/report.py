@@ -197,32 +197,26 @@ def packing_report(
     'the smallest of those that drop and cut nothing and leave at most 2% padding'
     """
     found = data_lengths(data)
-    cost = ModelCost() if cost is None else cost
-    given = found.patches if patches is None else patches
     packing = PackingOptions(
         max_tokens=_LARGEST,  # replaced below
         parallel=ParallelLayout() if parallel is None else parallel,
         overflow=overflow,
         balance=balance,
-        cost=cost,
+        cost=ModelCost() if cost is None else cost,
         max_sequences_per_row=max_sequences_per_row,
         max_patches=max_patches,
-        dummy_image_tokens=0 if given is None else found.dummy_image_tokens,
+        dummy_image_tokens=found.dummy_image_tokens,
     )
-    if strategies is None:
-        strategies = _STRATEGIES[:1] if max_tokens is None else _STRATEGIES
-    if max_tokens is None:
-        max_tokens = capacities_to_try(found.lengths, packing.parallel.align)
-    packings = _packings(packing, max_tokens, strategies)
-    images = None if given is None else image_load(given, len(found.lengths), cost)
+    packings = _packings(packing, max_tokens, strategies, found.lengths)
+    patches = found.patches if patches is None else patches
+    images = None if patches is None else image_load(patches, len(found.lengths), packing.cost)
     batch_size = checked_optional_int("batch_size", batch_size, hint="None packs all at once")
-    if padded_batch_size is None:
-        ranks = packing.parallel.dp
-        padded_batch_size = 8 if batch_size is None else max(1, batch_size // ranks)
-    padded_batch_size = checked_int("padded_batch_size", padded_batch_size)
+    usual = 8 if batch_size is None else max(1, batch_size // packing.parallel.dp)
+    padded = usual if padded_batch_size is None else padded_batch_size
+    padded = checked_int("padded_batch_size", padded)
     checked_bool("show", show)
     batch_rows = checked_optional_int("batch_rows", batch_rows, hint="None compares no steps")
-    report = _report(found.lengths, images, packings, batch_size, padded_batch_size)
+    report = _report(found.lengths, images, packings, batch_size, padded)
     if batch_rows is not None and not fits_nothing(report):
         packing = replace(packing, max_tokens=report["recommended"]["max_tokens"])
         report["steps"] = steps_of(found.lengths, images, packing, batch_rows, batch_size)
@@ -232,9 +226,16 @@ def packing_report(
 
 
 def _packings(
-    packing: PackingOptions, max_tokens: int | Sequence[int], strategies: Sequence[str]
+    packing: PackingOptions,
+    max_tokens: int | Sequence[int] | None,
+    strategies: Sequence[str] | None,
+    lengths: Ints,
 ) -> list[PackingOptions]:
     """Return every ``max_tokens`` with every strategy, each once, in the order given."""
+    if strategies is None:
+        strategies = _STRATEGIES[:1] if max_tokens is None else _STRATEGIES
+    if max_tokens is None:
+        max_tokens = capacities_to_try(lengths, packing.parallel.align)
     is_one = isinstance(max_tokens, str) or not isinstance(max_tokens, Sequence | np.ndarray)
     limits: Any = [max_tokens] if is_one else max_tokens
     names = [strategies] if isinstance(strategies, str) else strategies
@@ -292,6 +293,8 @@ def _intro(report: PackingReport, names: Sequence[str]) -> list[str]:
         )
     if "lost" in names:
         lines.append("dropped or cut: examples that do not fit; lost: their share of the tokens")
+    elif "cut" in names:
+        lines.append("cut: examples that continue in another row; no token is lost")
     if options["align"] > 1:
         lines.append(f"examples aligned to {options['align']} tokens")
     return lines

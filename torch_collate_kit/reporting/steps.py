@@ -15,7 +15,6 @@ from torch_collate_kit._reprs import plural
 from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.loading import PackedBatchSampler
 from torch_collate_kit.packing import PackingOptions, PackingPlan
-from torch_collate_kit.packing.options import STRATEGIES
 from torch_collate_kit.packing.pieces import ImageLoad
 from torch_collate_kit.packing.rows import Ints, row_sums
 
@@ -40,7 +39,7 @@ def steps_of(
         batch_size = max(1, round(len(lengths) / by_rows["num_steps"]))
     found = [_figures(lengths, images, packing, "by_examples", batch_size=batch_size), by_rows]
     can_be_cut = packing.parallel.align == 1 and packing.max_sequences_per_row is None
-    if "wrapped" in STRATEGIES and can_be_cut and images is None:
+    if can_be_cut and images is None:
         wrapped = replace(packing, strategy="wrapped", overflow="raise")
         found.append(_figures(lengths, None, wrapped, "wrapped", batch_rows=batch_rows))
     return found

@@ -4,17 +4,20 @@
 
 "time" is the modelled time of a real token: 1 without padding and without waiting. A segment of n
 tokens costs n * (24576 + n); all cells of a row are computed, and a step takes as long as its
-slowest rank.
+slowest rank. Then the share of the tokens that a mixture of two streams reads in shards: the short
+conversations, and the long ones of ``tau_airline_all.qwen.npy`` beside it.
 """
 
 from __future__ import annotations
 
 import sys
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 
 from tests.building import packed_stream
+from torch_collate_kit import Mixture, PackedCollator, PackedIterableDataset
 
 LINEAR = 24576
 Lengths = list[np.ndarray]  # of one row or more
@@ -66,9 +69,26 @@ def figures(steps: list[list[Lengths]], max_tokens: int) -> dict[str, float]:
     }
 
 
+def share_read(sources: list[np.ndarray], by: str, num_shards: int) -> float:
+    """Share of the tokens that a mixture reads with the sizes of its sources as weights."""
+    sizes = [len(of) if by == "examples" else int(of.sum()) for of in sources]
+    examples = [[{"input_ids": np.ones(n, dtype=np.int32)} for n in of] for of in sources]
+    streams = [lambda own=own: iter(own) for own in examples]
+    mixture = Mixture(streams, weights=sizes, by=by)
+    collate = PackedCollator(0, max_tokens=8192)
+    dataset = PackedIterableDataset(mixture, collate, num_shards=num_shards, buffer_size=200)
+    read = sum(batch.num_tokens for batch in dataset)
+    return read / sum(int(of.sum()) for of in sources)
+
+
 def main() -> None:
-    lengths = np.load(sys.argv[1])
-    lengths = lengths[lengths <= 8192]
+    path, rng = Path(sys.argv[1]), np.random.default_rng(0)
+    lengths, long = np.load(path), np.load(path.with_name("tau_airline_all.qwen.npy"))
+    lengths, long = lengths[lengths <= 8192], long[long <= 8192]
+    sources = [rng.permutation(of) for of in (lengths[lengths <= 1008], long)]
+    for by in ("tokens", "examples"):
+        shares = {n: share_read(sources, by, n) for n in (1, 2, 8, 64)}
+        print("mixed by", by, {f"{n} shards": round(share, 3) for n, share in shares.items()})
     for dp_size, rows in ((8, 1), (8, 2), (8, 4), (1, 4)):
         found = figures(steps_of(lengths, dp_size, rows, 8192), 8192)
         print(dp_size, "x", rows, {name: round(value, 3) for name, value in found.items()})

@@ -24,6 +24,7 @@ _LEFT = ("text",)
 _TRAINED = "background:#009E7344;font-weight:bold"
 _TITLES = {"input_ids": "id", "position_ids": "position", "labels": "label"}
 _UNSHOWN = ("loss_weights", "loss_mask", "attention_mask", "response_mask", "router_padding_mask")
+_GROUPS = ("uids", "trajectory_ids")  # of rollouts, whatever they are made of
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # a byte in a SentencePiece vocabulary
 _SPACE = "\u2581"  # a space there
 
@@ -97,9 +98,13 @@ def _columns_of(one: Mapping[str, Any], stored: Storage, cells: Cells) -> dict[s
     weights = _of_cells(one.get("loss_mask"), width, range(width + 1))
     if weights is not None:
         columns["weight"] = [float(weight or 0) for weight in weights]
-    for name in one:
-        if name not in (*_TITLES, *_UNSHOWN):
-            columns[name] = _values_of(name, one, stored, cells)
+    own = (*columns, "text")
+    given = {n: _values_of(n, one, stored, cells) for n in one if n not in (*_TITLES, *_UNSHOWN)}
+    for name, rows in stored.row_metadata.items():
+        texts = [*rows[0]] if isinstance(rows[0], tuple) else [rows[0]]
+        if name not in _GROUPS and all(isinstance(text, str) for text in texts):
+            given[name] = _of_examples(texts, cells)
+    columns |= {f"field {name}" if name in own else name: of for name, of in given.items()}
     return {name: values for name, values in columns.items() if values is not None}
 
 
@@ -135,8 +140,8 @@ class Explanation:
     ``columns`` maps names to a list with one entry per token: ``cell``, the place in the row;
     ``example``, its number in the collator's call, and ``segment``, its number in the row; ``id``;
     ``text``, with a tokenizer; ``position``; ``label``; ``weight`` of the loss, before it is
-    divided; and other fields with values per token, response token or example, None where there is
-    none. ``len()`` is the number of tokens.
+    divided and times that of its example; and other fields with values per token, response token
+    or example, texts too, None where there is none. ``len()`` is the number of tokens.
 
     >>> import torch
     >>> from torch_collate_kit.batch import Batch

@@ -108,23 +108,7 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
         self._policy = SkipPolicy(on_error, max_skipped, max_skipped_in_a_row)
         hint = "None makes every worker of every rank a shard"
         self.num_shards = checked_optional_int("num_shards", num_shards, hint=hint)
-        if isinstance(stream, Mixture) and self._policy.skips:
-            raise ValueError(
-                "on_error='skip' names examples by their position in the stream, and each source "
-                "of a mixture has its own; use on_error='raise', or filter the sources"
-            )
-        options: dict[str, Any] = {
-            "presharded": presharded,
-            "collate": collate if self.dp_size == 1 else _for_one_rank(collate),
-            "num_shards": self.num_shards,
-            "seed": self.seed if self.shuffle else None,
-        }
-        ranks = self.dp_rank or 0, self.dp_size
-        self._stream: Stream | MixedStream
-        if isinstance(stream, Mixture):
-            self._stream = MixedStream(stream, *ranks, **options)
-        else:
-            self._stream = Stream(stream, *ranks, **options)
+        self._stream = self._divisible(stream)
         self._saved: Mapping[str, Any] | None = None
         self._pass: _Pass | None = None
         self._next_pass = 0  # its number, if shuffled
@@ -221,6 +205,25 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
                 f"buffer_size must be at least {self._rows}, the rows of a batch, got "
                 f"{self.buffer_size}; a row holds one example or more"
             )
+
+    def _divisible(self, stream: Any) -> Stream | MixedStream:
+        """Return a stream or a mixture so that ranks and workers can divide it."""
+        if isinstance(stream, Mixture) and self._policy.skips:
+            raise ValueError(
+                "on_error='skip' names examples by their position in the stream, and each source "
+                "of a mixture has its own; use on_error='raise', or filter the sources"
+            )
+        kind: Any = MixedStream if isinstance(stream, Mixture) else Stream
+        divided: Stream | MixedStream = kind(
+            stream,
+            self.dp_rank or 0,
+            self.dp_size,
+            presharded=self.presharded,
+            collate=self.collate if self.dp_size == 1 else _for_one_rank(self.collate),
+            num_shards=self.num_shards,
+            seed=self.seed if self.shuffle else None,
+        )
+        return divided
 
     def _own_shards(self) -> DividedStream:
         """Return the shards of this process: of a rank, or of one of its workers."""

@@ -74,10 +74,7 @@ def _with_shards(
 
 
 def positions_in(
-    state: Mapping[str, Any],
-    settings: Mapping[str, Any],
-    packing: PackingOptions,
-    shards: range,
+    state: Mapping[str, Any], settings: Mapping[str, Any], packing: PackingOptions, shards: range
 ) -> dict[int, Position]:
     """Return the positions of ``shards`` in a state that has them, and may have more.
 

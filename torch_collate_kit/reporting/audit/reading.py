@@ -88,19 +88,17 @@ def _read_chats(source: Source, setup: ChatSetup, bar: Any) -> AuditColumns:
                 continue
             kind = type(record).__name__
             reader.refuse(i, f"a record is a mapping, such as one with messages, got {kind}")
-        examples: list[dict[str, Any]] = []
-        numbers: list[int] = []
+        weighted: dict[bool, list[tuple[int, dict[str, Any]]]] = {False: [], True: []}
         results = tokenize_records(known.values(), setup, from_arrow=source.is_arrow)
         for i, found in zip(known, results, strict=True):
             if isinstance(found, DataError):
                 reader.refuse(i, str(found))
                 continue
-            kept = [example for example in found if not example["skip_reason"]]
-            examples += kept
-            numbers += [i] * len(kept)
+            kept = [(i, example) for example in found if not example["skip_reason"]]
+            weighted["weight" in found[0]] += kept
             without_answer += [] if kept else [i]
-        if examples:
-            reader.read_chats(examples, numbers, image_token_id)
+        for rows in filter(None, weighted.values()):
+            reader.read_chats(rows, image_token_id)
         if bar is not None:
             bar.update(stop - start)
     return replace(reader.columns(), without_answer=np.array(without_answer, dtype=np.int64))
@@ -149,18 +147,20 @@ class _RowReader:
         self._blocks.setdefault(_form(found), []).append(columns)
 
     def read_chats(
-        self, examples: Sequence[Mapping[str, Any]], numbers: list[int], image_token_id: int | None
+        self, rows: Sequence[tuple[int, Mapping[str, Any]]], image_token_id: int | None
     ) -> None:
-        """Tokenized chats, which every reader takes; ``numbers`` are those of their records."""
-        names = ("input_ids", "loss_mask")
-        columns = self._flat(read_columns({name: [e[name] for e in examples] for name in names}))
+        """Read tokenized chats of the same keys, each with the number of its record."""
+        numbers, examples = zip(*rows, strict=True)
+        names = [n for n in ("input_ids", "loss_mask", "weight") if n in examples[0]]
+        found = read_columns({name: [e[name] for e in examples] for name in names})
+        columns = self._flat(found)
         columns["num_cut"] = np.array([e.get(_CUT, 0) for e in examples], dtype=np.int64)
         has_image = np.zeros(len(numbers), dtype=np.bool_)
         if image_token_id is not None:
             starts = np.cumsum(columns["lengths"]) - columns["lengths"]
             has_image |= np.logical_or.reduceat(columns["ids"] == image_token_id, starts)
         columns |= {"numbers": np.array(numbers), "has_image": has_image}
-        self._blocks.setdefault("loss_mask", []).append(columns)
+        self._blocks.setdefault(_form(found), []).append(columns)
 
     def columns(self) -> AuditColumns:
         """Return all rows of the usual form; those of another are refused."""
@@ -176,7 +176,7 @@ class _RowReader:
                 self.refuse(i, what)
         return AuditColumns(
             **columns,
-            has_target=usual != _NO_TARGET,
+            has_target=not usual.startswith(_NO_TARGET),
             refused=sorted(self.refused, key=lambda row: row.number),
             has_unread_images=self._has_unread_images,
         )
@@ -255,8 +255,9 @@ def _are_mappings(examples: Any) -> bool:
 
 def _form(found: ExampleColumns) -> str:
     """Return the form of examples: the name of their target, or the fields of rollouts."""
+    weight = () if found.weights is None else ("weight",)
     if not found.are_rollouts:
-        return _NO_TARGET if found.target is None else found.target.name
+        return ", ".join([_NO_TARGET if found.target is None else found.target.name, *weight])
     images = () if found.images is None else found.images.arrays
     names = [column.name for column in found.fields if column.name != _CUT]
-    return ", ".join([*names, *images, *found.per_example])
+    return ", ".join([*names, *images, *found.per_example, *weight])

@@ -75,9 +75,8 @@ def role_texts(template: ChatTemplate, bos: str, end: str) -> RoleTexts:
         before = before[tokens[-1].start() :] if tokens else ""
         ends += [token[0] for token in tokens[:-1]]
     tool = _header(template, before, stops)
-    names = {}
-    if user.count("user") == 1:
-        names = {user.replace("user", role): role for role in _OTHER_ROLES}
+    others = _OTHER_ROLES if user.count("user") == 1 else ()
+    names = {user.replace("user", role): role for role in others}
     names |= {tool: "tool", system: "system", user: "user"}
     names |= dict.fromkeys(_answer_headers(template, whole, after, stops), "assistant")
     return RoleTexts(
