@@ -81,8 +81,8 @@ def tokenize_chat_dataset(
         )
     setup = ChatSetup(tokenizer, options, overflow="drop")
     tokenized = _map(dataset, setup, num_proc)
-    reasons, skips = list(tokenized["skip_reason"]), Counter(filter(None, tokenized["skip_reason"]))
-    cuts = list(filter(None, tokenized["num_cut_tokens"]))
+    reasons = tokenized["skip_reason"][:]  # a list at once: a column is read in small batches
+    skips, cuts = Counter(filter(None, reasons)), list(filter(None, tokenized["num_cut_tokens"][:]))
     if reasons and skips.total() == len(reasons):
         raise DataError(
             f"all {len(reasons)} examples are skipped: "

@@ -5,6 +5,7 @@ With the texts put back, a rendering in which a private-use character stands for
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Mapping
@@ -52,10 +53,36 @@ def has_marks(text: str) -> bool:
     return not text.isascii() and _MARKS.search(text) is not None
 
 
+class MarkedCopy:
+    """The rendering of a marked conversation, and what all conversations of its form share."""
+
+    def __init__(self, text: str) -> None:
+        self._text, self._turns = text, dict[Any, Any]()
+        self._pieces: list[str] = []  # of the template, and between them one for each part
+        self._order: list[int] = []
+
+    def locate(self, text: str, parts: list[Part]) -> tuple[list[Occurrence], dict[Any, Any]]:
+        """Return the places of ``parts``, and what is known of turns where this text is equal."""
+        pieces, ordered = self._pieces.copy(), [parts[i] for i in self._order]
+        pieces[1::2] = [part.core for part in ordered]
+        if "".join(pieces) == text:
+            ends = list(itertools.accumulate(map(len, pieces)))
+            places = zip(ordered, ends[:-1:2], ends[1::2], strict=True)
+            return [Occurrence(p, a - len(p[5]), b + len(p[6])) for p, a, b in places], self._turns
+        found = _locate(text, self._text, parts)
+        cores = [(a + len(part.before), b - len(part.after)) for part, a, b in found]
+        if [text[a:b] for a, b in cores] == [part.core for part, _, _ in found]:  # none is escaped
+            index = {id(part): i for i, part in enumerate(parts)}
+            self._order = [index[id(part)] for part, _, _ in found]
+            cuts = [0, *itertools.chain(*cores), len(text)]
+            self._pieces = [text[a:b] for a, b in itertools.pairwise(cuts)]
+        return found, {}
+
+
 def locate_parts(
     template: ChatTemplate, conversation: Conversation, messages: Messages, text: str
-) -> tuple[list[Part], list[Occurrence]]:
-    """Return the texts of ``messages``, and their places in their rendering ``text``."""
+) -> tuple[list[Part], list[Occurrence], dict[Any, Any]]:
+    """Return the texts of ``messages``, their places in ``text``, and what is known of turns."""
     marker = _Marker(template.tags)
     marked = [marker.message(message, i) for i, message in enumerate(messages)]
     documents = conversation.documents
@@ -65,14 +92,14 @@ def locate_parts(
     known = template.known_copies.get(key)
     if known is not None:
         try:
-            return marker.parts, _locate(text, known, marker.parts)
+            return marker.parts, *known.locate(text, marker.parts)
         except Refusal:  # a template may ask for the time; the new copy decides
             pass
     elif len(template.known_copies) >= _MAX_KNOWN_COPIES:
         template.known_copies.clear()
-    copy = template.render(marked, conversation.tools, documents)
+    copy = MarkedCopy(template.render(marked, conversation.tools, documents))
     template.known_copies[key] = copy
-    return marker.parts, _locate(text, copy, marker.parts)
+    return marker.parts, *copy.locate(text, marker.parts)
 
 
 class _Marker:
@@ -154,6 +181,9 @@ class _Marker:
         # Templates look at white space, control characters, quotes and backslashes around a text
         # (`trim`, `tojson`), and at what looks like one of their tags: these stay as they are.
         pieces = self._tags.split(text) if "<" in text or "[" in text else [text]
+        if len(pieces) == 1 and text.strip(_EDGE) == text:  # most texts
+            self.parts.append(Part(message, kind, where, text, mark))
+            return mark
         for i in range(0, len(pieces), 2):
             if core := pieces[i].strip(_EDGE):
                 pieces[i] = pieces[i].replace(core, mark, 1)
@@ -179,12 +209,10 @@ def _locate(text: str, marked: str, parts: list[Part]) -> list[Occurrence]:
             continue
         part, start = parts[ord(mark[0]) - _FIRST_MARK], end + place - known
         same = text[end:start] == marked[known:place]
-        if same and part[4:] == (mark[0], "", "") and text.startswith(part.core, start):
-            before, whole, replaced = 0, len(part.core), 1  # most parts
-        elif same and (size := _size(text, marked, start, place, part, end)):
-            before, whole, replaced = size
-        else:
+        size = _size(text, marked, start, place, part, end) if same else None
+        if size is None:
             raise _changed(parts, found, text, end)
+        before, whole, replaced = size
         found.append(Occurrence(part, start - before, start + whole))
         end, known = start + whole, place + replaced
     if text[end:] != marked[known:]:

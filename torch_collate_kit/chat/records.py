@@ -137,7 +137,7 @@ def _is_selected(message: Mapping[str, Any], turn: int) -> bool:
 
 
 def _read_message(found: Any, where: str, from_arrow: bool) -> dict[str, Any]:
-    if not isinstance(found, Mapping) or not isinstance(found.get("role"), str):
+    if not isinstance(found, (dict, Mapping)) or not isinstance(found.get("role"), str):
         got = f"keys {sorted(found)}" if isinstance(found, Mapping) else type(found).__name__
         raise DataError(
             f"{where} must be a dict with a `role` string and `content`, got {got}; rename other "
@@ -166,8 +166,9 @@ def _read_message(found: Any, where: str, from_arrow: bool) -> dict[str, Any]:
         # The two names that templates read; transformers fills them in like this, too.
         message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
     message["content"] = content
-    calls = found.get("tool_calls") or []
-    if not isinstance(calls, (list, tuple)) or not all(isinstance(c, Mapping) for c in calls):
+    calls = found.get("tool_calls")
+    is_list = isinstance(calls, (list, tuple))
+    if calls and not (is_list and all(isinstance(c, Mapping) for c in calls)):
         calls = _read_dicts(calls, f"{where} `tool_calls`")
     if calls:  # an empty list would count in templates that ask `'tool_calls' in message`
         message["tool_calls"] = [_read_call(call, where, from_arrow) for call in calls]
@@ -183,7 +184,7 @@ def _check_message_keys(message: Mapping[str, Any], where: str) -> None:
                 f"{where} has no {name}, but {key!r} looks like it; rename it to {name}, or remove "
                 "it"
             )
-    if others := [key for key in others if message[key]]:
+    if others and (others := [key for key in others if message[key]]):
         raise DataError(
             f"{where} has no `content`, only {', '.join(map(repr, others))} and its role; "
             "rename the key of its text to content"
@@ -217,7 +218,7 @@ def _read_call(call: Mapping[str, Any], where: str, from_arrow: bool) -> dict[st
     arguments = function.get("arguments")
     if arguments is None or arguments == "":
         arguments = {}
-    if from_arrow:
+    if from_arrow and not isinstance(arguments, str):
         arguments = _drop_none(arguments)
     outer = {k: v for k, v in call.items() if v is not None and k not in ("name", "arguments")}
     return {

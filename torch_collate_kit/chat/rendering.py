@@ -54,6 +54,8 @@ class Rendering:
     tagged: Spans | None
     parts: list[Part]
     occurrences: list[Occurrence]
+    known_turns: dict[Any, Any]
+    """Places of turns, filled by the texts that differ from this one in nothing but their parts."""
     is_composed: bool = False
 
     def move_last_turn(self, start: int, prompt: str) -> None:
@@ -130,15 +132,18 @@ class Rendering:
     def problem(self, turn: int) -> str | None:
         """Return which part of a message is not in the text as the model would write it."""
         found = [f"drops its {part.where}" for part in self.missing if part.message == turn]
-        own = [] if self._in_order else self.own.get(turn, [])
-        run = self.occurrences[own[0] : own[-1] + 1] if own else []
-        if any(part.message != turn for part, _, _ in run):
-            found.append("writes it in pieces")
-        for part, _, _ in run:
-            if part.kind != "name" and self.times[id(part)] > 1:
-                found.append(f"writes its {part.where} twice")
+        if not self._in_order:
+            own = self.own.get(turn, [])
+            run = self.occurrences[own[0] : own[-1] + 1] if own else []
+            if any(part.message != turn for part, _, _ in run):
+                found.append("writes it in pieces")
+            for part, _, _ in run:
+                if part.kind != "name" and self.times[id(part)] > 1:
+                    found.append(f"writes its {part.where} twice")
         for call in self.messages[turn].get("tool_calls", ()):
-            if changed := changed_arguments(call["function"]["arguments"], self.text_of(turn)):
+            arguments = call["function"]["arguments"]
+            text = "" if isinstance(arguments, str) else self.text_of(turn)
+            if changed := changed_arguments(arguments, text):
                 found.append(changed)
         return f"messages[{turn}]: the chat template {found[0]}" if found else None
 
@@ -224,8 +229,8 @@ def _render(
         )
     if conversation.placeholder:
         _check_images(text, messages, conversation.placeholder)
-    parts, occurrences = locate_parts(template, conversation, messages, text)
-    rendering = Rendering(template, conversation, messages, style, text, tagged, parts, occurrences)
+    located = locate_parts(template, conversation, messages, text)
+    rendering = Rendering(template, conversation, messages, style, text, tagged, *located)
     _check_context(rendering, set(trained))
     _check_parts(rendering)
     for turn in trained:

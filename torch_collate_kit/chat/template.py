@@ -78,7 +78,7 @@ class ChatTemplate:
         self.source = source
         self.code = _COMMENT.sub("", source)
         self.has_generation_tags = _GENERATION_TAG.search(self.code) is not None
-        self.known_copies: dict[str, str] = {}  # renderings of marked messages
+        self.known_copies: dict[str, Any] = {}  # renderings of marked messages
         self.known_turns: dict[Any, tuple[int, str]] = {}  # where turns begin and end
         self.preferred: dict[bool, Style] = {}  # with and without tools
         self.plain_turn: Any = None
@@ -206,6 +206,8 @@ class Style(NamedTuple):
             arguments = arguments if decoded is None else decoded
         elif self.arguments == "text" and not isinstance(arguments, str):
             arguments = json.dumps(arguments, ensure_ascii=False)
+        if arguments is call["function"]["arguments"]:
+            return call
         return {**call, "function": {**call["function"], "arguments": arguments}}
 
 

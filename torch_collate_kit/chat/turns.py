@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch_collate_kit.chat.content_parts import text_of
@@ -12,24 +12,31 @@ from torch_collate_kit.chat.plain_turn import plain_turn
 from torch_collate_kit.chat.rendering import Rendering
 from torch_collate_kit.chat.template import Messages, Refusal, Spans, num_shared
 
-_MAX_KNOWN_TURNS = 10_000
+_MAX_KNOWN_TURNS, _MAX_KNOWN_FORMS = 10_000, 100
 _ASKED, _TOOL_SAID = {"role": "user", "content": "Q"}, {"role": "tool", "content": "Q"}
 _OPENING, _CLOSING = {"begin", "start", "open"}, {"end", "close"}
 
 
 def turn_spans(rendering: Rendering, turns: list[int]) -> Spans:
     """Return the first character and the last + 1 that the model writes in each turn."""
-    shapes = [_shape(message, rendering.template.tags) for message in rendering.messages]
-    spans = [_turn_span(rendering, turn, shapes) for turn in turns]
+    shapes = tuple(_shape(message, rendering.template.tags) for message in rendering.messages)
+    key = (rendering.style, shapes, *turns)
+    spans = [_known_span(rendering, *known) for known in rendering.known_turns.get(key, ())]
+    if not spans:
+        found = [_turn_span(rendering, turn, shapes) for turn in turns]
+        spans = [span for span, _ in found]
+        if all(known for _, known in found) and len(rendering.known_turns) < _MAX_KNOWN_FORMS:
+            rendering.known_turns[key] = [known for _, known in found]
     tagged = rendering.tagged
     return spans if tagged is None else _confirmed(rendering, turns, spans, tagged)
 
 
-def _turn_span(rendering: Rendering, turn: int, shapes: list[Any]) -> tuple[int, int]:
+def _turn_span(rendering: Rendering, turn: int, shapes: Sequence[Any]) -> tuple[Any, Any]:
+    """Return the span of a turn, and what other texts share of it; None if they share nothing."""
     own = rendering.own.get(turn)
     if own is None:  # an empty turn: its place is known by its prompt alone
         start = _start(rendering, turn, None)
-        return start, _end(rendering, turn, start, start)
+        return (start, _end(rendering, turn, start, start)), None
     first, last = rendering.occurrences[own[0]].start, rendering.occurrences[own[-1]].end
     known = rendering.template.known_turns
     key = _key(rendering, turn, shapes, first, last)
@@ -38,14 +45,20 @@ def _turn_span(rendering: Rendering, turn: int, shapes: list[Any]) -> tuple[int,
         first, last = rendering.occurrences[own[0]].start, rendering.occurrences[own[-1]].end
         end = _end(rendering, turn, start, last)
         if key is None or rendering.is_composed:
-            return start, end
+            return (start, end), None
         if len(known) >= _MAX_KNOWN_TURNS:
             known.clear()
         known[key] = first - start, rendering.text[last:end]
-    width, tail = known[key]
+    found = (own[0], own[-1], *known[key])
+    return _known_span(rendering, *found), found
+
+
+def _known_span(rendering: Rendering, i: int, j: int, width: int, tail: str) -> Any:
+    """Return the span that begins before the ``i``-th occurrence and ends after the ``j``-th."""
+    start, last = rendering.occurrences[i].start - width, rendering.occurrences[j].end
     if not rendering.text.startswith(tail, last):  # the end of the last turn is appended
         rendering.text = rendering.text[:last] + tail
-    return first - width, last + len(tail)
+    return start, last + len(tail)
 
 
 def _shape(message: dict[str, Any], tags: re.Pattern[str]) -> tuple[Any, ...]:
@@ -66,7 +79,7 @@ def _shape(message: dict[str, Any], tags: re.Pattern[str]) -> tuple[Any, ...]:
 
 
 def _key(
-    rendering: Rendering, turn: int, shapes: list[Any], first: int, last: int
+    rendering: Rendering, turn: int, shapes: Sequence[Any], first: int, last: int
 ) -> tuple[Any, ...] | None:
     """Return all that a turn's prompt and end depend on, so that equal turns share them.
 
