@@ -1,10 +1,7 @@
-"""A packed stream under accelerate.prepare, on every rank; what came of it is written to a file."""
+"""A packed stream under accelerate.prepare, on every rank."""
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
@@ -48,8 +45,3 @@ def all_ways() -> dict[str, Any]:
     accelerator.wait_for_everyone()  # a rank that leaves while gloo is in use may abort
     accelerator.end_training()
     return found | part
-
-
-if __name__ == "__main__":
-    came = all_ways()
-    Path(sys.argv[1], f"{came['dp_rank']}.json").write_text(json.dumps(came))

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -197,7 +198,8 @@ def test_a_pipe_that_is_closed_early() -> None:
 def test_an_interrupt() -> None:
     """A fifo without a writer: the command waits in open() until it is interrupted."""
     os.mkfifo("lengths.fifo.npy")
-    with command("report", "lengths.fifo.npy") as process:
+    default = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's "&" ignores it
+    with command("report", "lengths.fifo.npy", preexec_fn=default) as process:
         deadline = time.monotonic() + 600
         while time.monotonic() < deadline:  # until Python is in the command
             try:

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import subprocess
-import sys
 from collections import UserDict
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.ranks import on_two_ranks
 from tests.test_packed_training import examples, loss_and_gradients, one_at_a_time
 from tests.tiny_models import tiny_model
 from torch_collate_kit import (
@@ -130,23 +126,12 @@ def test_the_sum_is_made_on_a_device_that_the_backend_has(
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What tests/two_ranks_loader.py found, with the DataLoader under accelerate.prepare."""
-    out = tmp_path_factory.mktemp("two_ranks") / "found.json"
-    script = Path(__file__).with_name("two_ranks_loader.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
-    command += ["--master_port", "0", "--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, str(script), str(out)],
-        env={**environment, "PYTHONPATH": str(Path(__file__).parents[1])},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(out.read_text())
+def two_ranks() -> dict[str, Any]:
+    """A step on two ranks, with the DataLoader under accelerate.prepare."""
+    pytest.importorskip("accelerate")
+    from tests.two_ranks_loader import on_rank
+
+    return on_two_ranks(on_rank)[0]
 
 
 def test_the_loss_of_two_ranks_is_the_token_mean(two_ranks: dict[str, Any]) -> None:

@@ -1,10 +1,7 @@
-"""A step over a DataLoader that accelerate.prepare splits over the ranks; rank 0 writes it down."""
+"""A step over a DataLoader that accelerate.prepare splits over the ranks."""
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +22,8 @@ def of_all_ranks(value: Any) -> list[Any]:
     return gathered
 
 
-if __name__ == "__main__":
+def on_rank() -> dict[str, Any]:
+    """Return what came of it, on this rank."""
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=False))
     rank, ranks = accelerator.process_index, accelerator.num_processes
     collate = PackedCollator(0, max_tokens=256, normalize_loss=False)
@@ -55,9 +53,8 @@ if __name__ == "__main__":
             global_num_loss_tokens([FOUR_TOKENS] * (1 + rank), group=groups[rank]).item()
         ),
     }
-    if accelerator.is_main_process:
-        Path(sys.argv[1]).write_text(json.dumps(found))
     # DDP holds the process group, whose threads must have ended before the interpreter does.
     model = accelerator.free_memory(model)
     accelerator.wait_for_everyone()
     accelerator.end_training()
+    return found

@@ -6,6 +6,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from tests.batch_checks import assert_same_batch
+from tests.ranks import FORKS
 from torch_collate_kit.collators import PackedCollator, PaddedCollator
 from torch_collate_kit.packing import ParallelLayout
 
@@ -22,9 +23,9 @@ COLLATORS = {
     [
         {"num_workers": 0},
         {"num_workers": 2, "multiprocessing_context": "fork", "persistent_workers": True},
-        {"num_workers": 2, "multiprocessing_context": "spawn", "persistent_workers": True},
+        {"num_workers": 2, "multiprocessing_context": FORKS, "persistent_workers": True},
     ],
-    ids=["0", "fork", "spawn"],
+    ids=["0", "fork", "forkserver"],
 )
 def test_workers_give_the_batches_of_the_main_process(name, workers):
     collate = COLLATORS[name]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +15,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+
+from tests.ranks import on_two_ranks
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "dropin"
 
@@ -57,3 +62,18 @@ def run_script(name: str, folder: Path, *, num_ranks: int = 1) -> dict[str, Any]
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return {**json.loads(output.read_text()), "printed": done.stdout}
+
+
+def run_on_two_ranks(name: str, folder: Path) -> dict[str, Any]:
+    """The same of two ranks without torchrun, which takes ten seconds to start them."""
+    output = folder / "output.json"
+    printed = on_two_ranks(_run_on_rank, str(FOLDER / f"{name}.py"), str(output))
+    return {**json.loads(output.read_text()), "printed": printed[0]}
+
+
+def _run_on_rank(script: str, output: str) -> str:
+    sys.argv = [script, output]
+    sys.path.insert(0, str(FOLDER))
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(script, run_name="__main__")
+    return printed.getvalue()

@@ -20,8 +20,8 @@ from torch._dynamo.utils import counters
 from tests.examples.runs import TINY, Results, run
 
 IMAGES = "--num-conversations 48 --num-held-out 8 --batch-size 8 --max-tokens 256 --max-patches 48 "
-IMAGES += "--max-steps 4 --cpu --threads 1"
-TEXTS = f"{TINY} --max-steps 6 --batch-size 20 --rows-per-micro-batch 2"
+IMAGES += "--max-steps 3 --cpu --threads 1"
+TEXTS = f"{TINY} --max-steps 4 --batch-size 20 --rows-per-micro-batch 2"
 
 
 def compiled_run(arguments: str, folder: Path, script: ModuleType, num_graphs: int) -> Results:
@@ -42,7 +42,9 @@ def compiled_run(arguments: str, folder: Path, script: ModuleType, num_graphs: i
     return found
 
 
-@pytest.mark.parametrize("kind", ["texts", "images", "adapters"])
+@pytest.mark.parametrize(
+    "kind", ["texts", "images", pytest.param("adapters", marks=pytest.mark.release)]
+)
 def test_layers_are_compiled_once(kind: str, base: Path, tmp_path: Path) -> None:
     """Whatever segments and images a row has: rows are of one shape, and the last are filled up."""
     arguments, script = (IMAGES, vlm_sft) if kind == "images" else (TEXTS, sft)

@@ -64,9 +64,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def options(chats: Path, model: Path) -> str:
-    """Twenty steps; every fifth has one conversation, so other ranks have none."""
-    twenty = f"{TINY} --dataset {chats} --model {model} --epochs 4 --checkpoint-every 5"
-    return f"{twenty} --max-grad-norm 1000"  # the norm itself has rounding of its own: 2e-5
+    """Ten steps; every fifth has one conversation, so other ranks have none."""
+    ten = f"{TINY} --dataset {chats} --model {model} --epochs 2 --checkpoint-every 3"
+    return f"{ten} --max-grad-norm 1000"  # the norm itself has rounding of its own: 2e-5
 
 
 @pytest.fixture(scope="module")
@@ -95,22 +95,22 @@ def test_two_ranks_train_as_one(
     """Killed, all in a step or one alone, and resumed; and resumed again, to the last bit."""
     out, logged = tmp_path / "out", f"{options} --log-with tensorboard --resume"
     pids = server.start(f"{logged} auto", out, 2, sharded=sharded)
-    wait_for_steps(out, 7)
+    wait_for_steps(out, 4)
     for pid in pids[: 2 if sharded else 1]:
         os.kill(pid, signal.SIGKILL)
     assert server.wait() == [-signal.SIGKILL, -signal.SIGKILL if sharded else 1]
     found, expected = finish(server, logged, out, 2, sharded=sharded), read_results(alone)
-    assert [step["step"] for step in found.steps] == list(range(1, 21))
+    assert [step["step"] for step in found.steps] == list(range(1, 11))
     assert found.losses == pytest.approx(expected.losses, rel=0, abs=1e-6)
     assert [s["tokens"] for s in found.steps] == [s["tokens"] for s in expected.steps]
     balance = [step["cost_balance"] for step in found.steps]
     assert 1 <= min(balance) < max(balance) <= 2
-    assert scalars_of(out / "sft")["loss"].keys() == set(range(1, 21))
-    assert said(out, 0).count(" 5/20 ") == 1  # where a bar begins
-    assert " 5/20 " not in said(out, 1)
+    assert scalars_of(out / "sft")["loss"].keys() == set(range(1, 11))
+    assert said(out, 0).count(" 3/10 ") == 1  # where a bar begins
+    assert " 3/10 " not in said(out, 1)
     whole = weights(out)
     assert (whole - weights(alone)).norm() < 1e-6 * whole.norm()
-    shutil.rmtree(out / "checkpoint-00000020")
+    shutil.rmtree(out / "checkpoint-00000010")
     shutil.rmtree(out / "model")
     assert finish(server, logged, out, 2, sharded=sharded).losses == found.losses
     assert torch.equal(weights(out), whole)
@@ -169,15 +169,15 @@ def test_a_full_disk_of_one_rank_ends_all(
     server: RankServer, short: str, tmp_path: Path, sharded: bool
 ) -> None:
     """In a resumed run: the checkpoint before is whole."""
-    out, few = tmp_path / "out", f"{short} --max-steps 4"
+    out, few = tmp_path / "out", f"{short} --max-steps 2 --checkpoint-every 1"
     finish(server, few, out, 2, sharded=sharded)
-    shutil.rmtree(out / "checkpoint-00000004")
+    shutil.rmtree(out / "checkpoint-00000002")
     before = WRITE_DATA if sharded else TORCH_SAVE
     codes = server.run(f"{few} --resume", out, 2, sharded=sharded, before=before)
     assert codes == [1, 1]
     expected = (
-        "sft.py: checkpoint of step 4 could not be saved by rank 1: [Errno 28] No space left on "
-        "device; checkpoint-00000002 is whole, --resume goes on from it"
+        "sft.py: checkpoint of step 2 could not be saved by rank 1: [Errno 28] No space left on "
+        "device; checkpoint-00000001 is whole, --resume goes on from it"
     )
     for rank in (0, 1):
         assert said(out, rank).splitlines()[-1] == expected
@@ -219,7 +219,7 @@ def test_four_ranks_train_as_one(
 ) -> None:
     expected = finish(server, options, tmp_path / "one", 1, before=SGD)
     found = finish(server, options, tmp_path / "four", 4, sharded=sharded, before=SGD)
-    assert len(expected.losses) == 20
+    assert len(expected.losses) == 10
     assert found.losses == pytest.approx(expected.losses, rel=1e-6)  # sums in another order
     whole = weights(tmp_path / "one")
     assert (weights(tmp_path / "four") - whole).abs().max() < 1e-6 * whole.abs().max()

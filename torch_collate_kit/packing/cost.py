@@ -10,7 +10,7 @@ import numpy as np
 
 from torch_collate_kit._checks import checked_int
 from torch_collate_kit._reprs import dataclass_repr
-from torch_collate_kit.packing.model_flops import language_flops, vision_flops
+from torch_collate_kit.packing.model_flops import image_flops, layer_flops
 from torch_collate_kit.packing.rows import Ints
 
 # The smallest attention coefficient of `of`: rounding to ints then changes a cost by 3% at most,
@@ -103,8 +103,8 @@ class ModelCost:
         ModelCost(language_linear=16384, language_quadratic=16, vision_linear=0, vision_quadratic=0)
         """
         text, vision = getattr(config, "text_config", None), getattr(config, "vision_config", None)
-        linear, quadratic, windowed, window = language_flops(text or config)
-        images = (0, 0) if vision is None else vision_flops(vision)
+        linear, quadratic, windowed, window = layer_flops(text or config)
+        images = (0, 0) if vision is None else image_flops(vision)
         squared = [n for n in (quadratic, windowed, images[1]) if n]
         unit = Fraction(_LEAST, min(squared, default=_LEAST))
         numbers = [round(n * unit) for n in (linear, quadratic, *images, windowed)]

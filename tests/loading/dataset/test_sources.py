@@ -21,6 +21,7 @@ from tests.loading.dataset.dataset_oracle import (
     write_file,
     write_stream,
 )
+from tests.ranks import FORKS
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.loading import TokenizedDataset
 
@@ -94,9 +95,9 @@ def test_a_pickle_holds_the_kept_rows_and_columns_alone(tmp_path):
     [
         {"num_workers": 0},
         {"num_workers": 2, "multiprocessing_context": "fork"},
-        {"num_workers": 2, "multiprocessing_context": "spawn"},
+        {"num_workers": 2, "multiprocessing_context": FORKS},  # the dataset is pickled
     ],
-    ids=["0", "fork", "spawn"],
+    ids=["0", "fork", "forkserver"],
 )
 def test_workers_give_the_batches_of_plain_rows(tmp_path, workers):
     source = datasets.Dataset.from_list(ROWS * 4)

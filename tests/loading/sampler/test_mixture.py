@@ -90,7 +90,7 @@ CASES = {
     "examples": {"weights": [0.5, 0.3, 0.2]},
     "tokens": {"by": "tokens", "weights": [1, 2, 3]},
     "all": {"stop": "all_exhausted", "by": "tokens", "max_passes": [2, None, 5]},
-    "schedule": {"schedule": [(0, [1, 1, 1]), (2, [5, 1, 1])], "stop": "all_exhausted"},
+    "schedule": {"schedule": [(0, [1, 1, 1]), (2, [2, 1, 1])], "stop": "all_exhausted"},
 }
 
 

@@ -12,6 +12,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from tests.building import packed_collator
+from tests.ranks import FORKS
 from torch_collate_kit import (
     Mixture,
     PackedCollator,
@@ -63,8 +64,8 @@ def test_a_batch_is_its_rows_one_after_the_other() -> None:
     assert pickle.loads(pickle.dumps(rows))[3].joined is not None
 
 
-@pytest.mark.parametrize("start", ["fork", "spawn"])
-def test_workers_collate_rows(start: str) -> None:
+@pytest.mark.parametrize("start", ["fork", FORKS], ids=["fork", "forkserver"])
+def test_workers_collate_rows(start: Any) -> None:
     collate = packed_collator(0, max_tokens=64)
     rows = PackedRows(TokenizedDataset([DATA[i] for i in range(60)]), collate)
     options: dict[str, Any] = {"batch_size": 7, "collate_fn": collate}

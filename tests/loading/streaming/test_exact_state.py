@@ -17,7 +17,7 @@ NO_STREAM_IS_TRUSTED = int(datasets.__version__.partition(".")[0]) < 5
 
 def numbers(shards: list[int]) -> Iterator[dict[str, int]]:
     for shard in shards:
-        for i in range(5):
+        for i in range(4):
             yield {"x": 10 * shard + i}
 
 
@@ -27,7 +27,7 @@ def generated(num_shards: int = 3) -> Any:
 
 
 def from_tables(num_shards: int = 3) -> Any:
-    rows = datasets.Dataset.from_list([{"x": i} for i in range(17)])
+    rows = datasets.Dataset.from_list([{"x": i} for i in range(11)])
     return rows.to_iterable_dataset(num_shards=num_shards)
 
 

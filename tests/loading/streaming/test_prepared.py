@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
 from tests import prepared_stream
+from tests.ranks import on_two_ranks
 
 REFUSED = (
     "accelerator.prepare of a DataLoader of a PackedIterableDataset would divide its batches over "
@@ -37,20 +33,11 @@ def test_on_one_rank() -> None:
     check(prepared_stream.all_ways())
 
 
-def test_on_two_ranks(tmp_path: Path) -> None:
-    root = Path(__file__).resolve().parents[3]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
-    done = subprocess.run(
-        [*command, "--standalone", str(root / "tests" / "prepared_stream.py"), str(tmp_path)],
-        env=os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    for rank in range(2):
-        check(json.loads((tmp_path / f"{rank}.json").read_text()))
+def test_on_two_ranks() -> None:
+    found = on_two_ranks(prepared_stream.all_ways)
+    assert [of["dp_rank"] for of in found] == [0, 1]
+    for of in found:
+        check(of)
 
 
 def test_it_has_no_set_epoch_for_anybody_else() -> None:
