@@ -52,17 +52,18 @@ def check_isolation(
 
     Args:
         model: run in eval mode, and in training mode too if it is in training mode, with the same
-            dropout in every run. Modes, ``requires_grad`` and random state are restored. Pass it before wrapping it
-            for FSDP, since ranks may need different numbers of forward passes.
+            dropout in every run. Modes, ``requires_grad`` and random state are restored. Pass it
+            before wrapping it for FSDP, since ranks may need different numbers of forward passes.
         batch: a packed :class:`Batch`, or a mapping of model inputs. Segments are read from
             ``cu_seq_lens_q``, otherwise from positions that restart. ``labels`` and cells that a
             2-D ``attention_mask`` excludes are ignored.
         vision: the ``vision`` of the collator; needed for model inputs with images. A Batch has it.
-        tolerance: for logits, not for gradients: the change allowed, as a fraction of the change in the changed segment's own
-            logits, and the difference from an example alone, as a fraction of its largest logit.
-            The defaults follow from the lowest precision of logits, weights and autocast: 1e-9 and
-            1e-4 for float64, 1e-4 and 1e-4 for float32 (on a GPU 2e-2 from alone, because of TF32),
-            2e-3 and 2e-2 for float16, 1e-2 and 1e-1 for bfloat16.
+        tolerance: for logits, not for gradients: the change allowed, as a fraction of the change in
+            the changed segment's own logits, and the difference from an example alone, as a
+            fraction of its largest logit. The defaults follow from the lowest precision of logits,
+            weights and autocast: 1e-9 and 1e-4 for float64, 1e-4 and 1e-4 for float32 (on a
+            GPU 2e-2 from alone, because of TF32), 2e-3 and 2e-2 for float16, 1e-2 and 1e-1 for
+            bfloat16.
 
     Raises:
         IsolationError: a segment changes the logits of another, or differs from a run alone; its
