@@ -80,6 +80,11 @@ FAULTS = [
     Fault("attention/varlen.py", "    if module.training:\n", "    if False:\n", "test_attention.py test_attention_refusals.py"),
     Fault("attention/kernels.py", "if missing:\n        raise ValueError(\n            f\"cu_seq_lens_q lacks", "if False:\n        raise ValueError(\n            f\"cu_seq_lens_q lacks", "test_attention.py test_attention_refusals.py"),
     Fault("attention/packed_inputs.py", "torch.diff(of_text, dim=1, prepend=of_text[:, :1]) != 1", "of_text == 0", "test_isolation.py test_isolation_models.py"),
+    Fault("attention/gradients.py", "range((num_segments - 1).bit_length())", "range(1)", "test_isolation_gradients.py"),
+    Fault("attention/gradients.py", "for side in (1, 0):", "for side in (1,):", "test_isolation_gradients.py"),
+    Fault("attention/gradients.py", "            parameter.requires_grad_()\n", "            pass\n", "test_isolation_gradients.py"),
+    Fault("attention/packed_inputs.py", "ModelKind.of(model).refuse_left_padding()", "pass", "test_isolation_padding.py"),
+    Fault("batch/unpacking.py", "if num_rows > 1 and tuple(given.shape[:2])", "if False and tuple(given.shape[:2])", "test_losses.py test_batch_unpack.py"),
     # rl
     Fault("rl/groups.py", "    if last is None:\n        return ends\n", "    if last is None:\n        return ends | True\n", "rl"),
     Fault("rl/advantages.py", "error + gamma * lam * next_advantage", "error + gamma * next_advantage", "rl"),

@@ -139,6 +139,15 @@ def test_cells_that_trainer_adds_are_none() -> None:
     ]
 
 
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_all_rows_as_one(kind: str) -> None:
+    batch = KINDS[kind]()
+    values = torch.arange(2 * batch["input_ids"].numel()).view(*batch["input_ids"].shape, 2)
+    expected = [part.tolist() for part in unpack(values, batch)]
+    for one_row in (values.flatten(0, 1)[None], values.flatten(0, 1)[None].numpy()):
+        assert [part.tolist() for part in unpack(one_row, batch)] == expected
+
+
 PACKED = KINDS["packed"]()
 INPUTS = PACKED.model_inputs("sdpa")
 IDS = PACKED["input_ids"]
@@ -150,6 +159,7 @@ ERRORS: list[tuple[Any, Any, type[Exception], str]] = [
     (IDS[:2], PACKED, ValueError, "values have shape [2, 8], the batch has 3 rows of 8 cells; giv"),
     (IDS[:, 2:], PACKED, ValueError, "values have shape [3, 6], the batch has 3"),
     (IDS.repeat(1, 2), INPUTS, ValueError, "values have shape [3, 16]"),
+    (IDS.view(1, -1)[:, 1:], PACKED, ValueError, "values have shape [1, 23], the batch has 3 rows"),
     (IDS[0], PACKED, ValueError, "values have shape [8]"),
     (loose()["ids"], loose(), ValueError, "without the row metadata"),
     (IDS, {"position_ids": IDS}, ValueError, "no labels in the mapping, got position"),

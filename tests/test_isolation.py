@@ -136,13 +136,6 @@ def test_dropout_is_no_leak():
     check_isolation(Toy(dropout).train(), toy_inputs([3, 3], [4, 2]))
 
 
-def test_tolerance_is_a_fraction_of_the_own_movement():
-    model = Toy(from_cell_to_cell((0, 0), (0, 4), weight=0.01))
-    check_isolation(model, toy_inputs([3, 3]), tolerance=0.1)
-    with pytest.raises(IsolationError, match=r"0\.001 of that is allowed"):
-        check_isolation(model, toy_inputs([3, 3]), tolerance=0.001)
-
-
 @pytest.mark.parametrize(
     ("leak", "message"),
     [

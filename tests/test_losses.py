@@ -309,3 +309,24 @@ def test_logits_with_too_few_or_too_many_columns_of_a_batch() -> None:
     for columns in (4, 8, 0):
         with pytest.raises(ValueError, match=r"\[6, 7, 'V'\], or at least its last 5 columns"):
             token_loss(torch.zeros(6, columns, 11), batch, num_loss_tokens=1)
+
+
+@pytest.mark.parametrize("name", ["packed", "aligned, dp=2", "dummy rows"])
+def test_all_rows_as_one_give_the_loss_of_the_rows(name: str) -> None:
+    """As of models whose kernels take one row, to which ``model_inputs`` passes [1, R * W]."""
+    batch, model = LAYOUTS[name](False)(EXAMPLES), Model()
+    logits = model(batch)
+    assert len(logits) > 1
+    one_row = logits.flatten(0, 1)[None]
+    head = torch.nn.Linear(VOCABULARY, VOCABULARY, dtype=torch.float64)
+    for options in ({}, {"head": head}):
+        options |= {"num_loss_tokens": NUM_LOSS_TOKENS, "return_per_token_outputs": True}
+        loss, outputs = token_loss(logits, batch, **options)
+        found, of_one = token_loss(one_row, batch, **options)
+        assert found == loss
+        assert torch.equal(model.gradient(found), model.gradient(loss))
+        for expected, nll in zip(outputs.nll, of_one.nll, strict=True):
+            np.testing.assert_array_equal(nll, expected)
+    for wrong in (one_row[:, 1:], one_row[:, :0], one_row.repeat(2, 1, 1)):
+        with pytest.raises(ValueError, match=r"logits have shape \[\d, \d+, 11\], labels \["):
+            token_loss(wrong, batch, num_loss_tokens=1)

@@ -97,9 +97,7 @@ FAMILIES = (
     _delta("bailing_hybrid", "BailingHybridDeltaAttention", keywords=_KDA),
     _mamba_2("bamba", "BambaMixer", "mamba_proj_bias"),
     _mamba_2("falcon_h1", "FalconH1Mixer", "mamba_proj_bias"),
-    _mamba_2(
-        "nemotron_h", "NemotronHMamba2Mixer", "mamba_proj_bias", "nemotron_h_omni", "nemo_speechlm"
-    ),
+    _mamba_2("nemotron_h", "NemotronHMamba2Mixer", "use_bias", "nemotron_h_omni", "nemo_speechlm"),
     _mamba_2("zamba2", "Zamba2MambaMixer", "add_bias_linear"),
     _mamba_2("granitemoehybrid", "GraniteMoeHybridMambaLayer", "mamba_proj_bias", blind_mask=True),
     _convolutions("lfm2", "Lfm2ShortConv", "lfm2_vl"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -136,6 +137,24 @@ def test_html_has_the_same_figures_with_the_recommended_row_bold():
     assert '<td style="text-align:left;white-space:pre">best_fit_decreasing</td>' in bold
     assert '<td style="text-align:left;white-space:pre">sequential</td>' in html
     assert "padding 47.2% -&gt; 5.0% at max_tokens=10" in html
+
+
+@pytest.mark.parametrize(
+    ("config", "family"),
+    [
+        ({"model_type": "recurrent_gemma"}, "recurrent_gemma"),
+        ({"model_type": "lfm2", "conv_bias": True}, "lfm2"),
+        ({"model_type": "lfm2", "conv_bias": False}, ""),
+    ],
+)
+def test_a_model_that_is_wrong_padded_on_the_left_is_noted(config, family):
+    of_model = SimpleNamespace(**config)
+    for model in (of_model, SimpleNamespace(config=of_model)):
+        report = packing_report([5, 3, 9, 2], 10, model=model, show=False)
+        assert (f"on the left are wrong in {family} models; use padding_side" in str(report)) == (
+            family != ""
+        )
+        assert max(map(len, str(report).splitlines())) <= 100
 
 
 def test_a_report_is_json_and_a_frame_and_can_be_pickled():

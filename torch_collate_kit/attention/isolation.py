@@ -1,8 +1,9 @@
-"""The check that packed examples are isolated: change one, run each alone, compare logits."""
+"""The check that packed examples are isolated: by changes, by gradients, and each run alone."""
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -10,20 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torch_collate_kit.attention.models import (
-    is_2d,
-    logits_of,
-    lowest_precision,
-    shape_of,
-    uses_mrope,
-    vocabulary,
-)
-from torch_collate_kit.attention.packed_inputs import PackedInputs, find_segments, read_inputs
+from torch_collate_kit.attention.gradients import NoGradientError, groups_of, largest_gradients
+from torch_collate_kit.attention.models import logits_of, lowest_precision, vocabulary
+from torch_collate_kit.attention.packed_inputs import PackedInputs, read_inputs
+from torch_collate_kit.attention.reasons import reason_of_difference, reason_of_leak
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.batch.model_inputs import block_mask
-from torch_collate_kit.batch.model_kind import ModelKind, config_of
 from torch_collate_kit.errors import IsolationError
-from torch_collate_kit.families import attention_of, sliding_window
 from torch_collate_kit.vision import VisionLayout
 
 # With deterministic kernels isolated logits do not move at all. These tolerances allow for rounding
@@ -43,32 +36,40 @@ def check_isolation(
 ) -> None:
     """Check that packed examples do not change each other's logits, and equal each run alone.
 
-    Changed are the tokens of the first segment of each row, the middle one and the last one, and
-    the pixels of an image in the first segment with images of each row and in the last one. Then
-    each example is run alone, as a batch of one, and compared.
+    1. Changed are the tokens of the first segment of each row, the middle one and the last one, and
+       the pixels of an image in the first segment with images of each row and in the last one. This
+       finds leaks by a choice, such as of experts, which have no gradient.
+    2. The gradient of the logits of any segment at the embeddings and pixels of any other one must
+       be exactly 0. This finds leaks that are smaller than any tolerance. Where the model has no
+       such gradient (a kernel without a backward pass, embeddings that are not called, NaN), a
+       warning says so, and the gradient is not compared.
+    3. Each example is run alone, as a batch of one, and compared.
 
-    A call takes about ``rows + 3`` forward passes without gradients, twice as many in training
-    mode, because some leaks exist in one mode only, and about as many again for images; and a pass
-    of one example for each segment. One or two rows are enough.
+    A call takes about ``rows + 3`` forward passes without gradients, about as many again for
+    images, ``2 * ceil(log2(segments))`` passes with a backward pass to the embeddings, all of them
+    twice in training mode, because some leaks exist in one mode only; and a pass of one example
+    for each segment. One or two rows are enough, and short ones take little memory.
 
     Args:
         model: run in eval mode, and in training mode too if it is in training mode, with the same
-            dropout in every run. Modes and random state are restored. Pass it before wrapping it
-            for FSDP, since ranks may need different numbers of forward passes.
+            dropout in every run. Modes, ``requires_grad`` and random state are restored. Pass it
+            before wrapping it for FSDP, since ranks may need different numbers of forward passes.
         batch: a packed :class:`Batch`, or a mapping of model inputs. Segments are read from
             ``cu_seq_lens_q``, otherwise from positions that restart. ``labels`` and cells that a
             2-D ``attention_mask`` excludes are ignored.
         vision: the ``vision`` of the collator; needed for model inputs with images. A Batch has it.
-        tolerance: the change allowed, as a fraction of the change in the changed segment's own
-            logits, and the difference from an example alone, as a fraction of its largest logit.
-            The defaults follow from the lowest precision of logits, weights and autocast: 1e-9 and
-            1e-4 for float64, 1e-4 and 1e-4 for float32 (on a GPU 2e-2 from alone, because of TF32),
-            2e-3 and 2e-2 for float16, 1e-2 and 1e-1 for bfloat16.
+        tolerance: for logits, not for gradients: the change allowed, as a fraction of the change in
+            the changed segment's own logits, and the difference from an example alone, as a
+            fraction of its largest logit. The defaults follow from the lowest precision of logits,
+            weights and autocast: 1e-9 and 1e-4 for float64, 1e-4 and 1e-4 for float32 (on a
+            GPU 2e-2 from alone, because of TF32), 2e-3 and 2e-2 for float16, 1e-2 and 1e-1 for
+            bfloat16.
 
     Raises:
         IsolationError: a segment changes the logits of another, or differs from a run alone; its
-            own logits stay the same or are NaN; or the model has recurrent, convolution or
-            linear-attention layers, or does not keep the images of packed examples apart.
+            own logits stay the same or are NaN; rows are padded on the left in a model for which
+            that is wrong; or the model has layers that carry state and the inputs, the kernels or
+            ``isolate_mixers`` to keep them apart are missing, or images are not kept apart.
         ValueError: fewer than two segments; inputs that do not define segments, or images that do
             not fit the placeholders; a 4-D mask that loses the model's sliding windows.
         TypeError: the model's output has no ``logits``.
@@ -96,12 +97,14 @@ def check_isolation(
     try:
         model.eval()
         logits = _check_leaks(model, packed, tolerance)
+        _check_gradients(model, packed)
         _check_alone(model, packed, logits, tolerance)
     finally:
         for module, was_training in modes:
             module.training = was_training
     if model.training:
         _check_leaks(model, packed, tolerance)
+        _check_gradients(model, packed)
 
 
 class _Change(NamedTuple):
@@ -167,15 +170,59 @@ def _check_leaks(model: nn.Module, packed: PackedInputs, tolerance: float | None
             )
         leaks = {segment: x for segment, x in others.items() if x > allowed * own}
         if leaks:
+
+            def still_leaks(masked: PackedInputs, change: _Change = change) -> bool:
+                own, others = _movement(model, masked, change, logits_of(model, masked.inputs))
+                return max(others.values()) > allowed * own
+
             worst = max(leaks, key=leaks.__getitem__)
             raise IsolationError(
                 f"{name} leaks into {segments.name(worst)} (in "
                 f"{'training' if model.training else 'eval'} mode): changing {change.what} moves "
                 f"the logits there by {leaks[worst]:.3g}, its own by {own:.3g}, and {allowed:.1g} "
                 f"of that is allowed; {len(leaks)} of {len(others)} other segments move. "
-                f"Likely reason: {_reason_of_leak(model, packed, change, allowed)}"
+                f"Likely reason: {reason_of_leak(model, packed, still_leaks)}"
             )
     return before
+
+
+def _check_gradients(model: nn.Module, packed: PackedInputs) -> None:
+    """Raise if the logits of a segment have a gradient at the inputs of another one."""
+    for targets in groups_of(len(packed.segments.rows)):
+        try:
+            found = largest_gradients(model, packed, targets)
+        except NoGradientError as error:
+            warnings.warn(
+                f"check_isolation has compared logits only, with a tolerance: {error}", stacklevel=3
+            )
+            return
+        others = found.clone()
+        others[targets] = 0
+        if others.any():
+            _raise_leak(model, packed, targets, int(others.argmax()))
+
+
+def _raise_leak(model: nn.Module, packed: PackedInputs, targets: list[int], source: int) -> None:
+    """Raise for the segment among the targets whose logits have a gradient at the source."""
+    segments = packed.segments
+    while len(targets) > 1:
+        half = targets[: len(targets) // 2]
+        leaks = bool(largest_gradients(model, packed, half)[source])
+        targets = half if leaks else targets[len(half) :]
+
+    def still_leaks(changed: PackedInputs) -> bool:
+        return bool(largest_gradients(model, changed, targets)[source])
+
+    found = largest_gradients(model, packed, targets)
+    num_leaks = int((found != 0).sum()) - 1
+    raise IsolationError(
+        f"{segments.name(source)} leaks into {segments.name(targets[0])} (in "
+        f"{'training' if model.training else 'eval'} mode): the logits of the latter have a "
+        f"gradient of {float(found[source]):.3g} at the inputs of the former, of "
+        f"{float(found[targets[0]]):.3g} at its own, and only 0 is isolated; {num_leaks} of "
+        f"{len(found) - 1} other segments leak into it. "
+        f"Likely reason: {reason_of_leak(model, packed, still_leaks)}"
+    )
 
 
 def _movement(
@@ -224,110 +271,5 @@ def _check_alone(
             f"{segments.name(worst)} differs from a run alone, though the others do not leak into "
             f"it: its logits differ by {differences[worst]:.3g} of the largest, and {allowed:.1g} "
             f"is allowed; {len(differences)} of {len(segments.rows)} segments differ. Likely "
-            f"reason: {_reason_of_difference(packed, worst)}"
+            f"reason: {reason_of_difference(packed, worst)}"
         )
-
-
-def _reason_of_leak(model: nn.Module, packed: PackedInputs, change: _Change, allowed: float) -> str:
-    attention, mask = ModelKind.of(model).attention, packed.inputs.get("attention_mask")
-    if is_2d(mask):
-        return (
-            "a 2-D attention_mask is passed, and any 2-D mask switches packed isolation off in "
-            "transformers; leave it out"
-        )
-    if mask is not None:
-        return f'the attention_mask {shape_of(mask)} itself, or attention "{attention}" misusing it'
-    return (
-        _lost_boundaries(model, packed, attention)
-        or _blind_mask(model, packed, change, allowed)
-        or "a layer of the model mixes positions; look for layers other than attention"
-    )
-
-
-def _lost_boundaries(model: nn.Module, packed: PackedInputs, attention: str) -> str | None:
-    """Return the reason, if this attention cannot find the segments in the inputs."""
-    inputs, segments, _ = packed
-    boundaries, positions = inputs.get("cu_seq_lens_q"), inputs.get("position_ids")
-    if attention == "torch_varlen" or attention.startswith("flash"):
-        if boundaries is not None:
-            return None
-        return (
-            f'attention "{attention}" needs cu_seq_lens_q; pass what Batch.model_inputs() returns'
-        )
-    if inputs.get("use_cache") is not False:
-        return (
-            "use_cache is not False (the default of the config is True), and with a cache "
-            "transformers ignores restarting position_ids; pass use_cache=False"
-        )
-    if positions is not None and uses_mrope(model) and positions.shape[:-2] != (4,):
-        return (
-            f"position_ids are {list(positions.shape)}, and this model separates packed examples "
-            f"by {[4, *inputs['input_ids'].shape]} only, with text positions that restart first; "
-            "pass the processor to the collator in place of the tokenizer"
-        )
-    if boundaries is not None:
-        unread = inputs | {"cu_seq_lens_q": None}
-        if positions is None or not torch.equal(find_segments(unread).ids_RW, segments.ids_RW):
-            return f'attention "{attention}" ignores cu_seq_lens, and position_ids do not restart'
-    return None
-
-
-def _blind_mask(
-    model: nn.Module, packed: PackedInputs, change: _Change, allowed: float
-) -> str | None:
-    """Return the reason, if a block mask stops the leak: the model's mask ignores position_ids."""
-    # so do afmoe, biogpt, bloom, falcon, gpt_oss, mpt, opt and xglm in transformers 5.23
-    attention = attention_of(config_of(model))
-    if attention not in ("sdpa", "eager"):
-        return None
-    mask = block_mask(packed.segments.ids_RW, attention)
-    masked = packed._replace(inputs=packed.inputs | {"attention_mask": mask})
-    blind = "the model builds its mask without position_ids, so they do not separate examples"
-    try:
-        own, others = _movement(model, masked, change, logits_of(model, masked.inputs))
-    except IsolationError as error:
-        return f"perhaps {blind}, and a block mask does not help: {error}"
-    if max(others.values()) > allowed * own:
-        return None
-    window, _ = sliding_window(config_of(model))
-    option = "" if window is None else f", sliding_window={window}"
-    return (
-        f"{blind} (gpt-oss, opt and falcon do so in transformers 5.23); a block mask keeps the "
-        f'segments apart: pass Batch.model_inputs("{attention}", mask="block"{option})'
-    )
-
-
-def _reason_of_difference(packed: PackedInputs, segment: int) -> str:
-    inputs, segments, images = packed
-    mask, given = inputs.get("attention_mask"), packed.positions_of(segment)
-    if given is not None:
-        own = packed.alone(segment)["position_ids"]
-        if given.shape != own.shape:
-            return (
-                f"position_ids are {list(inputs['position_ids'].shape)}, but rows with images need "
-                f"{[len(own), *segments.ids_RW.shape]}; pass what Batch.model_inputs() returns"
-            )
-        if not torch.equal(given, own):
-            return (
-                "its position_ids differ from those alone; pass what Batch.model_inputs() returns"
-            )
-    types = "" if images is None else images.layout.family.token_types
-    if types and types not in inputs:
-        return f"{types} is not passed; pass what Batch.model_inputs() returns"
-    if types and mask is None:
-        return (
-            "the model makes blocks of images from positions that restart, and loses them; pass "
-            'Batch.model_inputs("sdpa", mask="block", '
-            "sliding_window=model.config.text_config.sliding_window)"
-        )
-    if mask is not None and not is_2d(mask):
-        return f"the attention_mask {shape_of(mask)} lets tokens see too much or too little"
-    if isinstance(mask, Tensor) and is_2d(mask) and not mask[segments.rows[segment], 0]:
-        return (
-            "the model reads the pads on the left as tokens (so do RecurrentGemma, RWKV and xLSTM "
-            'in transformers 5.23); pass padding_side="right" to PaddedCollator'
-        )
-    return (
-        "a part of the model depends on the place of an example in its row, or on the length of "
-        "the others; use PaddedCollator for this model"
-    )

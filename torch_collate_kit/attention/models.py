@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torch_collate_kit.batch.model_kind import config_of
+from torch_collate_kit.batch.model_kind import ModelKind, config_of
 from torch_collate_kit.errors import IsolationError
 from torch_collate_kit.families import sliding_window
 from torch_collate_kit.vision import VisionLayout
@@ -19,10 +20,15 @@ _MEDIA = {"image", "video", "audio", "vision", "boi", "eoi"}
 _BY_PRECISION = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
-def _unwrap(model: nn.Module) -> nn.Module:
+def unwrap(model: nn.Module) -> nn.Module:
     """Return the model inside DistributedDataParallel and similar wrappers."""
     inner = getattr(model, "module", model)
     return inner if isinstance(inner, nn.Module) else model
+
+
+def keep_random_state() -> AbstractContextManager[None]:
+    """Restore the random state of all devices at the end."""
+    return torch.random.fork_rng(range(torch.cuda.device_count()))
 
 
 def uses_mrope(model: nn.Module) -> bool:
@@ -32,7 +38,7 @@ def uses_mrope(model: nn.Module) -> bool:
 
 def vocabulary(model: nn.Module, ids_RW: Tensor) -> tuple[int, Tensor]:
     """Return the vocabulary size, and the ids of placeholders of images, video and audio."""
-    embed = getattr(_unwrap(model), "get_input_embeddings", lambda: None)()
+    embed = getattr(unwrap(model), "get_input_embeddings", lambda: None)()
     size = getattr(embed, "num_embeddings", None) or int(ids_RW.max()) + 1
     configs, fixed = [config_of(model)], set()
     for config in configs:  # grows by the configs nested in it (text_config, ...)
@@ -79,13 +85,13 @@ def refuse_lost_window(model: nn.Module, inputs: Mapping[str, Any], segments_RW:
 
 def logits_of(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
     """Return logits [R, W, V]; the random state is restored, so dropout is the same each time."""
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
-    with torch.random.fork_rng(devices), warnings.catch_warnings():
+    with keep_random_state(), warnings.catch_warnings():
         # reentrant checkpointing warns that no input requires a gradient, which is intended here
         warnings.filterwarnings("ignore", message="None of the inputs have requires_grad")
         try:
             output = model(**inputs)
         except Exception as error:
+            _refuse_missing_kernels(model, error)
             mask = inputs.get("attention_mask")
             if mask is None or is_2d(mask):
                 raise
@@ -108,6 +114,17 @@ def logits_of(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
             "isolation needs one position for every token (no logits_to_keep)"
         )
     return logits
+
+
+def _refuse_missing_kernels(model: nn.Module, error: Exception) -> None:
+    """Refuse packed rows if transformers does so for want of the family's kernels."""
+    if "can't keep packed sequences apart" in str(error):
+        family = ModelKind.of(model).family
+        raise IsolationError(
+            f"packed rows of {family.name} models need the kernels of "
+            f"{' and '.join(family.packages)} ({error}); call isolate_mixers(model), which needs "
+            "none"
+        ) from error
 
 
 def lowest_precision(model: nn.Module, logits: Tensor) -> torch.dtype:

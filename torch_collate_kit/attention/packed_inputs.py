@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from torch_collate_kit.attention.models import (
+    is_2d,
     refuse_lost_window,
     refuse_packed_images,
 )
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.dense import mrope_positions
-from torch_collate_kit.batch.model_kind import ModelKind
+from torch_collate_kit.batch.model_kind import ModelKind, config_of
 from torch_collate_kit.vision import VisionLayout
 from torch_collate_kit.vision.families import PIXEL_FIELDS
 from torch_collate_kit.vision.layout import ImageUnits
@@ -78,6 +79,14 @@ def read_inputs(
         kind.refuse_packed()
         kind.refuse_missing(inputs)
         refuse_packed_images(model, inputs, vision)
+    mask = inputs.get("attention_mask")
+    if (
+        isinstance(mask, Tensor)
+        and is_2d(mask)
+        and (mask[:, 0] == 0).any()
+        and config_of(model) is not None
+    ):
+        ModelKind.of(model).refuse_left_padding()
     if vision is None and "pixel_values" in inputs:
         raise ValueError(
             "the inputs have pixel_values, but not the segment of each image; pass the Batch, or "
@@ -229,6 +238,13 @@ class RowImages:
         own = pixels[self._range("pixel_values", unit, unit + 1)]
         own.copy_(torch.where(own > 0, own - 2, own + 2))
         return pixels[None] if self.layout.family.joins_tiles else pixels
+
+    def largest(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the segment and the largest absolute value of each entry of ``pixel_values``."""
+        values = values.flatten(0, 1) if self.layout.family.joins_tiles else values
+        per = self.layout.family.fields["pixel_values"].per
+        segments = torch.from_numpy(np.repeat(self.segments, self.units.entries(per)))
+        return segments.to(values.device), values.abs().flatten(1).amax(1)
 
     def _of_segment(self, segment: int) -> dict[str, Tensor]:
         """Return the fields of the images of one segment; none if it has no images."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 import torch
@@ -27,7 +27,8 @@ def unpack(values: Values, batch: Batch | Mapping[str, Any]) -> list[Values]:
     ``values`` ``[R, W, ...]`` have an entry per cell, such as logits or predicted ids: entry ``t``
     of the result for an example is that of its token ``t``. ``[R, W - 1, ...]`` have one for every
     cell but the first, such as the log-probabilities of the tokens: an example of n tokens has
-    n - 1, since nothing predicts its first one. What lies at padding, and in rows that fill up a
+    n - 1, since nothing predicts its first one. ``[1, R * W, ...]``, of models that get all rows of
+    a Batch as one, are read as ``[R, W, ...]``. What lies at padding, and in rows that fill up a
     batch, is left out. The results are parts of one copy, on the same device; gradients flow.
 
     Of a Batch the list has ``metadata["num_examples"]`` entries, in the order in which the examples
@@ -61,6 +62,7 @@ def unpack(values: Values, batch: Batch | Mapping[str, Any]) -> list[Values]:
         )
     if isinstance(batch, Batch):
         width = _checked_width(batch)
+        values = in_rows(values, len(batch), width)
         _check_shape(values, len(batch), width)
         count: Count = "tokens" if values.shape[1] == width else "predicted"
         cells = cells_of_every_example(batch, values.shape[1], count)
@@ -84,6 +86,17 @@ def _checked_width(batch: Batch) -> int:
         )
     placement = batch.placement
     return int(batch["input_ids"].shape[1]) if placement is None else placement.width
+
+
+def in_rows(values: Values, num_rows: int, width: int) -> Values:
+    """Return values of all cells in one row, ``[1, R * W, ...]``, as ``[R, W, ...]``: a view.
+
+    So ``model_inputs(model)`` passes packed rows to models whose kernels take one row.
+    """
+    given: Any = values
+    if num_rows > 1 and tuple(given.shape[:2]) == (1, num_rows * width):
+        given = given.reshape(num_rows, width, *given.shape[2:])
+    return cast("Values", given)
 
 
 def _check_shape(values: Any, num_rows: int, width: int) -> None:

@@ -13,7 +13,12 @@ from torch import Tensor
 
 from torch_collate_kit._checks import checked_bool
 from torch_collate_kit.batch import IGNORE_INDEX, Batch
-from torch_collate_kit.batch.unpacking import cells_by_example, response_cells, values_of_cells
+from torch_collate_kit.batch.unpacking import (
+    cells_by_example,
+    in_rows,
+    response_cells,
+    values_of_cells,
+)
 from torch_collate_kit.losses.linear_nll import linear_nll
 from torch_collate_kit.losses.loss_tokens import check_labels
 
@@ -94,8 +99,9 @@ def token_loss(
 
     Args:
         logits: ``[R, W, V]``, or with a Batch only the last ``K >= A + 1`` columns (as
-            ``logits_to_keep=A + 1`` returns), where ``A = metadata["response_length"]``. With
-            ``head`` hidden states of that shape, with the hidden size for V.
+            ``logits_to_keep=A + 1`` returns), where ``A = metadata["response_length"]``, or
+            ``[1, R * W, V]`` of a model that gets all rows as one. With ``head`` hidden states of
+            that shape, with the hidden size for V.
         batch_or_labels: the Batch (its ``loss_mask`` may hold weights, divided or not), or
             unshifted labels ``[R, W]`` with -100 where nothing is trained.
         num_loss_tokens: a number, or a scalar tensor on the device of the logits; 0 divides by 1.
@@ -130,6 +136,7 @@ def token_loss(
     batch = batch_or_labels
     mask, ids = batch["loss_mask"], batch["input_ids"]
     hidden = ids.shape[1] - mask.shape[1]
+    logits = in_rows(logits, *ids.shape)
     if "labels" in batch:
         labels = batch["labels"]
     else:  # rollouts

@@ -19,6 +19,7 @@ from torch_collate_kit._checks import (
 )
 from torch_collate_kit._reprs import plural
 from torch_collate_kit.batch.showing.tables import html_table, text_table
+from torch_collate_kit.families import family_of, left_padding_fault
 from torch_collate_kit.packing import ModelCost, PackingOptions, ParallelLayout
 from torch_collate_kit.packing.pieces import ImageLoad, Patches, image_load
 from torch_collate_kit.packing.rows import Ints
@@ -145,6 +146,7 @@ def packing_report(
     batch_size: int | None = None,
     batch_rows: int | None = None,
     padded_batch_size: int | None = None,
+    model: Any = None,
     show: bool = True,
 ) -> PackingReport:
     """Compare padded rows with packed ones on your data, and recommend a ``max_tokens``.
@@ -177,6 +179,8 @@ def packing_report(
             ``max_tokens``. None: no such table.
         padded_batch_size: examples that a rank pads together. None: ``batch_size`` divided by the
             ranks, or 8.
+        model: the model or its config. The notes then say if rows padded on the left are wrong in
+            models of its family.
         show: print the report.
 
     Padded rows are as wide as the longest example of their batch, in the order of the data, and
@@ -217,6 +221,13 @@ def packing_report(
     checked_bool("show", show)
     batch_rows = checked_optional_int("batch_rows", batch_rows, hint="None compares no steps")
     report = _report(found.lengths, images, packings, batch_size, padded)
+    config = getattr(model, "config", model)
+    if fault := left_padding_fault(config):
+        report["recommended"]["notes"] += [
+            f"note: rows padded on the left are wrong in {family_of(config).name} models; use "
+            'padding_side="right":',
+            f"  {fault}",
+        ]
     if batch_rows is not None and not fits_nothing(report):
         packing = replace(packing, max_tokens=report["recommended"]["max_tokens"])
         report["steps"] = steps_of(found.lengths, images, packing, batch_rows, batch_size)
