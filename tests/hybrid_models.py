@@ -134,11 +134,12 @@ _KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
      "autocast_kernel_dtype": "float32", "ffn_round_up_to_multiple_of": 8}),
     "zaya": ("Zaya", "Config", {"num_experts": 4, "moe_intermediate_size": 16, "head_dim": 8,
      "router_hidden_size": 16}),
-    "qwen4_exp": ("Qwen4Exp", "TextConfig", {**_DELTA, **_HEADS, **_MOE, **_QWEN_ROPE, "hc_count": 2,
-     "hc_lowrank": 8, "ple_layer_ids": [1], "heads_per_ngram": 2, "ngram_vocab_size_base": 50,
-     "make_ngram_vocab_size_divisible_by": 8, "split_ngram_parts": 1,
-     "layer_types": ["linear_attention", "indexed_attention"], "indexer_n_heads": 2,
-     "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8, "indexer_compress_ratio": 2}),
+    "qwen4_exp": ("Qwen4Exp", "TextConfig", {**_DELTA, **_HEADS, **_MOE, **_QWEN_ROPE,
+     "hc_count": 2, "hc_lowrank": 8, "ple_layer_ids": [1], "heads_per_ngram": 2,
+     "ngram_vocab_size_base": 50, "make_ngram_vocab_size_divisible_by": 8, "split_ngram_parts": 1,
+     "layer_types": ["linear_attention", "indexed_attention"],
+     "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8,
+     "indexer_compress_ratio": 2}),
     "glm5_next": ("Glm5Next", "Config", {"text_config": _GLM_TEXT, "vision_config": _GLM_VISION}),
 }  # fmt: skip
 FAMILIES = tuple(_KINDS)
@@ -155,11 +156,16 @@ def hybrid_model(
     **changes: Any,
 ) -> Any:
     """A model in eval mode; all matrices times ``scale``, the same for all of its attentions."""
-    return copy.deepcopy(_built(family, attention, scale, tuple(changes.items()))).to(dtype).eval()
+    build = _built.__wrapped__ if changes else _built
+    model = copy.deepcopy(build(family, attention, scale, **changes)).to(dtype)
+    for module in model.modules():
+        if type(module).__name__ == "Inkling2TopKRouter" and dtype == torch.float64:
+            module.float()  # it converts its input to float32
+    return model
 
 
 @functools.cache
-def _built(family: str, attention: str, scale: float, changes: tuple[Any, ...]) -> Any:
+def _built(family: str, attention: str, scale: float, **changes: Any) -> Any:
     transformers = pytest.importorskip("transformers")
     from torch_collate_kit.attention import register_torch_varlen
 
@@ -169,7 +175,7 @@ def _built(family: str, attention: str, scale: float, changes: tuple[Any, ...]) 
     if config_type is None:
         pytest.skip(f"transformers {transformers.__version__} has no {family}")
     is_whole = "text_config" in own
-    options = {**({} if is_whole else _SMALL), **copy.deepcopy(own), **dict(changes)}
+    options = {**({} if is_whole else _SMALL), **copy.deepcopy(own), **changes}
     config = config_type(**options)
     config._attn_implementation = attention
     config.get_text_config()._experts_implementation = "eager"  # the grouped one has no float64
