@@ -159,7 +159,7 @@ def hybrid_model(
     build = _built.__wrapped__ if changes else _built
     model = copy.deepcopy(build(family, attention, scale, **changes)).to(dtype)
     for module in model.modules():
-        if type(module).__name__ == "Inkling2TopKRouter" and dtype == torch.float64:
+        if type(module).__name__ == "Inkling2TopKRouter":
             module.float()  # it converts its input to float32
     return model
 

@@ -131,7 +131,7 @@ class _MixerForward(_Forward):
                 )
             return self.before(*args, **kwargs)
         kwargs = {key: value for key, value in kwargs.items() if key not in _OF_KERNELS}
-        _refuse_state(name, segments, [*args, *kwargs.values()])
+        _refuse_other_rows(name, segments, [*args, *kwargs.values()])
         cut = [segments.cut(value) for value in (*args, *kwargs.values())]
         results = [
             self.before(*each[: len(args)], **dict(zip(kwargs, each[len(args) :], strict=True)))
@@ -140,10 +140,7 @@ class _MixerForward(_Forward):
         return segments.join(results)
 
 
-def _refuse_state(name: str, segments: _Segments, values: list[Any]) -> None:
-    """Refuse what would carry tokens over, and rows other than those of the model's call."""
-    if any(hasattr(type(value), "get_seq_length") for value in values):
-        raise ValueError(f"{name} got a cache beside boundaries; pass use_cache=False")
+def _refuse_other_rows(name: str, segments: _Segments, values: list[Any]) -> None:
     shape = next((value.shape[:2] for value in values if isinstance(value, Tensor)), None)
     if shape != (segments.rows, segments.width):
         raise ValueError(
