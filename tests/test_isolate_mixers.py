@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import copy
 import io
+import os
+import subprocess
+import sys
 import threading
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -270,6 +274,26 @@ def test_compiled_with_one_break_per_mixer():
     compiled = torch.compile(model, backend="eager")
     for each in (inputs, others):
         assert_equal(compiled(**each).logits, model(**each).logits, 1e-6)
+
+
+LAYOUTS_OF_RANKS = TWO_ROWS, ([11, 11], [1, 21])
+
+
+@pytest.mark.release
+def test_two_ranks(tmp_path):
+    """DDP and FSDP2 average the gradients of two ranks, as one process does."""
+    script, out = Path(__file__).with_name("two_ranks_isolated.py"), tmp_path / "found.pt"
+    root = script.parents[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    subprocess.run([*command, str(script), str(out)], cwd=root, env=environment, check=True)
+    model = isolated("qwen3_5", scale=5.0, dtype=torch.float64)
+    of_ranks = [
+        gradients(model, model(**rows_with_a_pad(*rows)).logits) for rows in LAYOUTS_OF_RANKS
+    ]
+    expected = {name: (of_ranks[0][name] + of_ranks[1][name]) / 2 for name in of_ranks[0]}
+    for found in torch.load(out).values():
+        assert_equal_gradients(found, expected)
 
 
 # --- refused -------------------------------------------------------------------------------------
