@@ -79,6 +79,13 @@ FAULTS = [
     Fault("attention/kernels.py", "(-1 if window is None else window - 1, 0)", "(-1 if window is None else window, 0)", "test_attention.py test_attention_refusals.py"),
     Fault("attention/varlen.py", "    if module.training:\n", "    if False:\n", "test_attention.py test_attention_refusals.py"),
     Fault("attention/kernels.py", "if missing:\n        raise ValueError(\n            f\"cu_seq_lens_q lacks", "if False:\n        raise ValueError(\n            f\"cu_seq_lens_q lacks", "test_attention.py test_attention_refusals.py"),
+    Fault("attention/isolate_mixers.py", "partial(_run_with, _call.get(), function)", "function", "test_isolated_models.py"),
+    Fault("attention/isolate_mixers.py", "self.module.training or inputs.get", "inputs.get", "test_isolate_mixers.py"),
+    Fault("attention/isolate_mixers.py", "(cached is not None and not self.module.training)", "cached is not None", "test_isolate_mixers.py"),
+    Fault("attention/isolate_mixers.py", "(cells, (1, self.width))", "(cells,)", "test_isolate_mixers.py"),
+    Fault("attention/isolate_mixers.py", "self.replaced or partial(", "partial(", "test_isolate_mixers.py"),
+    Fault("attention/isolate_mixers.py", "if key not in _OF_KERNELS", "if True", "test_isolate_mixers.py"),
+    Fault("attention/isolate_mixers.py", "if self.module.training or torch.is_grad_enabled():", "if self.module.training:", "test_isolate_mixers.py"),
     Fault("attention/packed_inputs.py", "torch.diff(of_text, dim=1, prepend=of_text[:, :1]) != 1", "of_text == 0", "test_isolation.py test_isolation_models.py"),
     # rl
     Fault("rl/groups.py", "    if last is None:\n        return ends\n", "    if last is None:\n        return ends | True\n", "rl"),

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.test_isolate_mixers import LAYOUTS_OF_RANKS, gradients, isolated, rows_with_a_pad
+from tests.test_isolate_mixers import gradients, isolated, rows_with_a_pad
+from tests.test_isolated_models import LAYOUTS_OF_RANKS
 
 
 def found(wrapped: str) -> dict[str, torch.Tensor]:

@@ -54,7 +54,7 @@ class _Segments:
         if not isinstance(value, Tensor) or value.shape[:2] not in (cells, (1, self.width)):
             return [value] * len(self.groups)
         flat = value.expand(self.rows, *value.shape[1:]).flatten(0, 1)
-        segments = flat.split(self.lengths)
+        segments = torch.split(flat, self.lengths)
         return [_stacked([segments[each] for each in group]) for group in self.groups.values()]
 
     def join(self, results: Sequence[Any]) -> Any:
@@ -70,7 +70,7 @@ class _Segments:
                 return None
             for segment, value in zip(group, result.unbind(), strict=True):
                 segments[segment] = value
-        return torch.cat(segments).unflatten(0, (self.rows, self.width))
+        return torch.cat(segments).view(self.rows, self.width, *segments[0].shape[1:])
 
 
 _OUTSIDE = object()
@@ -97,6 +97,9 @@ class _Forward:
 
     An object, and no bound function, so that copies and pickles of the module have their own.
     """
+
+    module: nn.Module
+    replaced: Callable[..., Any] | None
 
     def __init__(self, module: nn.Module) -> None:
         self.__setstate__({"module": module, "replaced": module.__dict__.get("forward")})
@@ -153,6 +156,8 @@ class _ModelForward(_Forward):
     """Read the boundaries of a call, for the mixers inside."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if args and args[0] is self.module:  # accelerate's unwrap_model binds forward once more
+            args = args[1:]
         if _call.get() is not _OUTSIDE:
             return self.before(*args, **kwargs)
         return self._run(args, kwargs)
@@ -216,7 +221,8 @@ def _keep_out_of_graphs() -> None:
     whole = [(_MixerForward, "__call__", True), (_ModelForward, "_read", True)]
     for forward, name, recursive in [*whole, (_ModelForward, "_run", False)]:
         method = getattr(forward, name)
-        setattr(forward, name, torch.compiler.disable(method, recursive=recursive, reason=reason))
+        disabled = torch.compiler.disable(method, recursive=recursive, reason=reason)  # type: ignore[no-untyped-call]
+        setattr(forward, name, disabled)
 
 
 class _Checkpoint:
