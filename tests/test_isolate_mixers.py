@@ -142,6 +142,13 @@ def test_with_a_block_mask():
     assert_equal(model(**inputs, attention_mask=blocks).logits, expected, 1e-6)
 
 
+def test_positions_that_rows_share():
+    inputs = rows_with_a_pad([5, 17], [5, 17])
+    expected = alone(original("recurrent_gemma", scale=5.0), inputs)
+    inputs["position_ids"] = inputs["position_ids"][:1]
+    assert_equal(isolated("recurrent_gemma", scale=5.0)(**inputs).logits, expected, 1e-6)
+
+
 def test_segments_of_one_length_run_together():
     model = hybrid_model("lfm2", scale=5.0)
     mixer = model.model.layers[0].conv
@@ -207,8 +214,9 @@ def test_models_that_it_does_not_help(model, error, message):
 MASK = torch.ones(2, 22, dtype=torch.int64)
 WITHOUT = {"cu_seq_lens_q": None, "cu_seq_lens_k": None}
 CALLS = {
-    "training": (True, WITHOUT, "got no cu_seq_lens_q in training, so packed rows would leak"),
+    "training": (True, {**WITHOUT, "position_ids": None}, "in training, so packed rows"),
     "positions": (False, WITHOUT, "no cu_seq_lens_q in evaluation with position_ids"),
+    "cache": (True, {**WITHOUT, "past_key_values": object()}, "no cu_seq_lens_q in training"),
     "4-D mask": (True, {**WITHOUT, "attention_mask": MASK[:, None, None]}, "in training"),
     "2-D mask": (True, {"attention_mask": MASK}, "2-D attention_mask .* addition to boundaries"),
     "use_cache": (False, {"use_cache": True}, "use_cache=True is passed.* pass use_cache=False"),
@@ -240,10 +248,11 @@ def test_a_cache_beside_boundaries_is_refused():
 def test_a_mixer_outside_of_its_model_is_refused_where_gradients_are_made():
     mixer = isolated("lfm2").model.layers[0].conv
     hidden = torch.zeros(1, 4, 32)
-    with pytest.raises(ValueError, match=r"call the model, and checkpoint .* checkpoint_wrapper"):
-        mixer(hidden)
+    for training in (True, False):
+        with pytest.raises(ValueError, match=r"call the model, and checkpoint .* checkpoint_wr"):
+            mixer.train(training)(hidden)
     with torch.no_grad():
-        assert mixer.eval()(hidden).shape == hidden.shape
+        assert mixer(hidden).shape == hidden.shape
 
 
 def test_rows_that_the_model_splits_are_refused():
