@@ -18,8 +18,8 @@ WITHOUT_ATTENTION = {"mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm"}
 ONE_ROW, TWO_ROWS = ([5, 3, 1, 5, 9],), ([5, 3, 5, 9], [7, 7, 1, 7])
 PARTS_IN_FP32 = {"inkling", "inkling2", "nemotron_h"}
 """Some of their scalars have gradients rounded in float32, in float64 models too."""
-BF16 = 0.1
-"""Of the largest logit: rounding moves a token of a mixture of experts to others."""
+BF16 = 0.02
+"""Of the largest logit; at most 0.0063 was measured, for Inkling."""
 
 
 def isolated(
