@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch_collate_kit import rl as rl
 from torch_collate_kit._version import __version__
-from torch_collate_kit.attention import check_isolation, register_torch_varlen
+from torch_collate_kit.attention import check_isolation, isolate_mixers, register_torch_varlen
 from torch_collate_kit.batch import Batch, PerExample, PerResponseToken, PerToken, unpack
 from torch_collate_kit.chat import ChatOptions, tokenize_chat, tokenize_chat_dataset
 from torch_collate_kit.collators import (
@@ -57,6 +57,7 @@ __all__ = [
     "audit",
     "check_isolation",
     "global_num_loss_tokens",
+    "isolate_mixers",
     "pack",
     "packing_report",
     "register_torch_varlen",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from torch_collate_kit.attention.isolate_mixers import isolate_mixers
 from torch_collate_kit.attention.isolation import check_isolation
 from torch_collate_kit.attention.varlen import register_torch_varlen
 
-__all__ = ["check_isolation", "register_torch_varlen"]
+__all__ = ["check_isolation", "isolate_mixers", "register_torch_varlen"]
