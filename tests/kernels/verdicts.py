@@ -141,6 +141,13 @@ def run_planted(name: str, seeds: int = 8) -> dict[str, Any]:
     return found
 
 
+def is_older() -> bool:
+    """Check whether transformers is older than the one of the table, whose models may differ."""
+    import transformers
+
+    return tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23)
+
+
 def main() -> None:
     """Print the verdicts of all models."""
     install()
@@ -161,6 +168,10 @@ def main() -> None:
             found[name] = run()
         except pytest.skip.Exception as skipped:
             found[name] = {"skipped": str(skipped)}
+        except Exception as error:
+            if not is_older() or isinstance(error, IsolationError | AssertionError):
+                raise
+            found[name] = {"skipped": f"{name}: {error}"}
     print(json.dumps(found))
 
 
