@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch_collate_kit.families import FAMILIES, Family
+from torch_collate_kit import families
 
 _OURS = {
     "one row": "exact",
@@ -22,7 +22,9 @@ _GROUPS = {
 }
 SERVED = {name: cases for names, cases in _GROUPS.items() for name in names}
 """The families that keywords serve, and the verdict of each case, in eval as in training."""
-REFUSED = {family.name: "leak" for family in FAMILIES if family.mixers and not family.keywords}
+REFUSED = {
+    family.name: "leak" for family in families.FAMILIES if family.mixers and not family.keywords
+}
 REFUSED["zamba"] = "error"
 """What the others do with the keywords that transformers documents."""
 FLASH = ("llama", "mistral", "gemma3", "qwen3_5", "granitemoehybrid")
@@ -58,7 +60,7 @@ def _table(*rows: tuple[str, ...]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in ruled)
 
 
-def _names(family: Family) -> str:
+def _names(family: families.Family) -> str:
     others = [name for name in family.model_types if name != family.name]
     return f"{family.name} ({', '.join(others)})" if others else family.name
 
@@ -66,7 +68,7 @@ def _names(family: Family) -> str:
 def served_table() -> str:
     """Return what keeps segments apart in the families that keywords serve."""
     rows = []
-    for family in FAMILIES:
+    for family in families.FAMILIES:
         if family.keywords:
             inputs = [name.replace("cu_seq_lens", "cu_seq_lens_q/k") for name in family.keywords]
             apart = ", ".join(f"`{name}`" for name in inputs)
@@ -80,7 +82,7 @@ def served_table() -> str:
 def refused_table() -> str:
     """Return why the other families are refused, and what they do with all keywords."""
     rows = []
-    for family in FAMILIES:
+    for family in families.FAMILIES:
         if family.mixers and not family.keywords:
             way_out = "no" if family.refused else "yes"
             reason = family.needs_isolation or family.refused

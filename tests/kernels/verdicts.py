@@ -23,9 +23,9 @@ from tests.kernels.pinned import FLASH, SERVED
 from tests.kernels.stand_ins import claim_cuda, install
 from tests.kernels.wrappers import FAMILY_OF_WRAPPER, wrapped_model
 from tests.tiny_models import tiny_model
+from torch_collate_kit import families
 from torch_collate_kit.attention import check_isolation
 from torch_collate_kit.errors import IsolationError
-from torch_collate_kit.families import family_of
 
 PARTS = {name: (name,) for name in ("seq_idx", "cu_seqlens", "cu_seqlens_cpu", "attention_mask")}
 PARTS["cu_seq_lens"] = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -69,7 +69,7 @@ def flash_cases(model: nn.Module) -> Cases:
 
 def refused_cases(model: nn.Module) -> Cases:
     """The keywords that transformers documents, for a model that we refuse."""
-    batch, family = packed(1), family_of(model.config)
+    batch, family = packed(1), families.family_of(model.config)
     for check in (batch.model_inputs, partial(check_isolation, batch=batch)):
         with pytest.raises(IsolationError) as refused:
             check(model)
