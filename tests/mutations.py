@@ -46,6 +46,13 @@ FAULTS = [
     Fault("packing/rank_plan.py", "plan.rank_rows(dp_rank * each),", "plan.rank_rows(dp_rank),", "packing loading/sampler"),
     Fault("packing/rank_plan.py", "wrong = np.flatnonzero(lengths != self.lengths)", "wrong = np.flatnonzero(lengths < self.lengths)", "packing loading/sampler"),
     Fault("packing/rank_plan.py", "if self.plan.rows_multiple_of == 1 or", "if True or", "packing loading/prefetch vision"),
+    # families
+    Fault("families.py", '_DELTA = ("seq_idx", ', "_DELTA = (", "kernels"),
+    Fault("families.py", '_KDA = ("seq_idx", "cu_seqlens", ', '_KDA = ("seq_idx", ', "kernels"),
+    Fault("families.py", "keywords, one_row=True,", "keywords, one_row=False,", "kernels"),
+    Fault("families.py", "for each in (config, text)]", "for each in (text, config)]", "kernels"),
+    Fault("batch/model_inputs.py", "right=True, out_int32=True)", "right=True)", "kernels"),
+    Fault("batch/model_inputs.py", "or kind.family.blind_mask)", ")", "kernels"),
     # reading
     Fault("reading/arrays.py", "flat.max() < 256", "flat.max() <= 256", "collators"),
     Fault("reading/arrays.py", "(sizes < 1).any()", "(sizes < 0).any()", "vision"),

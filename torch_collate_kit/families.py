@@ -1,7 +1,7 @@
 """The table of model families: what keeps the segments of a packed row apart, by ``model_type``.
 
 Positions that restart do so in most models of attention alone, which need no entry. What is said
-of transformers' kernels holds for 5.23; docs/isolation.md has how it was measured.
+of transformers' kernels holds for 5.17 to 5.23; docs/isolation.md has how it was measured.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Family:
 
 
 _DELTA = ("seq_idx", "cu_seq_lens", "cu_seqlens_cpu")
-_KDA = (*_DELTA, "cu_seqlens")
+_KDA = ("seq_idx", "cu_seqlens", "cu_seqlens_cpu")
 _FLA = ("fla", "causal_conv1d")
 _SSM = ("mamba_ssm", "causal_conv1d")
 
@@ -86,7 +86,6 @@ FAMILIES = (
         "Qwen3_5GatedDeltaNet",
         "qwen3_5_text",
         "qwen3_5_vision",
-        "jev",
         "minicpm_ocr",
         "minicpmv4_6",
         "minicpmv4_7",
@@ -209,6 +208,7 @@ FAMILIES = (
         blind_mask=True,
     ),
     Family("bloom", ("bloom",), refused="it takes a 2-D attention_mask only"),
+    Family("jev", ("jev",), refused="it decides one prompt per call"),
 )
 _BY_TYPE = {name: family for family in FAMILIES for name in family.model_types}
 NO_FAMILY = Family("other", ())
@@ -241,14 +241,14 @@ def sliding_window(config: Any) -> tuple[int | None, bool]:
 
 
 def family_of(config: Any, class_names: Collection[str] = ()) -> Family:
-    """Return the family of the text model, else of the whole, or NO_FAMILY.
+    """Return the family of the whole model, else of its text model, or NO_FAMILY.
 
     A model that is not in the table is refused if the config lists layers that carry state, or the
     ``class_names`` of its modules have such.
     """
     text = text_config(config)
-    types = [getattr(each, "model_type", None) for each in (text, config)]
-    if types[0] == "falcon" and getattr(text, "alibi", False):
+    types = [getattr(each, "model_type", None) for each in (config, text)]
+    if types[1] == "falcon" and getattr(text, "alibi", False):
         return _BY_TYPE["bloom"]
     found = next((_BY_TYPE[name] for name in types if name in _BY_TYPE), None)
     if found is not None:
@@ -259,7 +259,7 @@ def family_of(config: Any, class_names: Collection[str] = ()) -> Family:
     if not layers:
         return NO_FAMILY
     reason = f"its {sorted(layers)} layers carry state, and it is not in the table of families"
-    return Family(str(types[-1]), (), refused=reason)
+    return Family(str(types[0]), (), refused=reason)
 
 
 def left_padding_fault(config: Any) -> str:
