@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from importlib import metadata
 from typing import Any
 
@@ -26,7 +26,10 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import (
     DataCollatorWithFlattening,
+    PreTrainedModel,
     PrinterCallback,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Trainer,
@@ -38,6 +41,7 @@ from torch_collate_kit import (
     PaddedCollator,
     ParallelLayout,
     global_num_loss_tokens,
+    isolate_mixers,
     token_loss,
 )
 
@@ -59,19 +63,28 @@ def chats(count: int, *, longest: int = 4096, seed: int = 0) -> Examples:
     ]
 
 
-def tiny_model() -> Qwen3ForCausalLM:
+def tiny_model(hybrid: bool = False) -> PreTrainedModel:
+    """A Qwen3, or a Qwen3.5 with a layer of linear attention and one of attention."""
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=_VOCAB,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        initializer_range=0.2,
-    )
-    return Qwen3ForCausalLM._from_config(config, attn_implementation="sdpa").eval()
+    sizes = {
+        "vocab_size": _VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "initializer_range": 0.2,
+    }
+    if not hybrid:
+        model, config = Qwen3ForCausalLM, Qwen3Config(**sizes)
+    else:
+        heads = {"linear_num_key_heads": 4, "linear_num_value_heads": 4}
+        heads |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+        layers = ["linear_attention", "full_attention"]
+        config = Qwen3_5TextConfig(**sizes, **heads, layer_types=layers)
+        model = Qwen3_5ForCausalLM
+    return model._from_config(config, attn_implementation="sdpa").eval()
 
 
 @cache
@@ -88,19 +101,28 @@ def leak() -> dict[str, float]:
         batch = DataCollatorWithFlattening(return_tensors="pt")(examples)
         return model(**batch).logits[0]
 
-    def packed(examples: Examples) -> torch.Tensor:
+    def packed(examples: Examples, model: PreTrainedModel = model) -> torch.Tensor:
         collate = PackedCollator(0, max_tokens=128, strategy="sequential")
-        return model(**collate(examples).model_inputs("sdpa", labels=False)).logits[0]
+        return model(**collate(examples).model_inputs(model, labels=False)).logits[0]
 
-    def in_trainer(examples: Examples) -> torch.Tensor:
+    def in_trainer(examples: Examples, hybrid: bool = False) -> torch.Tensor:
         with tempfile.TemporaryDirectory() as folder:
             collate = DataCollatorWithFlattening(return_tensors="pt")
-            trainer = Trainer(tiny_model(), _settings(folder), data_collator=collate)
+            trainer = Trainer(tiny_model(hybrid), _settings(folder), data_collator=collate)
             return torch.as_tensor(trainer.predict(examples).predictions[0])
 
+    isolated = tiny_model(hybrid=True)
+    isolate_mixers(isolated)
+    runs: dict[str, Callable[[Examples], torch.Tensor]] = {
+        "flattening": flattened,
+        "Trainer": in_trainer,
+        "kit": packed,
+        "hybrid in Trainer": partial(in_trainer, hybrid=True),
+        "hybrid in the kit": partial(packed, model=isolated),
+    }
     changed = {}
     with torch.no_grad():
-        for name, logits in (("flattening", flattened), ("Trainer", in_trainer), ("kit", packed)):
+        for name, logits in runs.items():
             alone = slice(32, 32 + len(last["input_ids"]))
             before, after = (logits([e, last])[alone].argmax(-1) for e in (first, other))
             changed[name] = (before != after).float().mean().item()
@@ -243,7 +265,11 @@ def _print_leak() -> None:
     print(f"  {stack:78} {changed['flattening']:6.1%}")
     stack = "the same rows in Trainer, which turns the cache off"
     print(f"  {stack:78} {changed['Trainer']:6.1%}")
-    print(f"  {'PackedCollator, model(**batch.model_inputs())':78} {changed['kit']:6.1%}")
+    print(f"  {'PackedCollator, model(**batch.model_inputs(model))':78} {changed['kit']:6.1%}")
+    stack = "a hybrid (Qwen3.5), DataCollatorWithFlattening in Trainer"
+    print(f"  {stack:78} {changed['hybrid in Trainer']:6.1%}")
+    stack = "a hybrid (Qwen3.5), PackedCollator and isolate_mixers(model)"
+    print(f"  {stack:78} {changed['hybrid in the kit']:6.1%}")
 
 
 def _print_budget() -> None:

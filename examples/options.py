@@ -34,6 +34,12 @@ def argument_parser() -> argparse.ArgumentParser:
     add("--num-conversations", type=int, default=9000, help="number to make up for training")
     add("--num-held-out", type=int, help="to evaluate on; none: 350, or 5%% of a small dataset")
     add("--model", help="hub name or folder; none: a small one, from scratch")
+    add(
+        "--arch",
+        default="qwen3",
+        choices=["qwen3", "qwen3_5"],
+        help="of the small one; hybrid: 3_5",
+    )
     add("--chat-template", type=Path, help="Jinja file, for a tokenizer that has no template")
     add = parser.add_argument_group("layout").add_argument
     add("--no-packing", action="store_true", help="one conversation per row, padded")

@@ -213,7 +213,7 @@ def padded_line(
     padded = argparse.Namespace(**vars(args) | changed)
     alone = copy.deepcopy(model.model)
     alone.set_attn_implementation("sdpa")
-    model = trained_model.ModelWithLoss(alone, trained_model.Attention("sdpa")).train()
+    model = trained_model.ModelWithLoss(alone).train()
     optimizer = trained_model.make_optimizer(model, padded)
     steps, tokens, cells = min(20, args.num_steps), 0, 0
     collate = kit.PaddedCollator(tokenizer)

@@ -162,24 +162,32 @@ def train_tokenizer(
 
 
 def make_model(
-    tokenizer: Any, hidden_size: int = 256, **config: Any
-) -> transformers.Qwen3ForCausalLM:
-    """Return a Qwen3 of two layers; torch's random state decides its weights."""
-    config = transformers.Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=hidden_size,
-        intermediate_size=4 * hidden_size,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=hidden_size // 4,
-        initializer_range=0.06,
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        **config,
-    )
-    return transformers.Qwen3ForCausalLM(config)
+    tokenizer: Any, hidden_size: int = 256, arch: str = "qwen3", **config: Any
+) -> transformers.PreTrainedModel:
+    """Return a Qwen3 or a hybrid Qwen3.5 of two layers, weights by torch's random state."""
+    sizes = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": hidden_size,
+        "intermediate_size": 4 * hidden_size,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": hidden_size // 4,
+        "initializer_range": 0.06,
+        "tie_word_embeddings": True,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    if arch == "qwen3":
+        return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes, **config))
+    heads = {"linear_num_key_heads": 4, "linear_num_value_heads": 4}
+    sizes |= heads | {
+        "linear_key_head_dim": hidden_size // 4,
+        "linear_value_head_dim": hidden_size // 4,
+    }
+    layers = ["linear_attention", "full_attention"]
+    found = transformers.Qwen3_5TextConfig(**sizes, layer_types=layers, **config)
+    return transformers.Qwen3_5ForCausalLM(found)
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import importlib.util
 import re
-from typing import Any, NamedTuple
+from typing import Any
 
 import synthetic_chat
 import torch
@@ -37,7 +37,7 @@ def load_model(args: argparse.Namespace, tokenizer: Any) -> Any:
         except (OSError, ValueError) as error:
             fail(f"--model {args.model}: {str(error).splitlines()[0]}")
     else:
-        model = synthetic_chat.make_model(tokenizer, hidden_size=128, **options)
+        model = synthetic_chat.make_model(tokenizer, hidden_size=128, arch=args.arch, **options)
     return prepare(model, args)
 
 
@@ -76,9 +76,9 @@ def make_optimizer(model: torch.nn.Module, args: argparse.Namespace) -> torch.op
 class ModelWithLoss(torch.nn.Module):
     """A model and its loss; checkpoints save its trained weights, with LoRA the adapters alone."""
 
-    def __init__(self, model: Any, attention: Attention) -> None:
+    def __init__(self, model: Any) -> None:
         super().__init__()
-        self.model, self.attention, self.through_head = model, attention, True
+        self.model, self.through_head = model, True
         self._no_split_modules = model._no_split_modules  # FSDP2 shards these layers one by one
         named = self.named_parameters(remove_duplicate=False)
         self.frozen = tuple(name for name, value in named if not value.requires_grad)
@@ -86,7 +86,7 @@ class ModelWithLoss(torch.nn.Module):
         self.register_load_state_dict_post_hook(ModelWithLoss._do_not_miss_frozen)
 
     def forward(self, batch: kit.Batch, num_loss_tokens: int) -> torch.Tensor:
-        inputs = batch.model_inputs(**self.attention._asdict(), labels=False)
+        inputs = batch.model_inputs(self.model, labels=False)
         options: dict[str, Any] = {"num_loss_tokens": num_loss_tokens}
         if not self.through_head:
             return kit.token_loss(self.model(**inputs).logits, batch, **options)
@@ -119,9 +119,8 @@ def with_loss(model: Any, batch: kit.Batch, accelerator: Accelerator, args: Any)
     """Choose the attention of the model, check it and the head on `batch`, and add the loss."""
     batch = batch.to(accelerator.device)
     with accelerator.autocast():
-        attention, line = choose_attention(model, batch, accelerator.device, args)
-        accelerator.print(line)
-        trained = ModelWithLoss(model, attention)
+        accelerator.print(choose_attention(model, batch, accelerator.device, args))
+        trained = ModelWithLoss(model)
         trained.check_head(batch)
     if accelerator.device.type == "cuda" and args.precision == "no":
         accelerator.print("precision: float32, since this GPU does not compute in bfloat16")
@@ -145,54 +144,48 @@ def compile_layers(model: Any, backend: str = "inductor") -> None:
 # --- attention
 
 
-class Attention(NamedTuple):
-    """The options of `Batch.model_inputs` that belong to the attention of a model."""
-
-    model: str
-    mask: str | None = None
-    sliding_window: int | None = None
-
-    def __str__(self) -> str:
-        return f"{self.model} with a block mask" if self.mask else self.model
-
-
 def choose_attention(
     model: Any, batch: kit.Batch, device: torch.device, args: argparse.Namespace
-) -> tuple[Attention, str]:
-    """Set the attention of the model; return it, and a line with the reasons for it.
+) -> str:
+    """Set the attention of the model; return a line that says which, and why.
 
     `--attention auto` tries what the device may have, the fastest first. `batch` has two examples,
-    which must not see each other where they are packed.
+    which must not see each other where they are packed. A hybrid model for which no kernel keeps
+    them apart runs its mixers segment by segment.
     """
+    try:
+        return "attention: {} ({})".format(*first_that_works(model, batch, device, args))
+    except kit.IsolationError as error:
+        if args.no_packing:
+            raise
+        try:
+            kit.isolate_mixers(model)
+        except ValueError:  # it has no mixers
+            raise error from None
+        name, why = first_that_works(model, batch, device, args)
+        return f"attention: {name} ({why}); isolate_mixers, since {error}"
+
+
+def first_that_works(
+    model: Any, batch: kit.Batch, device: torch.device, args: argparse.Namespace
+) -> tuple[str, str]:
+    """Set the first attention that computes packed examples as alone; return it and the reason."""
     names = [args.attention]
     if args.attention == "auto":
         names = NAMES if device.type == "cuda" else NAMES[len(FLASH) :]
         names = ["sdpa", "eager"] if args.no_packing else names
     reasons: list[str] = []
     for name in names:
-        if reason := why_not(name, model, device, args) or why_refused(name, model):
+        reason = why_not(name, model, device, args) or why_refused(name, model)
+        if reason := reason or why_it_fails(model, batch, args):
             reasons.append(f"{name} {reason}")
             continue
-        for attention in ways_to_use(name, model, args):
-            if reason := why_it_fails(attention, model, batch, args):
-                reasons.append(f"{attention} {reason}")
-                continue
-            why = "; ".join(reasons) or f"the first choice on {device.type}"
-            why = "as asked for" if args.attention != "auto" and not reasons else why
-            return attention, f"attention: {attention} ({why})"
+        why = "; ".join(reasons) or f"the first choice on {device.type}"
+        return name, "as asked for" if args.attention != "auto" and not reasons else why
     which = "no attention" if args.attention == "auto" else f"--attention {args.attention}"
     how = "" if args.no_packing else " on packed rows, use --no-packing"
     cannot = f"{which} can" if args.attention == "auto" else f"{which} cannot"
     raise kit.IsolationError(f"{cannot} train {type(model).__name__}{how}: {'; '.join(reasons)}")
-
-
-def ways_to_use(name: str, model: Any, args: argparse.Namespace) -> list[Attention]:
-    """As it is, and with a mask: some models (gpt-oss, Falcon) make theirs without positions."""
-    if name not in ("sdpa", "eager") or args.no_packing:
-        return [Attention(name)]
-    config = model.config.get_text_config()
-    slides = "sliding_attention" in (getattr(config, "layer_types", None) or ())
-    return [Attention(name), Attention(name, "block", config.sliding_window if slides else None)]
 
 
 def why_not(name: str, model: Any, device: torch.device, args: argparse.Namespace) -> str | None:
@@ -240,15 +233,12 @@ def why_refused(name: str, model: Any) -> str | None:
     return None if found == name else f"cannot be set, {type(model).__name__} keeps {found}"
 
 
-def why_it_fails(
-    attention: Attention, model: Any, batch: kit.Batch, args: argparse.Namespace
-) -> str | None:
+def why_it_fails(model: Any, batch: kit.Batch, args: argparse.Namespace) -> str | None:
     """Return why packed examples are not computed as they are alone; None if they are."""
     if args.no_packing:
         return None
     try:
-        masked = batch.model_inputs(**attention._asdict(), labels=False) if attention.mask else None
-        kit.check_isolation(model, masked or batch)
+        kit.check_isolation(model, batch)
     except CANNOT as error:
         return f"fails: {in_short(error)}"
     return None

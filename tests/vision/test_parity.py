@@ -176,8 +176,6 @@ def test_pixels_in_half_are_what_the_model_would_cast_them_to(
 
 
 REFUSED = {
-    "qwen3_5": "examples of qwen3_5 models are not packed: its linear-attention layers carry",
-    "qwen4_exp": "examples of qwen4_exp models are not packed: its linear-attention layers carry",
     "paligemma": "examples of paligemma models are not packed: it takes the prefixes",
 }
 

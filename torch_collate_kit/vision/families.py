@@ -60,7 +60,6 @@ _TILES = {"pixel_values": ImageField("tile", 4, _PIXELS)}
 _SIZED = {**_TILES, "image_sizes": ImageField("image", 2)}
 _MASKED = {**_TILES, "pixel_attention_mask": ImageField("tile", 3, "iufb")}
 _IMAGES = {"pixel_values": ImageField("image", 4, _PIXELS)}
-_CARRIES_STATE = "its linear-attention layers carry their state from one example to the next"
 _QWEN3_5 = ("qwen3_5", "qwen3_5_moe")  # their processor is Qwen3-VL's, see _SHARED_PROCESSORS
 
 FAMILIES = (
@@ -68,8 +67,8 @@ FAMILIES = (
     Family("qwen2_5_vl", ("Qwen2_5_VLProcessor",), ("qwen2_5_vl",), _GRID, "mrope"),
     Family("qwen3_vl", ("Qwen3VLProcessor",), ("qwen3_vl", "qwen3_vl_moe"), _GRID, "mrope"),
     Family("glm4v", ("Glm4vProcessor",), ("glm4v", "glm4v_moe"), _GRID, "mrope"),
-    Family("qwen3_5", (), _QWEN3_5, _GRID, "mrope", not_packed=_CARRIES_STATE),
-    Family("qwen4_exp", (), ("qwen4_exp",), _GRID, "mrope", not_packed=_CARRIES_STATE),
+    Family("qwen3_5", (), _QWEN3_5, _GRID, "mrope"),
+    Family("qwen4_exp", (), ("qwen4_exp",), _GRID, "mrope"),
     Family("internvl", ("InternVLProcessor",), ("internvl",), _TILES, "restarting"),
     Family(
         "llava_onevision",
