@@ -160,7 +160,7 @@ def choose_attention(
             raise
         try:
             kit.isolate_mixers(model)
-        except ValueError:  # it has no mixers
+        except (ValueError, kit.IsolationError):  # it has no mixers, or they are not all
             raise error from None
         name, why = first_that_works(model, batch, device, args)
         return f"attention: {name} ({why}); isolate_mixers, since {error}"

@@ -61,7 +61,7 @@ def test_every_public_name_has_an_example_that_doctest_runs(package, name):
     assert ">>> " in thing.__doc__
 
 
-MOST_PRIVATE_FILES = 21
+MOST_PRIVATE_FILES = 23
 
 
 def private_imports(path: Path) -> list[str]:

@@ -55,7 +55,7 @@ def test_without_isolation_they_are_refused_or_get_what_the_kernels_read() -> No
     batch = pack("qwen3_5")
     rows, width = batch["input_ids"].shape
     inputs = batch.model_inputs(FAMILIES["qwen3_5"].model(), labels=False)
-    for key in ("input_ids", "seq_idx", "mm_token_type_ids"):
+    for key in ("input_ids", "seq_idx"):
         assert inputs[key].shape == (1, rows * width), key
     of_rows = batch["mrope_position_ids"]  # [R, 4, W]
     assert inputs["position_ids"].shape == (4, 1, rows * width)
