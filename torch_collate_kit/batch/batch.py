@@ -287,18 +287,15 @@ class Batch(Counted, Mapping[str, Field]):
     ) -> dict[str, Any]:
         """Return what ``model(**inputs)`` of a transformers model needs, in a plain dict.
 
-        ``input_ids``, ``position_ids``, ``use_cache=False``, ``labels`` unless False, and fields of
-        images. A padded batch adds ``attention_mask``; a packed one never does: with a 2-D mask
-        transformers ignores the segments. ``model`` decides the rest by its config, or is the name
-        of its attention, or a dict as ``attn_implementation``, of a model that is not recurrent:
+        ``input_ids``, ``position_ids``, ``use_cache=False``, ``labels`` unless False, fields of
+        images; of padded rows the ``attention_mask``, never of packed ones. The ``model``, or the
+        name of its attention or ``attn_implementation`` if it is not recurrent, decides the rest:
 
         - varlen attention gets ``cu_seq_lens_q/k`` (int32) and ``max_length_q/k`` (ints);
-        - a hybrid model what its family reads of these and of ``seq_idx`` (int32), ``cu_seqlens``
-          and ``cu_seqlens_cpu`` (in host memory); with kernels that take one row, all fields are
-          ``[1, R * W]``, and the logits too (docs/isolation.md has the table);
-        - a model whose mask ignores positions, and any with ``mask="block"`` ("sdpa", "eager"), a
-          causal mask ``[R, 1, W, W]`` of a block per segment; with ``sliding_window``, by default
-          that of the model, a dict of two masks.
+        - a hybrid model what its family reads (docs/isolation.md) of these and of ``seq_idx``,
+          ``cu_seqlens``, ``cu_seqlens_cpu``; some kernels take one row: fields ``[1, R * W]``;
+        - ``mask="block"`` ("sdpa", "eager"), chosen for models whose mask ignores positions: causal
+          ``[R, 1, W, W]``, a block per segment; with ``sliding_window`` a dict of two masks.
 
         Raises:
             ValueError: an unknown name, or one without the other it needs; more cells than int32.

@@ -175,18 +175,15 @@ def packing_report(
         batch_size: examples that are packed together, over all ranks: the batch of a collator.
             None packs all of the data at once, as if it had been packed before training.
         batch_rows: rows of a step over all ranks. A second table then compares steps by examples,
-            by rows and of documents joined end to end ("wrapped"), at the recommended
-            ``max_tokens``. None: no such table.
+            by rows and wrapped, at the recommended ``max_tokens``. None: no such table.
         padded_batch_size: examples that a rank pads together. None: ``batch_size`` divided by the
             ranks, or 8.
-        model: the model or its config. The notes then say if rows padded on the left are wrong in
-            models of its family.
+        model: the model or its config. A note says if rows padded on the left are wrong in it.
         show: print the report.
 
     Padded rows are as wide as the longest example of their batch, in the order of the data, and
     hold the same examples as packed rows. ``max_over_mean`` compares the slowest rank of a step to
-    the mean rank, over all steps. A step is a batch; where all data is packed at once, one row per
-    rank.
+    the mean rank; a step is a batch, or one row per rank where all data is packed at once.
 
     Raises:
         DataError: no examples; a length below 1; a padded example; columns of different lengths;

@@ -242,3 +242,15 @@ def test_states_that_cannot_be_are_refused() -> None:
         sampler_of(lengths, 3, max_tokens=64, window=3, rows_multiple_of=6).load_state_dict(state)
     with pytest.raises(StateError, match="state of another kind"):
         sampler_of(lengths, max_tokens=64, batch_rows=None, batch_size=8).load_state_dict(state)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_first_step_of_a_window_costs_as_much_as_the_others(seed: int) -> None:
+    """Rows are dealt in a snake: dealt in one direction, it has 1.13 to 1.16 times the mean."""
+    rng = np.random.default_rng(seed)
+    lengths = np.clip(np.exp(rng.normal(5, 1.2, 4000)), 4, 1024).astype(int)
+    collate = PackedCollator(0, max_tokens=1024)
+    sampler = PackedBatchSampler(lengths, collate, batch_rows=4, seed=seed)
+    costs = np.array([(lengths[step.indices] ** 2.0).sum() for step in sampler])
+    windows = costs[: len(costs) // 8 * 8].reshape(-1, 8)
+    assert 0.95 < (windows[:, 0] / windows.mean(1)).mean() < 1.05
