@@ -163,7 +163,8 @@ def choose_attention(
         except (ValueError, kit.IsolationError):  # it has no mixers, or they are not all
             raise error from None
         name, why = first_that_works(model, batch, device, args)
-        return f"attention: {name} ({why}); isolate_mixers, since {error}"
+        said = in_short(error).removesuffix(", use --no-packing")
+        return f"attention: {name} ({why}); isolate_mixers, since {said} without it"
 
 
 def first_that_works(

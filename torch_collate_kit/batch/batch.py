@@ -230,8 +230,8 @@ class Batch(Counted, Mapping[str, Field]):
     def stored(self) -> Storage:
         """Return all that is stored, with the dense fields that were changed in place."""
         storage = replace(self._storage, row_metadata=self.row_metadata, metadata=self.metadata)
-        made = self._made.items()
-        return storage.with_given({k: of for k, (of, at) in made if version_of(of) != at})
+        changed = {k: of for k, (of, at) in self._made.items() if version_of(of) != at}
+        return storage.with_given(changed)
 
     @property
     def placement(self) -> Placement | None:
@@ -256,14 +256,13 @@ class Batch(Counted, Mapping[str, Field]):
         """Return the batch on ``device``; self if it is there. Metadata stays in host memory."""
         if isinstance(device, torch.dtype):
             raise TypeError(f"Batch.to takes a device, got {device}; fields keep their dtypes")
-        with_index = torch.empty(0, device=device).device
-        moved = self.stored().moved(with_index, non_blocking=non_blocking)
+        device = torch.empty(0, device=device).device  # with its index
+        moved = self.stored().moved(device, non_blocking=non_blocking)
         return self if moved is None else Batch.of_storage(moved)
 
     def pin_memory(self) -> Batch:
         """Return the batch in page-locked host memory, or self on a device."""
-        pinned = self.stored().pinned()
-        return self if pinned is None else Batch.of_storage(pinned)
+        return self if (pinned := self.stored().pinned()) is None else Batch.of_storage(pinned)
 
     def record_stream(self, stream: Any) -> None:
         """Tell the allocator that ``stream`` uses the batch, as ``Tensor.record_stream`` does."""
