@@ -201,7 +201,7 @@ def test_undo_restores_everything():
     with pytest.raises(ValueError, match="forward of Lfm2ForCausalLM was replaced after isolate_m"):
         isolate_mixers(model, undo=True)
     with pytest.raises(TypeError, match="undo must be True or False, got 1"):
-        isolate_mixers(model, undo=1)  # type: ignore[arg-type]
+        isolate_mixers(model, **{"undo": 1})
 
 
 def test_mixed_precision_of_accelerate_and_back():

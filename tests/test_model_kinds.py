@@ -25,9 +25,10 @@ ALONE = [family for family in families.FAMILIES if family.needs_isolation]
 
 def named(model_type: str, attention: str = "sdpa", **config: Any) -> nn.Module:
     """A model of which only the config is read."""
-    model = nn.Linear(1, 1)
-    model.config = SimpleNamespace(model_type=model_type, _attn_implementation=attention, **config)  # type: ignore[assignment]
-    return model
+    model: Any = nn.Linear(1, 1)
+    model.config = SimpleNamespace(model_type=model_type, _attn_implementation=attention, **config)
+    named_model: nn.Module = model
+    return named_model
 
 
 def isolated(model: nn.Module) -> nn.Module:

@@ -121,4 +121,4 @@ def interface_varlen_func(
 
 def unused(*_: Any, **__: Any) -> None:
     """Stand for functions of caches and padded rows, which are imported and not called."""
-    raise NotImplementedError("packed rows have neither a cache nor a 2-D mask")
+    raise AssertionError("packed rows have neither a cache nor a 2-D mask")

@@ -217,12 +217,12 @@ class _ModelForward(_Forward):
 @functools.cache
 def _keep_out_of_graphs() -> None:
     """Disable compilation of what reads boundaries; on first use, since it loads the compiler."""
+    compiler: Any = torch.compiler  # whose functions have no types
     reason = "isolate_mixers cuts rows by boundaries in host memory"
     whole = [(_MixerForward, "__call__", True), (_ModelForward, "_read", True)]
     for forward, name, recursive in [*whole, (_ModelForward, "_run", False)]:
         method = getattr(forward, name)
-        disabled = torch.compiler.disable(method, recursive=recursive, reason=reason)  # type: ignore[no-untyped-call]
-        setattr(forward, name, disabled)
+        setattr(forward, name, compiler.disable(method, recursive=recursive, reason=reason))
 
 
 class _Checkpoint:
