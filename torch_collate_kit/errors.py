@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 __all__ = ["DataError", "IsolationError", "StateError"]
 
 
@@ -39,3 +43,15 @@ class StateError(RuntimeError):
     Traceback (most recent call last):
     torch_collate_kit.errors.StateError: the state is for 300 examples, the dataset has 200
     """
+
+
+@contextmanager
+def examples_named(name: Callable[[int], str] | None) -> Iterator[None]:
+    """Let a DataError say ``name(i)`` in place of "example i"; None changes nothing."""
+    try:
+        yield
+    except DataError as error:
+        if name is None:
+            raise
+        message = re.sub(r"\bexample (\d+)\b", lambda found: name(int(found[1])), str(error))
+        raise DataError(message).with_traceback(error.__traceback__) from None

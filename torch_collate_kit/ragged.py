@@ -10,7 +10,7 @@ import torch
 from numpy.ma import MaskedArray
 from torch import Tensor
 
-__all__ = ["Ragged"]
+__all__ = ["Nested", "Ragged"]
 
 _SHORT_SPAN = 100  # entries on average; below it an index gather is the faster one (measured)
 
@@ -200,6 +200,52 @@ class Ragged:
 
     def __repr__(self) -> str:
         return f"Ragged({len(self)} rows, {len(self.values)} values, {self.values.dtype})"
+
+
+class Nested:
+    """Rows of rows: row ``i`` is the Ragged ``rows[offsets[i]:offsets[i + 1]]``.
+
+    Such as the segments of every example. Row slices are views, :meth:`take` copies.
+
+    >>> segments = Nested(Ragged.from_rows([[1, 2], [3], [4, 5]]), np.array([0, 2, 3]))
+    >>> segments.tolist(), segments.take([1])[0].tolist()
+    ([[[1, 2], [3]], [[4, 5]]], [[4, 5]])
+    """
+
+    __slots__ = ("offsets", "rows")
+
+    def __init__(self, rows: Ragged, offsets: np.ndarray) -> None:
+        self.rows, self.offsets = rows, offsets
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            start, stop, step = index.indices(len(self))
+            if step != 1:
+                return self.take(np.arange(start, stop, step))
+            offsets = self.offsets[start : max(start, stop) + 1]
+            return Nested(self.rows[offsets[0] : offsets[-1]], offsets - offsets[0])
+        index = range(len(self))[index]
+        return self.rows[self.offsets[index] : self.offsets[index + 1]]
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.__getitem__, range(len(self)))
+
+    def take(self, indices: Sequence[int] | np.ndarray) -> Nested:
+        """Copy the rows at ``indices``, in that order."""
+        picked = row_indices(indices)
+        counts = np.diff(self.offsets)[picked]
+        rows = self.rows.take(span_indices(self.offsets[:-1][picked], counts))
+        return Nested(rows, np.append(0, np.cumsum(counts)))
+
+    def tolist(self) -> list[list[list[Any]]]:
+        """Return every row as a Python list of lists."""
+        return [row.tolist() for row in self]
+
+    def __repr__(self) -> str:
+        return f"Nested({len(self)} rows of {len(self.rows)} rows)"
 
 
 def unchecked(values: np.ndarray | Tensor, offsets: np.ndarray) -> Ragged:

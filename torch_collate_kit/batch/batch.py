@@ -20,7 +20,7 @@ from torch_collate_kit.batch.dense import make_field
 from torch_collate_kit.batch.fields import Field
 from torch_collate_kit.batch.model_inputs import model_inputs
 from torch_collate_kit.batch.placement import Placement
-from torch_collate_kit.batch.row_changes import joined, padded
+from torch_collate_kit.batch.row_changes import changed_rows, joined, padded
 from torch_collate_kit.batch.showing.drawing import described, html_of
 from torch_collate_kit.batch.showing.explanation import Explanation, explained, row_of
 from torch_collate_kit.batch.showing.plot import draw_rows
@@ -95,7 +95,7 @@ class Batch(Counted, Mapping[str, Field]):
             )
         if (step := key.indices(len(self))[2]) < 1:
             raise ValueError(f"rows cannot be sliced with step {step}; use batch.select(indices)")
-        return Batch.of_storage(self.stored().change(lambda value: value[key]))
+        return Batch.of_storage(changed_rows(self.stored(), lambda of: of[key]))
 
     if not TYPE_CHECKING:  # a type checker would take every name for an attribute
 
@@ -202,7 +202,7 @@ class Batch(Counted, Mapping[str, Field]):
         picked = row_indices(indices)
         if picked.ndim != 1 or ((picked < 0) | (picked >= len(self))).any():
             raise IndexError(f"rows {picked.tolist()} of a batch with {len(self)} rows")
-        return Batch.of_storage(self.stored().change(lambda value: rows.take(value, picked)))
+        return Batch.of_storage(changed_rows(self.stored(), lambda of: rows.take(of, picked)))
 
     @classmethod
     def cat(cls, batches: Sequence[Batch], metadata: Mapping[str, Any] | None = None) -> Batch:
@@ -214,8 +214,9 @@ class Batch(Counted, Mapping[str, Field]):
         >>> Batch.cat(Batch({"x": torch.arange(4)}).chunk(2))["x"].tolist()
         [0, 1, 2, 3]
         """
-        stored = [batch.stored() for batch in batches]
-        return cls.of_storage(joined(stored, batches, dict(metadata or {})))
+        return cls.of_storage(
+            joined([of.stored() for of in batches], batches, dict(metadata or {}))
+        )
 
     def pad_rows(self, *, multiple_of: int) -> Batch:
         """Add rows without loss until ``multiple_of`` divides them: a copy, or self if it does.
@@ -324,9 +325,9 @@ class Batch(Counted, Mapping[str, Field]):
             IndexError, ValueError: no such row; an example that is not there; no ``input_ids``.
         """
         row = row_of(self.stored(), row, example)
-        one = Batch.of_storage(self[row : row + 1].to("cpu").stored().with_divisor(1))
+        one = Batch.of_storage(self.stored().with_divisor(1).change(lambda of: of[row : row + 1]))
         title = f"row {row} of {len(self)}"
-        return explained(one, title, tokenizer, example, slice(start, stop), max_tokens)
+        return explained(one.to("cpu"), title, tokenizer, example, slice(start, stop), max_tokens)
 
     def plot(self, *, max_rows: int = 40, ax: Axes | None = None) -> Axes:
         """Draw the first ``max_rows`` rows with matplotlib, on ``ax`` or a new figure.
@@ -341,7 +342,8 @@ class Batch(Counted, Mapping[str, Field]):
         >>> PackedCollator(0, max_tokens=8)([{"input_ids": [5, 6, 7]}]).plot().get_title()
         '1 row of 3 cells: 3 tokens, 0.0% padding, 2 trained'
         """
-        return draw_rows(self[: checked_int("max_rows", max_rows)].stored(), len(self), ax)
+        most = checked_int("max_rows", max_rows)
+        return draw_rows(self.stored().change(lambda of: of[:most]), len(self), ax)
 
     def __repr__(self) -> str:
         return described(self.stored())

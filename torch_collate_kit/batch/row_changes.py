@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -223,6 +223,36 @@ def _padded_row_metadata(key: str, value: Any, added: int) -> Any:
     if key == "is_last_step":
         repeated[-added:] = [True] * added if isinstance(repeated, list) else True
     return repeated
+
+
+def changed_rows(storage: Storage, change: Callable[[Any], Any]) -> Storage:
+    """Return other rows of a batch; refuse those in which segments of an example are missing.
+
+    Raises:
+        ValueError: padded rows, one for each segment, that divide an example.
+    """
+    storage = storage.change(change)
+    numbers, examples = (
+        storage.row_metadata.get(key) for key in ("segment_numbers", "example_indices")
+    )
+    counts = storage.metadata.get("num_segments")
+    if not isinstance(numbers, Ragged) or not isinstance(examples, Ragged) or counts is None:
+        return storage
+    number, example = np.asarray(numbers.values), np.asarray(examples.values)
+    is_next = np.append(number, 0)[1:] == number + 1
+    is_next &= np.append(example, -1)[1:] == example
+    is_last = number + 1 == np.asarray(counts)[example]
+    is_first = np.append(False, is_next)[:-1] | (number == 0)
+    wrong = np.flatnonzero(~is_first | ~(is_next | is_last))
+    if len(wrong):
+        row = int(np.searchsorted(numbers.offsets, wrong[0], side="right")) - 1
+        i = int(example[wrong[0]])
+        raise ValueError(
+            f"the rows of example {i}, one for each of its {counts[i]} segments, would be divided "
+            f"at row {row} of the part; cut batches only between examples: with two segments each "
+            "into parts of an even number of rows"
+        )
+    return storage
 
 
 def cells_per_row(storage: Storage) -> np.ndarray | None:

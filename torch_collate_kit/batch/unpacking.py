@@ -32,8 +32,9 @@ def unpack(values: Values, batch: Batch | Mapping[str, Any]) -> list[Values]:
     batch, is left out. The results are parts of one copy, on the same device; gradients flow.
 
     Of a Batch the list has ``metadata["num_examples"]`` entries, in the order in which the examples
-    were given to the collator. The pieces of a split example are joined. An example that was
-    dropped, or whose rows are elsewhere (``batch.chunk``, slices), has an empty entry.
+    were given to the collator; of examples with several segments one for each segment. The pieces
+    of a split example are joined. An example that was dropped, or whose rows are elsewhere
+    (``batch.chunk``, slices), has empty entries.
 
     Of model inputs in a mapping, with ``labels`` ``[R, W]``, and ``position_ids`` ``[R, W]`` or
     ``cu_seq_lens_q``, the list has an entry for every segment in which something is trained, in
@@ -114,28 +115,42 @@ def cells_of_every_example(batch: Batch, num_columns: int, count: Count = "respo
     examples, cells = cells_by_example(batch, num_columns, count)
     last = int(examples[-1]) if len(examples) else -1
     num_examples = batch.metadata.get("num_examples", last + 1)
+    of_segments = batch.metadata.get("num_segments")
     if last >= num_examples:
         raise ValueError(
             f'the rows have an example {last}, and metadata["num_examples"] is {num_examples}, so '
             "they are a part of another batch, such as a staged mini-batch; bring the values into "
             "its rows first (rl.unstage), and pass that batch"
         )
+    places = examples
+    if of_segments is not None:  # whole examples are in the rows, with all their segments
+        offsets = np.append(0, np.cumsum(of_segments, dtype=np.int64))
+        num_examples = int(offsets[-1])
+        own = np.unique(examples)
+        places = span_indices(offsets[own], np.diff(offsets)[own])
     lengths = np.zeros(num_examples, dtype=np.int64)
-    lengths[examples] = cells.lengths
+    lengths[places] = cells.lengths
     return Ragged.from_lengths(cells.values, lengths)
 
 
 def cells_by_example(
     batch: Batch, num_columns: int, count: Count = "responses"
 ) -> tuple[np.ndarray, Ragged]:
-    """Return the examples, int64 [E] ascending, and the cells of their tokens, ragged int64."""
+    """Return the examples, int64 [E] ascending, and the cells of their tokens, ragged int64.
+
+    Of an example with several segments one entry for each of them, in their order.
+    """
     width = _checked_width(batch)
     per_row = batch.row_metadata["example_indices"].lengths  # 0 in an added row
     owners, firsts, responses = (np.asarray(batch.row_metadata[k].values) for k in _NEEDED)
+    numbers = np.zeros_like(owners)
+    if isinstance(found := batch.row_metadata.get("segment_numbers"), Ragged):
+        numbers = np.asarray(found.values)
     rows = np.repeat(np.arange(len(batch)), per_row)
-    order = np.lexsort((firsts, owners))
-    owners, firsts = owners[order], firsts[order]
-    again = np.flatnonzero((np.diff(owners) == 0) & (np.diff(firsts) == 0))
+    order = np.lexsort((firsts, numbers, owners))
+    owners, firsts, numbers = owners[order], firsts[order], numbers[order]
+    is_other = (np.diff(owners) != 0) | (np.diff(numbers) != 0)
+    again = np.flatnonzero(~is_other & (np.diff(firsts) == 0))
     if len(again):
         raise ValueError(
             f"a piece of example {owners[again[0]]} is in the batch twice, so its values have no "
@@ -145,7 +160,7 @@ def cells_by_example(
     after = width - begins - lengths  # the cells of the row after a piece
     counts = {"responses": responses, "tokens": lengths, "predicted": lengths - 1}[count][order]
     cells = cells_of_spans(rows[order], after[order] + counts, counts, num_columns)
-    first_pieces = np.flatnonzero(np.diff(owners, prepend=-1))
+    first_pieces = np.append(0, np.flatnonzero(is_other) + 1)[: len(owners)]
     before = np.append(0, np.cumsum(counts))
     return owners[first_pieces], Ragged(cells, before[np.append(first_pieces, len(owners))])
 

@@ -21,7 +21,7 @@ from torch_collate_kit.reading.examples import PlacedColumns
 from torch_collate_kit.vision import VisionLayout
 
 _ROW_METADATA = (
-    *("example_indices", "example_starts", "num_trained", "max_segment_length"),
+    *("example_indices", "example_starts", "segment_numbers", "num_trained", "max_segment_length"),
     *("uids", "trajectory_ids", "is_last_step", "row_indices"),
 )
 # Dtypes that torch computes with; of the others it has little more than the name.
@@ -78,11 +78,13 @@ class Collator:
         num_loss_tokens = int(placed.num_trained.sum()) + num_loss_tokens_elsewhere
         row_offsets = placed.pieces.row_offsets
         per_piece = {
-            "example_indices": placed.pieces.examples,
+            "example_indices": placed.examples,
             "example_starts": placed.pieces.starts,
             "num_actions": placed.counts["responses"],
             "num_trained": placed.num_trained,
         }
+        if placed.segment_numbers is not None:
+            per_piece["segment_numbers"] = placed.segment_numbers
         if "examples" in placed.counts:  # dummy images are none
             is_example = placed.counts["examples"] > 0
             per_piece = {key: values[is_example] for key, values in per_piece.items()}

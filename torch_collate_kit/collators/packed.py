@@ -21,18 +21,24 @@ from torch_collate_kit.batch.placement import (
 )
 from torch_collate_kit.batch.rows import PackedValues
 from torch_collate_kit.collators.collator import Collator
+from torch_collate_kit.collators.packed_checks import (
+    check_ends,
+    check_rollouts,
+    eos_token_id_of,
+    refuse_unpacked,
+)
 from torch_collate_kit.collators.trainer import ForTrainer, check_targets
-from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing import PackingOptions, PackingPlan, RankPlan
 from torch_collate_kit.packing.options import ParallelLayout, common_options
-from torch_collate_kit.packing.pieces import ImageLoad, Patches, image_load
-from torch_collate_kit.packing.planner import pack, plan_rows
+from torch_collate_kit.packing.pieces import Load, Patches, image_load
+from torch_collate_kit.packing.planner import pack, plan_rows, sizes_of
 from torch_collate_kit.packing.rank_plan import PlannedExamples, joined_rows, named_in_errors
-from torch_collate_kit.ragged import unchecked
-from torch_collate_kit.reading.entries import DeclaredFields, joined
+from torch_collate_kit.packing.rows import running_sum
+from torch_collate_kit.ragged import span_indices, unchecked
+from torch_collate_kit.reading.entries import DeclaredFields
 from torch_collate_kit.reading.examples import ExampleColumns
 from torch_collate_kit.reading.images import Images
-from torch_collate_kit.reading.keys import KNOWN, ROLLOUT_KEYS, unknown_images
+from torch_collate_kit.reading.keys import KNOWN, ROLLOUT_KEYS
 from torch_collate_kit.reading.reader import read_columns
 from torch_collate_kit.reading.source import Examples
 from torch_collate_kit.vision import VisionLayout
@@ -115,9 +121,9 @@ class PackedCollator(Collator, ForTrainer):
             self.packing = replace(self.packing, strategy="balanced")
         self.eos_token_id = None
         if self.packing.strategy == "wrapped":
-            self.eos_token_id = _eos_token_id_of(tokenizer)
+            self.eos_token_id = eos_token_id_of(tokenizer)
         if self.vision is not None:
-            _refuse_unpacked(self.vision)
+            refuse_unpacked(self.vision)
             if not self.packing.dummy_image_tokens:
                 tokens = self.vision.smallest_tokens
                 self.packing = replace(self.packing, dummy_image_tokens=tokens)
@@ -128,7 +134,7 @@ class PackedCollator(Collator, ForTrainer):
         return call_repr(self, str(self.pad_token_id), **self.changed_options())
 
     def plan(
-        self, lengths: Sequence[int] | np.ndarray, patches: Patches | ImageLoad | None = None
+        self, lengths: Sequence[int] | np.ndarray, patches: Patches | Load | None = None
     ) -> PackingPlan:
         """Plan rows from lengths alone, as a call of the collator does.
 
@@ -153,8 +159,9 @@ class PackedCollator(Collator, ForTrainer):
             columns = self._read_part(part, examples.examples)
         else:
             columns = self._read(examples, rollouts=None)
-            images = None if columns.images is None else self._image_load(columns, columns.images)
-            part = RankPlan(plan_rows(columns.lengths, self.packing, images))
+            patches = None if columns.images is None else self._image_load(columns, columns.images)
+            lengths, load = sizes_of(columns.example_lengths, self.packing, patches)
+            part = RankPlan(plan_rows(lengths, self.packing, load))
         if for_trainer:
             check_targets(columns, self.train_all)
         return self._place(columns, part)
@@ -168,43 +175,15 @@ class PackedCollator(Collator, ForTrainer):
             vision=self.vision,
         )
         if columns.are_rollouts:
-            self._check_rollouts(columns)
+            check_rollouts(columns, self.packing, has_vision=self.vision is not None)
+            if self.train_all:
+                raise ValueError(
+                    "train_all=True is for examples with input_ids; rollouts mark trained tokens "
+                    "with loss_mask; remove train_all"
+                )
         if self.eos_token_id is not None:
-            self._check_ends(columns)
+            check_ends(columns, self.eos_token_id)
         return columns
-
-    def _check_ends(self, columns: ExampleColumns) -> None:
-        """Check that every document ends with the end token, which parts it from the next."""
-        if columns.are_rollouts:
-            raise DataError('strategy="wrapped" joins documents with input_ids, not rollouts')
-        ids = joined(columns.input_ids)
-        without = np.flatnonzero(ids.values[ids.offsets[1:] - 1] != self.eos_token_id)
-        if len(without):
-            i = int(without[0])
-            raise DataError(
-                f"example {i} ends with token {int(ids.values[ids.offsets[i + 1] - 1])}, not with "
-                f"the end token {self.eos_token_id} of the tokenizer, which parts documents with "
-                f'strategy="wrapped" ({len(without)} of {len(ids)} examples); append it to every '
-                "document"
-            )
-
-    def _check_rollouts(self, rollouts: ExampleColumns) -> None:
-        if rollouts.images is not None and self.vision is None:
-            raise unknown_images(f"example {min(rollouts.images.units)}")
-        if self.train_all:
-            raise ValueError(
-                "train_all=True is for examples with input_ids; rollouts mark trained tokens with "
-                "loss_mask; remove train_all"
-            )
-        capacity, max_tokens = self.packing.capacity, self.packing.max_tokens
-        too_long = np.flatnonzero(rollouts.lengths > capacity)
-        if len(too_long) and self.packing.overflow != "drop":
-            i = int(too_long[0])
-            raise DataError(
-                f"example {i} is a rollout of {rollouts.lengths[i]} tokens, more "
-                f"than the {capacity} that fit in a row with max_tokens={max_tokens}, and a "
-                'rollout is never cut; raise max_tokens, or pass overflow="drop"'
-            )
 
     def _read_part(self, part: RankPlan, examples: Examples) -> ExampleColumns:
         """Read examples that a sampler or a stream has planned; none if the rank has none."""
@@ -212,10 +191,11 @@ class PackedCollator(Collator, ForTrainer):
             columns = self._read(examples)
         else:
             columns = ExampleColumns.of_none(self.fields, self.vision)
-        part.check_lengths(columns.lengths)
+        lengths, load = sizes_of(columns.example_lengths, self.packing)
+        part.check_lengths(lengths, None if load is None else load.segments)
         is_limited = part.plan.max_patches is not None or part.plan.rows_multiple_of > 1
         if columns.images is not None and is_limited:
-            part.check_patches(np.array([sum(of) for of in columns.images.patches], dtype=np.int64))
+            part.check_patches(np.array([sum(of) for of in columns.patches()], dtype=np.int64))
         return columns
 
     def _check_part(self, part: RankPlan, *, normalize_loss: bool) -> None:
@@ -243,19 +223,19 @@ class PackedCollator(Collator, ForTrainer):
                 "the sampler the collator of the DataLoader"
             )
 
-    def _image_load(self, columns: ExampleColumns, images: Images) -> ImageLoad | None:
+    def _image_load(self, columns: ExampleColumns, images: Images) -> Load | None:
         """Return the patches and costs of the images, or None without images."""
         packing = self.packing
         if not images.units:
             return None
-        load = image_load(images.patches, len(columns.input_ids), packing.cost)
+        load = image_load(columns.patches(), len(columns.example_lengths), packing.cost)
         if packing.overflow != "truncate" or columns.are_rollouts:
             return load
         return load.with_cuts(*images.cuts(packing.capacity, packing.max_patches), packing.cost)
 
     def _place(self, columns: ExampleColumns, part: RankPlan) -> Batch:
         """Return the Batch of the rows of ``part``."""
-        plan, pieces, num_examples = part.plan, part.pieces, len(columns.lengths)
+        plan, pieces, num_examples = part.plan, part.pieces, len(columns.example_lengths)
         width = self._width(plan)
         if width > MAX_WIDTH:
             raise too_wide(width, f"lower max_tokens={plan.max_tokens}")
@@ -267,6 +247,14 @@ class PackedCollator(Collator, ForTrainer):
         if self.vision is not None and part.needs_dummy_image.any():
             columns, pieces = columns.with_dummy_images(pieces, part.needs_dummy_image)
         indices = unchecked(plan.example_indices[part.numbers], part.pieces.row_offsets)
+        if plan.segments is not None:
+            counts = plan.segments.counts
+            pieces = columns.opened(pieces)
+            per_piece = counts[indices.values]
+            offsets = running_sum(per_piece)[indices.offsets]
+            indices = unchecked(np.repeat(indices.values, per_piece), offsets)
+            numbers = span_indices(np.zeros_like(per_piece), per_piece)
+            per_row["segment_numbers"] = unchecked(numbers, offsets)
         if not self.packing.isolate:
             per_row["document_indices"] = indices
             columns, pieces = columns.end_to_end(pieces)
@@ -275,7 +263,7 @@ class PackedCollator(Collator, ForTrainer):
         placed = columns.place(pieces)
         num_trained = int(placed.num_trained.sum())
         if self.vision is not None:
-            placed.counts["examples"] = (pieces.examples < num_examples).astype(np.int64)
+            placed.counts["examples"] = (placed.examples < num_examples).astype(np.int64)
         segments = packed(placed.counts, pieces.row_offsets, width=width, align=plan.align)
         names = (*_FIELDS, *self._of_images, *columns.names, "sub_seq_lengths", "cu_seq_lens")
         longest = longest_segments(segments["starts"], width)
@@ -308,6 +296,8 @@ class PackedCollator(Collator, ForTrainer):
             images = plan.vision_cost_per_rank.reshape(dp_size, -1).sum(axis=1)
             metadata["vision_cost_per_rank"] = tuple(images.tolist())
             metadata["num_dummy_images"] = int(np.count_nonzero(plan.needs_dummy_image))
+        if plan.segments is not None:
+            metadata["num_segments"] = tuple(plan.segments.counts.tolist())
         return metadata | (part.metadata or {})
 
     def changed_options(self) -> dict[str, Any]:
@@ -321,30 +311,3 @@ class PackedCollator(Collator, ForTrainer):
         del own["packing"]
         common = {"max_tokens", "strategy", "overflow", "parallel", "max_patches", "isolate"}
         return {**(changed if changed.keys() <= common else {"packing": packing}), **own}
-
-
-def _eos_token_id_of(tokenizer: Any) -> int:
-    """Return the end token of a tokenizer, which must have one."""
-    found = getattr(tokenizer, "eos_token_id", None)
-    if not isinstance(found, int | np.integer):
-        raise ValueError(
-            f'strategy="wrapped" joins documents with the end token of the tokenizer, and '
-            f"{type(tokenizer).__name__} has eos_token_id={found!r}; pass a tokenizer, no pad id"
-        )
-    return int(found)
-
-
-def _refuse_unpacked(vision: VisionLayout) -> None:
-    """Refuse models whose examples cannot be packed exactly, or whose family is ambiguous."""
-    if vision.family.not_packed:
-        raise ValueError(
-            f"examples of {vision.family_name} models are not packed: "
-            f"{vision.family.not_packed}; use PaddedCollator"
-        )
-    if vision.shared_by:
-        raise ValueError(
-            "rows are packed by the rules of one model, and the processor is that of several: "
-            f"{', '.join(vision.shared_by)}; pass the model's config: "
-            "vision=VisionLayout.of(processor, model.config), or config=model.config to "
-            "VisionLanguageCollator (PaddedCollator needs none)"
-        )

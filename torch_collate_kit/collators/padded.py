@@ -7,6 +7,7 @@ from typing import Any, Literal
 import numpy as np
 
 from torch_collate_kit._checks import checked_bool, checked_choice, checked_optional_int
+from torch_collate_kit._reprs import plural
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.placement import (
     MAX_WIDTH,
@@ -15,12 +16,14 @@ from torch_collate_kit.batch.placement import (
     too_wide,
     whole_examples,
 )
+from torch_collate_kit.batch.rows import PackedValues
 from torch_collate_kit.collators.collator import Collator
 from torch_collate_kit.collators.trainer import ForTrainer, check_targets
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.packing.rows import Pieces
+from torch_collate_kit.packing.rows import Pieces, row_sums
+from torch_collate_kit.ragged import span_indices
 from torch_collate_kit.reading.entries import DeclaredFields
-from torch_collate_kit.reading.examples import ExampleColumns
+from torch_collate_kit.reading.examples import ExampleColumns, PlacedColumns
 from torch_collate_kit.reading.keys import KNOWN, ROLLOUT_KEYS
 from torch_collate_kit.reading.reader import read_columns
 from torch_collate_kit.reading.source import Examples
@@ -67,27 +70,44 @@ class _OneExamplePerRow(Collator):
         num_actions = placed.counts["responses"]
         longest = int(np.where(num_actions > 0, num_actions + pads, 0).max())
         segments = padded(placed.counts, width, padding_side=side)
-        per_example = examples.per_example
-        if len(dropped):
+        per_example, metadata = (
+            examples.per_example,
+            {"num_examples": len(examples.example_lengths)},
+        )
+        if examples.segment_offsets is not None:
+            per_example = {k: _at_first(of, placed) for k, of in per_example.items()}
+            metadata["num_segments"] = tuple(np.diff(examples.segment_offsets).tolist())
+        elif len(dropped):
             per_example = {k: [of[i] for i in pieces.examples] for k, of in per_example.items()}
         return self._batch(
             placed,
             Placement(width, longest, self.pad_token_id, False, segments, self.vision),
             names,
             row_metadata=per_example,
-            metadata={"num_examples": len(examples.lengths), "num_dummy_rows": 0},
+            metadata={**metadata, "num_dummy_rows": 0},
             dropped=dropped,
             cut=cut,
         )
 
     def _fit(self, examples: ExampleColumns) -> tuple[Pieces, np.ndarray, np.ndarray]:
         """Return pieces of at most ``max_length`` tokens; which examples are dropped, and cut."""
-        lengths, max_length = examples.lengths, self.max_length
+        lengths, max_length, of_segments = examples.lengths, self.max_length, examples.lengths
         whole, none = whole_examples(lengths), np.zeros(0, dtype=np.int64)
+        offsets, in_all = examples.segment_offsets, ""
+        if offsets is not None:
+            if self.overflow == "truncate":
+                raise ValueError(
+                    "overflow='truncate' cuts examples, and these have several segments, which "
+                    "stay together: cut them when they are tokenized, and pass overflow='raise' "
+                    "or 'drop'"
+                )
+            lengths = row_sums(lengths, offsets)
         if max_length is None or not len(too_long := np.flatnonzero(lengths > max_length)):
             return whole, none, none
         i = int(too_long[0])
-        found = f"example {i} has {lengths[i]} tokens, more than max_length={max_length}"
+        if offsets is not None:
+            in_all = f" in {plural(int(offsets[i + 1] - offsets[i]), 'segment')}"
+        found = f"example {i} has {lengths[i]} tokens{in_all}, more than max_length={max_length}"
         if self.overflow == "raise":
             others = f" ({len(too_long) - 1} more are too long)" if len(too_long) > 1 else ""
             ways = '"drop"' if examples.are_rollouts else '"truncate" or "drop"'
@@ -100,8 +120,10 @@ class _OneExamplePerRow(Collator):
                     f"{found}, and so has every other, so nothing of the batch is left; raise "
                     "max_length"
                 )
-            kept = np.delete(whole.examples, too_long)
-            return whole_examples(lengths[kept])._replace(examples=kept), too_long, none
+            kept = np.delete(np.arange(len(lengths)), too_long)
+            if offsets is not None:
+                kept = span_indices(offsets[kept], np.diff(offsets)[kept])
+            return whole_examples(of_segments[kept])._replace(examples=kept), too_long, none
         if examples.images is not None and examples.images.units:
             lengths = examples.images.cuts(max_length, None)[0]
         lengths = np.minimum(lengths, max_length)
@@ -112,6 +134,13 @@ class _OneExamplePerRow(Collator):
                 'overflow="drop"'
             )
         return whole._replace(lengths=lengths), none, too_long
+
+
+def _at_first(values: list[Any], placed: PlacedColumns) -> list[PackedValues]:
+    """Return the value of each example in the row of its first segment, as a tuple per row."""
+    assert placed.segment_numbers is not None
+    pairs = zip(placed.examples.tolist(), placed.segment_numbers.tolist(), strict=True)
+    return [PackedValues([] if number else [values[i]]) for i, number in pairs]
 
 
 class PaddedCollator(_OneExamplePerRow, ForTrainer):

@@ -7,6 +7,7 @@ from heapq import heapify, heapreplace
 import numpy as np
 
 from torch_collate_kit.packing.options import PackingOptions
+from torch_collate_kit.packing.plan import PackingPlan
 from torch_collate_kit.packing.rows import Ints, Limits, Rows, Sizes, stable_argsort
 from torch_collate_kit.packing.strategies import split_evenly
 
@@ -20,12 +21,11 @@ _SWAPS_PER_RANK = 16
 
 
 def for_ranks(
-    rows: Rows, sizes: Sizes, limits: Limits, vision_costs: Ints, packing: PackingOptions
+    rows: Rows, sizes: Sizes, limits: Limits, costs: Sizes, packing: PackingOptions
 ) -> Rows:
     """Even out filled rows, as many as a multiple of the ranks, and assign them to the ranks."""
     rows_multiple_of = packing.row_multiple
     num_rows = -(-(len(rows.offsets) - 1) // rows_multiple_of) * rows_multiple_of
-    costs = costs_to_balance(sizes, limits, vision_costs, packing)
     rows = level_rows(
         rows, sizes, limits, costs, packing, num_rows=num_rows, num_ranks=rows_multiple_of
     )
@@ -76,15 +76,15 @@ def level_rows(
 
 
 def costs_to_balance(
-    sizes: Sizes, limits: Limits, vision_costs: Ints, packing: PackingOptions
+    sizes: Sizes, limits: Limits, pieces: PackingPlan, packing: PackingOptions
 ) -> Sizes:
     """Return the costs to even out: in the language model and the vision tower."""
     if packing.balance != "attention":
         return sizes
-    tokens, of_images = sizes
-    if limits.patches and vision_costs.any():  # a model without a vision part has none
-        of_images = vision_costs
-    return packing.cost.language(tokens), of_images
+    of_images = sizes[1]
+    if limits.patches and pieces.vision_costs.any():  # a model without a vision part has none
+        of_images = pieces.vision_costs
+    return pieces.costs, of_images
 
 
 def level(

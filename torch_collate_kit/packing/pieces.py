@@ -10,11 +10,13 @@ import numpy as np
 import numpy.typing as npt
 from numpy.ma import MaskedArray
 
+from torch_collate_kit._reprs import plural
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing.cost import ModelCost
 from torch_collate_kit.packing.options import PackingOptions
 from torch_collate_kit.packing.plan import PackingPlan
 from torch_collate_kit.packing.rows import Ints, Rows, row_sums
+from torch_collate_kit.packing.segments import Segments
 
 _MOST_PATCHES = 2**28 - 1  # of an image; the cost of more would not fit int64
 
@@ -27,39 +29,42 @@ _HINT = (
 )
 
 
-class ImageLoad(NamedTuple):
-    """Patches and vision cost of each example: int64 [N].
+class Load(NamedTuple):
+    """What examples hold: patches of images and their vision cost, int64 [N], and segments.
 
     ``cuts`` are the tokens, patches and cost that truncation leaves of an example: of its longest
     beginning that fits and does not end within an image, int64 [N] each. Only a collator knows
-    them; without them no example with an image is cut.
+    them; without them no example with an image is cut. ``segments`` are given where every example
+    is a list of them.
     """
 
     patches: Ints
     costs: Ints
     cuts: tuple[Ints, Ints, Ints] | None = None
+    segments: Segments | None = None
 
     @classmethod
-    def none(cls, num_examples: int) -> ImageLoad:
+    def none(cls, num_examples: int) -> Load:
         """Return zeros, for examples without images."""
         zeros = np.zeros(num_examples, dtype=np.int64)
         return cls(zeros, zeros)
 
-    def take(self, examples: Ints) -> ImageLoad:
+    def take(self, examples: Ints) -> Load:
         """Return those of these examples, in that order, without ``cuts``. A copy."""
+        segments = None if self.segments is None else self.segments.take(examples)
         if not self.patches.any():
-            return ImageLoad.none(len(examples))  # zeros that take no memory
-        return ImageLoad(self.patches[examples], self.costs[examples])
+            return Load.none(len(examples))._replace(segments=segments)
+        return Load(self.patches[examples], self.costs[examples], segments=segments)
 
-    def with_cuts(self, lengths: Ints, patches: Patches, cost: ModelCost) -> ImageLoad:
+    def with_cuts(self, lengths: Ints, patches: Patches, cost: ModelCost) -> Load:
         """Add the tokens, int64 [N], and the patches that truncation leaves."""
         left = image_load(patches, len(self.patches), cost)
         return self._replace(cuts=(lengths, left.patches, left.costs))
 
 
-def image_load(patches: Patches | ImageLoad, num_examples: int, cost: ModelCost) -> ImageLoad:
-    """Return checked ``patches`` of the examples with their cost; an ImageLoad as it is."""
-    if isinstance(patches, ImageLoad):
+def image_load(patches: Patches | Load, num_examples: int, cost: ModelCost) -> Load:
+    """Return checked ``patches`` of the examples with their cost; an Load as it is."""
+    if isinstance(patches, Load):
         return patches
     values, offsets = _patches_of_images(patches)
     number = len(values if offsets is None else offsets[1:])
@@ -70,8 +75,8 @@ def image_load(patches: Patches | ImageLoad, num_examples: int, cost: ModelCost)
     values = _checked_patches(values, offsets)
     costs = cost.vision(values)
     if offsets is None:
-        return ImageLoad(values, costs)
-    return ImageLoad(row_sums(values, offsets), row_sums(costs, offsets))
+        return Load(values, costs)
+    return Load(row_sums(values, offsets), row_sums(costs, offsets))
 
 
 def _patches_of_images(patches: Any) -> tuple[npt.NDArray[Any], Ints | None]:
@@ -122,15 +127,19 @@ def _checked_patches(values: npt.NDArray[Any], offsets: Ints | None) -> Ints:
     return values.astype(np.int64, copy=False)
 
 
-def cut_to_fit(
-    lengths: Ints, packing: PackingOptions, images: ImageLoad | None = None
-) -> PackingPlan:
+def cut_to_fit(lengths: Ints, packing: PackingOptions, images: Load | None = None) -> PackingPlan:
     """Return the pieces of examples of these lengths, int64 [N], and images: one in each row."""
     most, overflow = _longest(packing, images), packing.overflow
-    does_not_fit = lengths > most
     if images is None:
-        images = ImageLoad.none(len(lengths))
-    elif packing.max_patches is not None:
+        images = Load.none(len(lengths))
+    if images.segments is None:
+        does_not_fit = lengths > most
+    else:
+        _check_not_cut(packing)
+        does_not_fit = images.segments.cells > most
+        if packing.max_sequences_per_row is not None:
+            does_not_fit |= images.segments.counts > packing.max_sequences_per_row
+    if packing.max_patches is not None:
         does_not_fit = does_not_fit | (images.patches > packing.max_patches)
     whole = _whole_examples(lengths, packing, images)
     too_long = np.flatnonzero(does_not_fit)
@@ -163,12 +172,14 @@ def cut_to_fit(
 
 
 def wrapped_pieces(
-    lengths: Ints, packing: PackingOptions, images: ImageLoad | None = None
+    lengths: Ints, packing: PackingOptions, images: Load | None = None
 ) -> PackingPlan:
     """Return the pieces of documents joined end to end, in rows cut at exactly ``max_tokens``.
 
     The last row may be shorter; empty rows follow up to a multiple of the ranks.
     """
+    if images is not None and images.segments is not None:
+        _check_not_cut(packing)
     if images is not None and images.patches.any():
         i = int(images.patches.argmax())
         raise DataError(
@@ -181,7 +192,7 @@ def wrapped_pieces(
     bounds = np.union1d(np.append(0, ends), np.arange(0, total, capacity))
     examples = np.searchsorted(ends, bounds[:-1], side="right")
     rows = np.searchsorted(bounds[:-1], np.arange(num_rows + 1) * capacity)
-    whole = _whole_examples(lengths, packing, ImageLoad.none(len(lengths)))
+    whole = _whole_examples(lengths, packing, Load.none(len(lengths)))
     pieces = whole.in_rows(Rows(examples, rows))
     return replace(
         pieces,
@@ -191,7 +202,7 @@ def wrapped_pieces(
     )
 
 
-def _whole_examples(lengths: Ints, packing: PackingOptions, images: ImageLoad) -> PackingPlan:
+def _whole_examples(lengths: Ints, packing: PackingOptions, images: Load) -> PackingPlan:
     """Return a plan with every example in a row of its own."""
     none, numbers = np.zeros(0, dtype=np.int64), np.arange(len(lengths) + 1)
     return PackingPlan(
@@ -211,6 +222,7 @@ def _whole_examples(lengths: Ints, packing: PackingOptions, images: ImageLoad) -
         max_patches=packing.max_patches,
         dummy_image_tokens=packing.dummy_image_tokens,
         cost=packing.cost,
+        segments=images.segments,
     )
 
 
@@ -218,14 +230,14 @@ def _one_in_each_row(plan: PackingPlan, pieces: Ints) -> PackingPlan:
     return plan.in_rows(Rows(pieces, np.arange(len(pieces) + 1)))
 
 
-def num_pieces(lengths: Ints, packing: PackingOptions, images: ImageLoad | None = None) -> Ints:
+def num_pieces(lengths: Ints, packing: PackingOptions, images: Load | None = None) -> Ints:
     """Count the pieces of each example that is placed: int64 [N]."""
     if packing.overflow != "split":
         return np.ones_like(lengths)
     return -(-lengths // _longest(packing, images))
 
 
-def _longest(packing: PackingOptions, images: ImageLoad | None) -> Ints | np.int64:
+def _longest(packing: PackingOptions, images: Load | None) -> Ints | np.int64:
     """Return the longest piece that each example may have: int64 [N], or one for all."""
     capacity = min(packing.capacity, 2**63 - 1)
     if packing.strategy == "wrapped":  # cut where a row ends, wherever that is
@@ -236,8 +248,8 @@ def _longest(packing: PackingOptions, images: ImageLoad | None) -> Ints | np.int
 
 
 def _cut_before_images(
-    lengths: Ints, examples: Ints, packing: PackingOptions, images: ImageLoad
-) -> tuple[Ints, ImageLoad]:
+    lengths: Ints, examples: Ints, packing: PackingOptions, images: Load
+) -> tuple[Ints, Load]:
     """Cut these ``examples`` as ``images.cuts`` says; return the lengths and images of all."""
     assert images.cuts is not None
     lengths, patches, costs = lengths.copy(), images.patches.copy(), images.costs.copy()
@@ -249,7 +261,7 @@ def _cut_before_images(
             f"{packing.max_tokens}, max_patches={packing.max_patches}, and an image is never cut; "
             "make the image smaller, or pass overflow='drop'"
         )
-    left = ImageLoad(patches, costs)
+    left = Load(patches, costs)
     lengths[examples] = kept
     limits = _longest(packing, left)
     lengths = np.where(patches > 0, lengths, np.minimum(lengths, limits))  # text is cut anywhere
@@ -259,12 +271,28 @@ def _cut_before_images(
     return lengths, left
 
 
+def _check_not_cut(packing: PackingOptions) -> None:
+    """Refuse to cut examples whose segments stay together."""
+    name, value = "overflow", packing.overflow
+    if packing.strategy == "wrapped":
+        name, value = "strategy", packing.strategy
+    elif value in ("raise", "drop"):
+        return
+    raise ValueError(
+        f"{name}={value!r} cuts examples, and these have several segments, which stay together: "
+        'cut them when they are tokenized, and pass overflow="raise" or "drop"'
+    )
+
+
 def _unfit_error(
-    unfit: Ints, lengths: Ints, limits: Ints, packing: PackingOptions, images: ImageLoad
+    unfit: Ints, lengths: Ints, limits: Ints, packing: PackingOptions, images: Load
 ) -> DataError:
     """Return the error that names the first example that does not fit, and counts the others."""
     i, overflow = int(unfit[0]), packing.overflow
     limit, has_image = int(limits[i]), bool(images.patches[i] > 0)
+    segments = images.segments
+    if segments is not None:
+        return _unfit_segments(i, len(unfit) - 1, lengths, limit, packing, segments)
     if lengths[i] > limit:
         what = (
             f"{int(lengths[i])} tokens, more than the {limit} that fit in a row with max_tokens="
@@ -293,3 +321,24 @@ def _unfit_error(
     else:
         choices = "'drop'" if has_image else "'truncate', 'drop' or 'split'"
     return DataError(f"example {i} has {what}; {way_out}, or pass overflow={choices}")
+
+
+def _unfit_segments(
+    i: int, others: int, lengths: Ints, limit: int, packing: PackingOptions, segments: Segments
+) -> DataError:
+    """Return the error for an example whose segments do not fit in one row."""
+    cells, count = int(segments.cells[i]), int(segments.counts[i])
+    most, way_out = packing.max_sequences_per_row, "raise max_tokens, cut it when tokenizing"
+    what = (
+        f"{plural(count, 'segment')} of {lengths[i]} tokens in all, {cells} cells with align="
+        f"{packing.parallel.align}, more than the {limit} that fit in a row with max_tokens="
+        f"{packing.max_tokens}"
+    )
+    if cells <= limit:
+        what = f"{count} segments, more than max_sequences_per_row={most}"
+        way_out = "raise it, leave some out"
+    more = f" ({others} more do not fit)" if others else ""
+    return DataError(
+        f"example {i} has {what}{more}; its segments stay in one row: {way_out}, or pass "
+        "overflow='drop'"
+    )

@@ -12,15 +12,16 @@ from torch_collate_kit._checks import checked_int
 from torch_collate_kit._reprs import plural
 from torch_collate_kit.packing.cost import ModelCost
 from torch_collate_kit.packing.rows import Ints, Rows, row_sums
+from torch_collate_kit.packing.segments import Segments
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PackingPlan:
     """Rows of pieces, listed row by row, as ``pack`` returns them. Legend: S pieces, R rows.
 
-    A piece is an example or a part of one. All arrays are int64; treat them as read-only. Rows are
-    planned for ``N = rows_multiple_of`` ranks and are shard-major: rank r owns the rows
-    ``[r * R / N, (r + 1) * R / N)``.
+    A piece is an example, with all its segments, or a part of one. All arrays are int64; treat them
+    as read-only. Rows are planned for ``N = rows_multiple_of`` ranks and are shard-major: rank r
+    owns the rows ``[r * R / N, (r + 1) * R / N)``.
 
     >>> from torch_collate_kit.packing import pack
     >>> plan = pack([5, 3, 9, 2], 10)
@@ -60,6 +61,8 @@ class PackingPlan:
     """Tokens of the dummy image that ``needs_dummy_image`` asks for."""
     cost: ModelCost
     """Cost of a piece in the language model."""
+    segments: Segments | None = None
+    """What the segments of each example take, [N] each; None where an example is one segment."""
 
     @property
     def num_rows(self) -> int:
@@ -79,8 +82,17 @@ class PackingPlan:
 
     @property
     def aligned_lengths(self) -> Ints:
-        """[S] cells each piece occupies: its length rounded up to ``align``. A copy."""
+        """[S] cells each piece occupies: every segment rounded up to ``align``. A copy."""
+        if self.segments is not None:
+            return self.segments.cells[self.example_indices]
         return -(-self.lengths // self.align) * self.align
+
+    @property
+    def costs(self) -> Ints:
+        """[S] cost of each piece: ``cost.language`` of its aligned segments."""
+        if self.segments is not None:
+            return self.segments.costs[self.example_indices]
+        return self.cost.language(self.aligned_lengths)
 
     @property
     def row_tokens(self) -> Ints:
@@ -145,8 +157,8 @@ class PackingPlan:
 
     @property
     def cost_per_rank(self) -> Ints:
-        """[N] cost in the language model: ``cost.language`` of the aligned pieces."""
-        return self._rank_sums(self.cost.language(self.aligned_lengths))
+        """[N] cost in the language model: ``costs`` of the pieces."""
+        return self._rank_sums(self.costs)
 
     @property
     def vision_cost_per_rank(self) -> Ints:

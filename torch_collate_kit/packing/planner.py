@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +12,7 @@ from torch_collate_kit._checks import checked_lengths
 from torch_collate_kit.packing.balance import assign_ranks, costs_to_balance, for_ranks
 from torch_collate_kit.packing.options import PackingOptions, ParallelLayout, common_options
 from torch_collate_kit.packing.pieces import (
-    ImageLoad,
+    Load,
     Patches,
     cut_to_fit,
     image_load,
@@ -19,6 +20,7 @@ from torch_collate_kit.packing.pieces import (
 )
 from torch_collate_kit.packing.plan import PackingPlan
 from torch_collate_kit.packing.rows import Ints, Limits, Rows, Sizes
+from torch_collate_kit.packing.segments import Segments, are_nested, checked_segments, sums_of
 from torch_collate_kit.packing.strategies import (
     best_fit_decreasing,
     first_fit_decreasing,
@@ -35,13 +37,14 @@ def pack(
     overflow: str | None = None,
     parallel: ParallelLayout | None = None,
     max_patches: int | None = None,
-    patches: Patches | ImageLoad | None = None,
+    patches: Patches | Load | None = None,
     packing: PackingOptions | None = None,
 ) -> PackingPlan:
     """Plan rows of at most ``max_tokens`` tokens that hold every example exactly once.
 
     Args:
-        lengths: integers [N], tokens per example, each at least 1. Not modified.
+        lengths: integers [N], tokens per example, each at least 1; of examples with several
+            segments a list of their tokens for each (a Ragged, or a list of lists). Not modified.
         max_tokens: capacity of a row; a piece counts with its length rounded up to the
             ``align`` of ``parallel``.
         strategy: "best_fit_decreasing" (default; Johnson 1973, by length histogram as in Krell et
@@ -85,14 +88,29 @@ def pack(
         parallel=parallel,
         max_patches=max_patches,
     )
-    checked = checked_lengths(lengths)
-    images = None if patches is None else image_load(patches, len(checked), packing.cost)
-    return plan_rows(checked, packing, images)
+    checked, load = sizes_of(lengths, packing, patches)
+    return plan_rows(checked, packing, load)
 
 
-def plan_rows(
-    lengths: Ints, packing: PackingOptions, images: ImageLoad | None = None
-) -> PackingPlan:
+def sizes_of(
+    lengths: Any, packing: PackingOptions, patches: Patches | Load | None = None
+) -> tuple[Ints, Load | None]:
+    """Return the checked tokens of each example, int64 [N], and what else it holds, if anything."""
+    if not are_nested(lengths):
+        checked = checked_lengths(lengths)
+        return checked, None if patches is None else image_load(patches, len(checked), packing.cost)
+    values, offsets = checked_segments(lengths)
+    checked = sums_of(values, offsets)
+    load = Load.none(len(checked))
+    if patches is not None:
+        load = image_load(patches, len(checked), packing.cost)
+    if load.segments is None:
+        segments = Segments.of(values, offsets, packing.parallel.align, packing.cost)
+        load = load._replace(segments=segments)
+    return checked, load
+
+
+def plan_rows(lengths: Ints, packing: PackingOptions, images: Load | None = None) -> PackingPlan:
     """Plan rows as ``pack`` does, of checked ``lengths`` int64 [N]."""
     dp, multiple = packing.parallel.dp, packing.row_multiple
     if multiple % dp:
@@ -103,7 +121,7 @@ def plan_rows(
     if packing.strategy == "wrapped":
         pieces = wrapped_pieces(lengths, packing, images)
         sizes, limits = measured(pieces, packing, has_images=False)
-        costs = costs_to_balance(sizes, limits, pieces.vision_costs, packing)
+        costs = costs_to_balance(sizes, limits, pieces, packing)
         alone = Rows(np.arange(len(pieces.lengths)), pieces.row_offsets)
         rows = assign_ranks(alone, costs, limits, packing, num_ranks=multiple)
         return pieces.in_rows(rows, multiple)
@@ -113,9 +131,7 @@ def plan_rows(
     return _for_ranks(pieces, rows, sizes, limits, packing)
 
 
-def fill_rows(
-    lengths: Ints, packing: PackingOptions, images: ImageLoad | None = None
-) -> PackingPlan:
+def fill_rows(lengths: Ints, packing: PackingOptions, images: Load | None = None) -> PackingPlan:
     """Fill rows as the strategy opens them: not evened out, and for no ranks yet.
 
     ``lengths`` int64 [N]. "balanced" opens the rows of best fit. With ``images``, of these examples
@@ -148,7 +164,8 @@ def _for_ranks(
 ) -> PackingPlan:
     """Return the plan of filled rows, evened out over the ranks of ``packing``."""
     if packing.row_multiple > 1 or packing.strategy == "balanced":
-        rows = for_ranks(rows, sizes, limits, pieces.vision_costs, packing)
+        costs = costs_to_balance(sizes, limits, pieces, packing)
+        rows = for_ranks(rows, sizes, limits, costs, packing)
     return pieces.in_rows(rows, packing.row_multiple)
 
 
@@ -166,6 +183,7 @@ def part_of(plan: PackingPlan, rows: Rows, examples: Ints) -> PackingPlan:
         example_indices=np.searchsorted(examples, part.example_indices),
         dropped=renumbered(plan.dropped),
         cut=renumbered(plan.cut),
+        segments=None if plan.segments is None else plan.segments.take(examples),
     )
 
 
@@ -177,15 +195,16 @@ def measured(
     With ``has_images`` a row may need a dummy image. A row may hold at most all there is: it makes
     the same rows, and no sum overflows.
     """
-    align, patches = packing.parallel.align, pieces.patches
-    cells = -(-pieces.lengths // align) * align if align > 1 else pieces.lengths
+    patches, most_pieces = pieces.patches, packing.max_sequences_per_row
+    cells = pieces.aligned_lengths if packing.parallel.align > 1 else pieces.lengths
+    if pieces.segments is not None and most_pieces is not None:
+        counts = pieces.segments.counts[pieces.example_indices]
+        most_pieces //= max(1, int(counts.max(initial=1)))  # as if all had as many segments
     num_cells, num_patches = int(cells.sum()), int(patches.sum())
     tokens = min(packing.max_tokens, num_cells)
     text = min(packing.max_tokens - (packing.reserved if has_images else 0), num_cells)
     most_patches = min(packing.max_patches or num_patches, num_patches)
-    return (cells, patches), Limits(
-        tokens, most_patches, packing.max_sequences_per_row, tokens - text
-    )
+    return (cells, patches), Limits(tokens, most_patches, most_pieces, tokens - text)
 
 
 def filled_rows(sizes: Sizes, limits: Limits, strategy: str | None) -> Rows:

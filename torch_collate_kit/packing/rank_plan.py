@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import copy
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
-from torch_collate_kit.errors import DataError
+from torch_collate_kit._reprs import plural
+from torch_collate_kit.errors import DataError, examples_named
 from torch_collate_kit.packing.plan import PackingPlan
 from torch_collate_kit.packing.rows import Ints, Pieces, row_sums, running_sum
+from torch_collate_kit.packing.segments import Segments
 
 _NO_INTS = np.zeros(0, dtype=np.int64)
 
@@ -59,6 +60,8 @@ class RankPlan:
     """The dataset indices that the rank reads; none for all ranks, whose examples are at hand."""
     lengths: Ints
     """int64 [len(indices)], the number of tokens that the plan assumes for each of them."""
+    segments: Segments | None
+    """What the plan assumes of their segments; None where an example is one segment."""
     num_examples: int
     """Number of examples in the batch, over all ranks; 0 for as many as are at hand."""
     num_loss_tokens: int | None = None
@@ -89,11 +92,12 @@ class RankPlan:
         chosen = slice(int(offsets[0]), int(offsets[-1]))
         self.numbers = np.arange(chosen.start, chosen.stop)
         examples = positions = plan.example_indices[chosen]
+        self.indices, self.lengths, self.segments = [], lengths[:0], plan.segments
         if dp_rank is not None:
             examples, positions = np.unique(examples, return_inverse=True)
             self.indices, self.lengths = indices[examples].tolist(), lengths[examples]
-        else:
-            self.indices, self.lengths = [], lengths[:0]
+            if plan.segments is not None:
+                self.segments = plan.segments.take(examples)
         starts, tokens = plan.starts[chosen], plan.lengths[chosen]
         self.pieces = Pieces(positions, starts, tokens, offsets - offsets[0])
         if num_loss_tokens is not None:
@@ -122,6 +126,8 @@ class RankPlan:
         shorter = copy.copy(self)
         shorter.indices = np.array(self.indices, dtype=np.int64)[is_read].tolist()
         shorter.lengths, shorter.numbers = self.lengths[is_read], self.numbers[is_kept]
+        if self.segments is not None:
+            shorter.segments = self.segments.take(np.flatnonzero(is_read))
         shorter.pieces = Pieces(
             running_sum(is_read)[examples[is_kept]],
             starts[is_kept],
@@ -155,11 +161,16 @@ class RankPlan:
         np.add.at(patches, self.pieces.examples, self.plan.patches[self.numbers])
         return patches
 
-    def check_lengths(self, lengths: Ints) -> None:
+    def check_lengths(self, lengths: Ints, segments: Segments | None = None) -> None:
         """Check that the examples read, of these lengths, are those that were planned."""
         if self.dp_rank is None:
             self._check_whole(lengths)
-            return
+        else:
+            self._check_own(lengths)
+        if len(lengths):
+            self._check_segments(segments)
+
+    def _check_own(self, lengths: Ints) -> None:
         if len(lengths) != len(self.indices):
             raise DataError(
                 f"the batch has {len(lengths)} examples where {len(self.indices)} were asked for; "
@@ -193,6 +204,27 @@ class RankPlan:
                 f"example {i} has {lengths[i]} tokens, the plan reads {ends[i]} of it; an "
                 "example must stay as it was when it was planned"
             )
+
+    def _check_segments(self, segments: Segments | None) -> None:
+        planned, i = self.segments, 0
+        if planned is None or segments is None:
+            is_same = planned is segments
+        else:
+            is_other = (planned.counts != segments.counts) | (planned.cells != segments.cells)
+            is_same, i = not is_other.any(), int(is_other.argmax())
+        if is_same:
+            return
+
+        def shown(of: Segments | None) -> str:
+            if of is None:
+                return "one segment"
+            return f"a list of {plural(int(of.counts[i]), 'segment')} in {of.cells[i]} cells"
+
+        example = f"{i}" if self.dp_rank is None else f"{self.indices[i]} of the dataset"
+        raise DataError(
+            f"example {example} is {shown(segments)}, the plan was made for {shown(planned)}; pass "
+            "the sampler the dataset that is read, or its lengths"
+        )
 
     def check_patches(self, patches: Ints) -> None:
         """Check that the examples read have as many patches of images, int64, as planned."""
@@ -255,17 +287,9 @@ class PlannedExamples:
         return RankPlan(self.plan) if isinstance(self.plan, PackingPlan) else self.plan
 
 
-@contextmanager
-def named_in_errors(examples: Any) -> Iterator[None]:
+def named_in_errors(examples: Any) -> AbstractContextManager[None]:
     """Let a DataError say ``PlannedExamples.name`` of an example in place of its place."""
-    try:
-        yield
-    except DataError as error:
-        name = examples.name if isinstance(examples, PlannedExamples) else None
-        if name is None:
-            raise
-        message = re.sub(r"\bexample (\d+)\b", lambda found: name(int(found[1])), str(error))
-        raise DataError(message).with_traceback(error.__traceback__) from None
+    return examples_named(examples.name if isinstance(examples, PlannedExamples) else None)
 
 
 class PlannedRow(ABC):

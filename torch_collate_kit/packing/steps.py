@@ -13,7 +13,7 @@ import numpy as np
 
 from torch_collate_kit.packing.balance import assign_ranks, costs_to_balance, level_rows
 from torch_collate_kit.packing.options import PackingOptions, ParallelLayout
-from torch_collate_kit.packing.pieces import ImageLoad, cut_to_fit, wrapped_pieces
+from torch_collate_kit.packing.pieces import Load, cut_to_fit, wrapped_pieces
 from torch_collate_kit.packing.plan import PackingPlan
 from torch_collate_kit.packing.planner import filled_rows, measured, part_of
 from torch_collate_kit.packing.rows import Ints, Limits, Rows, Sizes
@@ -46,7 +46,7 @@ class WindowPlan(NamedTuple):
         is_in[filled.example_indices[rows.order]] = is_in[dropped] = True
         examples = np.flatnonzero(is_in)
         sizes, limits = measured(filled, packing, has_images=True)
-        costs = costs_to_balance(sizes, limits, filled.vision_costs, packing)
+        costs = costs_to_balance(sizes, limits, filled, packing)
         rows = assign_ranks(rows, costs, limits, packing, num_ranks=dp)
         plan = part_of(filled, rows, examples)
         before = self.lengths[examples]
@@ -62,7 +62,7 @@ class WindowPlan(NamedTuple):
 
 
 def num_that_fit(
-    lengths: Ints, packing: PackingOptions, num_rows: int, images: ImageLoad | None = None
+    lengths: Ints, packing: PackingOptions, num_rows: int, images: Load | None = None
 ) -> int:
     """Count how many of the first examples fit in ``num_rows`` rows with 0.5% of the cells free.
 
@@ -80,7 +80,7 @@ def num_that_fit(
     return int(kept[num_pieces]) if num_pieces < len(kept) else len(lengths)
 
 
-def num_rows_needed(lengths: Ints, packing: PackingOptions, images: ImageLoad | None = None) -> int:
+def num_rows_needed(lengths: Ints, packing: PackingOptions, images: Load | None = None) -> int:
     """Count the rows that the strategy fills with these examples, none of which is split."""
     sizes, limits, kept = _sizes_of(lengths, packing, images)
     return _num_rows(sizes, limits, packing) if len(kept) else 0
@@ -89,7 +89,7 @@ def num_rows_needed(lengths: Ints, packing: PackingOptions, images: ImageLoad | 
 def plan_window(
     lengths: Ints,
     packing: PackingOptions,
-    images: ImageLoad | None = None,
+    images: Load | None = None,
     *,
     num_steps: int,
     batch_rows: int,
@@ -104,7 +104,7 @@ def plan_window(
     pieces = cut_to_fit(lengths, packing, images)
     sizes, limits = measured(pieces, packing, has_images=images is not None)
     rows = filled_rows(sizes, limits, packing.strategy)
-    costs = costs_to_balance(sizes, limits, pieces.vision_costs, packing)
+    costs = costs_to_balance(sizes, limits, pieces, packing)
     num_rows = num_steps * batch_rows
     rows = level_rows(rows, sizes, limits, costs, packing, num_rows=num_rows, num_ranks=group)
     if packing.strategy == "sequential":
@@ -135,7 +135,7 @@ def plan_wrapped(
     pieces = wrapped_pieces(left, alone)
     starts = pieces.starts + np.where(pieces.example_indices == 0, skipped, 0)
     sizes, limits = measured(pieces, packing, has_images=False)
-    costs = costs_to_balance(sizes, limits, pieces.vision_costs, packing)
+    costs = costs_to_balance(sizes, limits, pieces, packing)
     rows = Rows(np.arange(len(pieces.lengths)), pieces.row_offsets)
     steps = _dealt(rows.totals(costs[0]), num_steps, group)
     return WindowPlan(left, replace(pieces, starts=starts), steps)
@@ -151,7 +151,7 @@ def _dealt(costs: Ints, num_steps: int, group: int) -> Ints:
 
 
 def _sizes_of(
-    lengths: Ints, packing: PackingOptions, images: ImageLoad | None
+    lengths: Ints, packing: PackingOptions, images: Load | None
 ) -> tuple[Sizes, Limits, Ints]:
     """Return the sizes of the examples that are placed, the limits, and the examples' numbers."""
     pieces = cut_to_fit(lengths, packing, images)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from torch_collate_kit.batch import IGNORE_INDEX
-from torch_collate_kit.batch.fields import FieldSpec, PerResponseToken, PerToken
+from torch_collate_kit.batch.fields import FieldSpec, PerExample, PerResponseToken, PerToken
 from torch_collate_kit.batch.placement import whole_examples
-from torch_collate_kit.errors import DataError
-from torch_collate_kit.packing.rows import Pieces, running_sum
+from torch_collate_kit.errors import DataError, examples_named
+from torch_collate_kit.packing.rows import Pieces, row_sums, running_sum
 from torch_collate_kit.ragged import Ragged, span_indices, unchecked
 from torch_collate_kit.reading.arrays import read_images
 from torch_collate_kit.reading.columns import Numbers
@@ -34,6 +34,7 @@ from torch_collate_kit.reading.entries import (
     with_row,
 )
 from torch_collate_kit.reading.images import Images
+from torch_collate_kit.reading.segments import name_of
 from torch_collate_kit.vision import VisionLayout
 
 _Placed = tuple[FieldSpec, np.ndarray | Tensor, Pieces]  # values, and which entries they are
@@ -52,11 +53,19 @@ class PlacedColumns:
     """int64 [S] each: the "lengths" of the pieces, their "responses", and the "routed" tokens."""
     num_trained: np.ndarray
     """int64 [S], trained tokens of each piece."""
+    examples: np.ndarray
+    """int64 [S], the example of each piece."""
+    segment_numbers: np.ndarray | None
+    """int64 [S], which of its example's segments each piece is; None of one each."""
 
 
 @dataclass(frozen=True)
 class ExampleColumns:
-    """SFT examples or rollouts of a batch, column by column. Legend: N examples."""
+    """SFT examples or rollouts of a batch, column by column. Legend: N examples.
+
+    With ``segment_offsets`` examples are lists of segments, and N counts segments everywhere but in
+    ``per_example`` and the fields that are declared ``PerExample``.
+    """
 
     input_ids: Numbers
     target: FieldColumn | None
@@ -73,6 +82,8 @@ class ExampleColumns:
     are_rollouts: bool = False
     weights: np.ndarray | None = None
     """float32 [N], what multiplies the loss weights of each example, if it was given."""
+    segment_offsets: np.ndarray | None = None
+    """int64, the first segment of each example, and the number of all; None of one each."""
 
     @classmethod
     def of_none(cls, fields: DeclaredFields, vision: VisionLayout | None) -> ExampleColumns:
@@ -103,6 +114,9 @@ class ExampleColumns:
             images=self.images.with_smallest(input_ids),
             weights=None if self.weights is None else np.append(self.weights, np.float32(0)),
         )
+        if self.segment_offsets is not None:
+            offsets = np.append(self.segment_offsets, len(self.input_ids) + 1)
+            columns = replace(columns, segment_offsets=offsets)
         ends = pieces.row_offsets[1:][rows]
         return columns, Pieces(
             np.insert(pieces.examples, ends, len(self.input_ids)),
@@ -143,11 +157,66 @@ class ExampleColumns:
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """int64 [N], tokens per example."""
+        """int64 [N], tokens per example, or per segment of examples that are lists of them."""
         return self.input_ids.lengths
+
+    @property
+    def example_lengths(self) -> np.ndarray | Ragged:
+        """The tokens of each example: int64, or a Ragged with those of its segments."""
+        if self.segment_offsets is None:
+            return self.lengths
+        return unchecked(self.lengths, self.segment_offsets)
+
+    def patches(self) -> list[list[int]]:
+        """Return the patches of each image of every example, in lists."""
+        assert self.images is not None
+        found, offsets = self.images.patches, self.segment_offsets
+        if offsets is None:
+            return found
+        return [[*chain(*found[start:stop])] for start, stop in pairwise(offsets.tolist())]
+
+    def opened(self, pieces: Pieces) -> Pieces:
+        """Return the pieces of segments for pieces of whole examples."""
+        if self.segment_offsets is None:
+            return pieces
+        counts = np.diff(self.segment_offsets)[pieces.examples]
+        segments = span_indices(self.segment_offsets[:-1][pieces.examples], counts)
+        offsets = running_sum(counts)[pieces.row_offsets]
+        return Pieces(segments, np.zeros_like(segments), self.lengths[segments], offsets)
+
+    def examples_of(self, pieces: Pieces) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return the example of each piece, and the number of its segment there: int64 [S]."""
+        if self.segment_offsets is None:
+            return pieces.examples, None
+        places = np.searchsorted(self.segment_offsets, pieces.examples, side="right") - 1
+        return places, pieces.examples - self.segment_offsets[places]
 
     def place(self, pieces: Pieces) -> PlacedColumns:
         """Return the columns of the pieces, whose first tokens nothing predicts or trains."""
+        with examples_named(name_of(self.segment_offsets)):
+            placed, counts, num_trained = self._placed(pieces)
+        examples, numbers = self.examples_of(pieces)
+        whole = pieces
+        if numbers is not None:  # what is of an example stands where its first segment is
+            is_first = numbers == 0
+            offsets = running_sum(is_first)[pieces.row_offsets]
+            none = np.zeros_like(examples[is_first])
+            whole = Pieces(examples[is_first], none, none, offsets)
+        for column in self.fields:
+            if isinstance(column.spec, PerExample):
+                values, entries = column.place(whole, whole)
+                placed[column.name] = column.spec, values, entries
+        columns: dict[str, Ragged] = {}
+        specs: dict[str, FieldSpec] = {}
+        for name, (spec, given, entries) in placed.items():
+            offsets = np.append(0, np.cumsum(entries.lengths))[entries.row_offsets]
+            columns[name], specs[name] = unchecked(torch.as_tensor(given), offsets), spec
+        return PlacedColumns(pieces, columns, specs, counts, num_trained, examples, numbers)
+
+    def _placed(
+        self, pieces: Pieces
+    ) -> tuple[dict[str, _Placed], dict[str, np.ndarray], np.ndarray]:
+        """Return all but the numbers of examples; the counts, and trained tokens, of the pieces."""
         ids = placed_ids(self.input_ids, pieces, self.num_actions if self.are_rollouts else None)
         image_token_id = None if self.images is None else self.images.layout.image_token_id
         is_image = None if image_token_id is None else ids == image_token_id
@@ -164,18 +233,15 @@ class ExampleColumns:
         else:
             placed["loss_weights"] = PerToken(torch.float32), target, pieces
         for column in self.fields:
+            if isinstance(column.spec, PerExample):
+                continue
             values, entries = column.place(pieces, responses)
             placed[column.name] = column.spec, values, entries
             if column.spec.count == "routed":
                 counts["routed"] = entries.lengths
         if self.images is not None:
             placed |= self.images.place(pieces)
-        columns: dict[str, Ragged] = {}
-        specs: dict[str, FieldSpec] = {}
-        for name, (spec, given, entries) in placed.items():
-            offsets = np.append(0, np.cumsum(entries.lengths))[entries.row_offsets]
-            columns[name], specs[name] = unchecked(torch.as_tensor(given), offsets), spec
-        return PlacedColumns(pieces, columns, specs, counts, num_trained)
+        return placed, counts, num_trained
 
     def checked(self, *, limits: bool = True) -> dict[str, Ragged]:
         """Return all columns but images as ndarrays in the dtypes of a batch, a row per example."""
@@ -190,11 +256,13 @@ class ExampleColumns:
         }
 
     def num_loss_tokens(self, image_token_id: int | None) -> np.ndarray:
-        """Count the trained tokens of each example: int64 [N]; image tokens are not trained."""
+        """Count the trained tokens of each example, int64; image tokens are not trained."""
         is_image = None
         if image_token_id is not None:
             is_image = joined(self.input_ids).values == image_token_id
-        return self._target(whole_examples(self.lengths), is_image)[2]
+        with examples_named(name_of(self.segment_offsets)):
+            counts = self._target(whole_examples(self.lengths), is_image)[2]
+        return counts if self.segment_offsets is None else row_sums(counts, self.segment_offsets)
 
     def _target(
         self, pieces: Pieces, is_image: np.ndarray | None

@@ -14,14 +14,14 @@ from torch import Tensor
 from torch_collate_kit._checks import bare_key, respelt, type_name
 from torch_collate_kit.batch.fields import PerToken
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.ragged import Ragged
+from torch_collate_kit.ragged import Nested, Ragged
 from torch_collate_kit.reading.source import Examples, Source, check_even, num_rows
 from torch_collate_kit.vision import VisionLayout
 from torch_collate_kit.vision.families import IMAGE_FIELDS
 
 TARGETS = ("loss_mask", "labels", "assistant_masks", "completion_mask")
-_PER_TOKEN = ("input_ids", *TARGETS, "num_actions", "attention_mask")
-KNOWN = (*_PER_TOKEN, "weight")
+PER_TOKEN = ("input_ids", *TARGETS, "num_actions", "attention_mask")
+KNOWN = (*PER_TOKEN, "weight")
 _REQUIRED = ("prompt_ids", "response_ids", "rewards", "loss_mask")
 _OPTIONAL = ("logprobs", "advantages", "uid", "trajectory_id", "is_last_step", "weight")
 ROLLOUT_KEYS = (*_REQUIRED, *_OPTIONAL, "rollout_expert_indices")
@@ -151,7 +151,7 @@ def _columns(given: Mapping[str, Any], names: Sequence[str], ids: str) -> dict[s
 
 def _is_one_example(column: Any) -> bool:
     """Return whether ids are tokens, rather than rows of tokens."""
-    if isinstance(column, Ragged):
+    if isinstance(column, Ragged | Nested):
         return False
     if isinstance(column, np.ndarray | Tensor):
         return column.ndim < 2 and not (isinstance(column, np.ndarray) and column.dtype.hasobject)
@@ -195,7 +195,7 @@ def _without_ids(given: list[str], ids: str) -> DataError:
 
 
 def _is_all_none(column: Any) -> bool:
-    if isinstance(column, Ragged | Tensor):
+    if isinstance(column, Ragged | Nested | Tensor):
         return False
     if isinstance(column, np.ndarray) and not column.dtype.hasobject:
         return False
@@ -209,7 +209,7 @@ def check_keys(
     others = [key for key in owners if key not in KNOWN and key not in declared]
     check_no_other_weight(owners, others)
     for key in others:
-        name = respelt(str(key), (*_PER_TOKEN, *declared))
+        name = respelt(str(key), (*PER_TOKEN, *declared))
         if name is not None and name not in owners:
             raise _looks_like(owners[key], name, key)
     targets = [name for name in TARGETS if name in owners]

@@ -18,7 +18,7 @@ from torch_collate_kit.batch.fields import (
     PerToken,
 )
 from torch_collate_kit.batch.placement import MAX_WIDTH, too_wide
-from torch_collate_kit.errors import DataError
+from torch_collate_kit.errors import DataError, examples_named
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.arrays import read_images, route_column
 from torch_collate_kit.reading.columns import Kind, Numbers, number_column
@@ -30,7 +30,8 @@ from torch_collate_kit.reading.entries import (
     weights_of_examples,
 )
 from torch_collate_kit.reading.examples import ExampleColumns
-from torch_collate_kit.reading.keys import IMAGES, TARGETS, raw_columns
+from torch_collate_kit.reading.keys import IMAGES, MEDIA, PER_TOKEN, TARGETS, raw_columns
+from torch_collate_kit.reading.segments import are_nested, name_of, opened
 from torch_collate_kit.reading.source import Examples
 from torch_collate_kit.reading.values import (
     flag_column,
@@ -67,19 +68,43 @@ def read_columns(
     raw, are_rollouts, token_types = raw_columns(
         examples, rollouts=rollouts, train_all=train_all, fields=fields or {}, vision=vision
     )
+    declared = {**(fields or {}), **token_types}
+    per_example = _row_metadata(raw) if are_rollouts else {}
+    numbers: dict[str, Numbers] = {}
+    for key in [key for key, spec in declared.items() if isinstance(spec, PerExample)]:
+        if declared[key].dtype is str:
+            del declared[key]
+            per_example[key] = text_column(key, _declared(key, raw))
+        else:
+            numbers[key] = _one_number_each(key, _declared(key, raw))
+    offsets = None
+    if not are_rollouts and are_nested(raw["input_ids"]):
+        others = [key for key in declared if key not in numbers]
+        raw, offsets = opened(raw, (*PER_TOKEN, *others, *MEDIA))
+    with examples_named(name_of(offsets)):
+        columns = _per_token(raw, declared, numbers, vision, are_rollouts=are_rollouts)
+    return replace(columns, per_example=per_example, segment_offsets=offsets)
+
+
+def _per_token(
+    raw: dict[str, Any],
+    declared: Mapping[str, FieldSpec],
+    numbers: Mapping[str, Numbers],
+    vision: VisionLayout | None,
+    *,
+    are_rollouts: bool,
+) -> ExampleColumns:
+    """Read what there is of every token; ``numbers`` are the declared fields of examples."""
     ids, num_actions = _rollout_ids(raw) if are_rollouts else _sft_ids(raw)
     table = _ROLLOUT_FIELDS if are_rollouts else _SFT_FIELDS
     own = {key: spec for key, spec in table.items() if key in raw}
     if num_actions is not None:
         own["loss_mask"] = _ROLLOUT_FIELDS["loss_mask"]
-    declared = {**(fields or {}), **token_types}
-    per_example = _row_metadata(raw) if are_rollouts else {}
-    for key in [key for key, spec in declared.items() if spec.dtype is str]:
-        del declared[key]
-        per_example[key] = text_column(key, _declared(key, raw))
     columns = {}
     for key, spec in {**own, **declared}.items():
-        values = _field(key, spec, raw, ids, num_actions, are_rollouts=are_rollouts)
+        values = numbers.get(key)
+        if values is None:
+            values = _field(key, spec, raw, ids, num_actions, are_rollouts=are_rollouts)
         columns[key] = FieldColumn(key, spec, values, key if key in own else None)
     if "logprobs" in own:  # at most 0, and rounding
         columns["logprobs"] = replace(columns["logprobs"], name="rollout_logprobs", most=1e-3)
@@ -103,9 +128,8 @@ def read_columns(
         list(columns.values()),
         (*names, *declared, *(() if images is None else images.arrays)),
         images,
-        per_example,
-        are_rollouts,
-        weights_of_examples(raw["weight"]) if "weight" in raw else None,
+        are_rollouts=are_rollouts,
+        weights=weights_of_examples(raw["weight"]) if "weight" in raw else None,
     )
 
 
@@ -175,10 +199,6 @@ def _field(
 ) -> Numbers:
     """Return the column of a field of our own or a declared one."""
     column = _declared(key, raw)
-    if isinstance(spec, PerExample):
-        wanted = "it is declared PerExample, so give one number"
-        numbers = scalar_column(key, column, "iufb", wanted)
-        return Ragged(numbers, np.arange(len(numbers) + 1))
     if isinstance(spec, PerRoutedToken):
         return route_column(column, ids.lengths)
     is_response = isinstance(spec, PerResponseToken)
@@ -198,6 +218,12 @@ def _field(
             wanted = _wanted_entries(key, int(expected[i]), is_response, are_rollouts)
             raise DataError(f"example {i}: {key} has {rows.lengths[i]} entries, {wanted}")
     return rows
+
+
+def _one_number_each(key: str, column: Any) -> Ragged:
+    wanted = "it is declared PerExample, so give one number"
+    numbers = scalar_column(key, column, "iufb", wanted)
+    return Ragged(numbers, np.arange(len(numbers) + 1))
 
 
 def _declared(key: str, raw: Mapping[str, Any]) -> Any:

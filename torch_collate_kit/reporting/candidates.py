@@ -12,7 +12,7 @@ import numpy as np
 
 from torch_collate_kit._reprs import plural
 from torch_collate_kit.packing import PackingOptions, PackingPlan
-from torch_collate_kit.packing.pieces import ImageLoad, cut_to_fit
+from torch_collate_kit.packing.pieces import Load, cut_to_fit
 from torch_collate_kit.packing.planner import pack
 from torch_collate_kit.packing.rows import Ints, row_sums
 
@@ -45,7 +45,7 @@ def _power_of_two(number: int) -> int:
 def candidates_of(
     lengths: Ints,
     packings: Sequence[PackingOptions],
-    images: ImageLoad | None,
+    images: Load | None,
     batch_size: int | None,
     padded_batch_size: int,
 ) -> Iterator[dict[str, Any]]:
@@ -62,7 +62,7 @@ def candidates_of(
 
 
 def _packed(
-    lengths: Ints, packing: PackingOptions, images: ImageLoad | None, batch_size: int | None
+    lengths: Ints, packing: PackingOptions, images: Load | None, batch_size: int | None
 ) -> dict[str, Any]:
     """Pack ``batch_size`` examples at a time, or all at once: then a step is a row per rank."""
 
@@ -94,7 +94,7 @@ def _packed(
 
 
 def _padded(
-    lengths: Ints, packing: PackingOptions, images: ImageLoad | None, batch_size: int
+    lengths: Ints, packing: PackingOptions, images: Load | None, batch_size: int
 ) -> dict[str, Any]:
     """Pad the examples that ``packing`` keeps, in their order, ``batch_size`` per rank and step."""
     pieces = cut_to_fit(lengths, packing, images)

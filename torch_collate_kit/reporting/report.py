@@ -21,7 +21,7 @@ from torch_collate_kit._reprs import plural
 from torch_collate_kit.batch.showing.tables import html_table, text_table
 from torch_collate_kit.families import family_of, left_padding_fault
 from torch_collate_kit.packing import ModelCost, PackingOptions, ParallelLayout
-from torch_collate_kit.packing.pieces import ImageLoad, Patches, image_load
+from torch_collate_kit.packing.pieces import Load, Patches, image_load
 from torch_collate_kit.packing.rows import Ints
 from torch_collate_kit.reporting.candidates import (
     PADDED,
@@ -260,7 +260,7 @@ def _packings(
 
 def _report(
     lengths: Ints,
-    images: ImageLoad | None,
+    images: Load | None,
     packings: Sequence[PackingOptions],
     batch_size: int | None,
     padded_batch_size: int,

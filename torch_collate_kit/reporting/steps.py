@@ -15,7 +15,7 @@ from torch_collate_kit._reprs import plural
 from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.loading import PackedBatchSampler
 from torch_collate_kit.packing import PackingOptions, PackingPlan
-from torch_collate_kit.packing.pieces import ImageLoad
+from torch_collate_kit.packing.pieces import Load
 from torch_collate_kit.packing.rows import Ints, row_sums
 
 _MOST_STEPS = 256  # that are planned
@@ -23,7 +23,7 @@ _MOST_STEPS = 256  # that are planned
 
 def steps_of(
     lengths: Ints,
-    images: ImageLoad | None,
+    images: Load | None,
     packing: PackingOptions,
     batch_rows: int,
     batch_size: int | None,
@@ -79,7 +79,7 @@ def _name(of: dict[str, Any]) -> str:
 
 
 def _figures(
-    lengths: Ints, images: ImageLoad | None, packing: PackingOptions, kind: str, **number: Any
+    lengths: Ints, images: Load | None, packing: PackingOptions, kind: str, **number: Any
 ) -> dict[str, Any]:
     """Return the figures of the first steps of the epochs that a sampler makes by default."""
     ids = SimpleNamespace(pad_token_id=0, eos_token_id=0)  # "wrapped" needs an end token

@@ -82,7 +82,8 @@ def _title(stored: Storage) -> str:
     tokens, cells, num_pieces = num_tokens(stored), num_cells(stored), int(counts.sum())
     examples = example_numbers(stored)
     num_examples = num_pieces if examples is None else len(np.unique(examples))
-    pieces = f" in {num_pieces:,} pieces" if num_pieces > num_examples else ""
+    kind = "segments" if "segment_numbers" in stored.row_metadata else "pieces"
+    pieces = f" in {num_pieces:,} {kind}" if num_pieces > num_examples else ""
     share = f" ({_percent(tokens / cells)} of the cells)" if cells else ""
     parts = [plural(num_examples, "example") + pieces, plural(tokens, "token") + share]
     if not places and "loss_mask" not in stored.given:

@@ -79,9 +79,18 @@ def row_of(stored: Storage, row: int | None, example: int | None) -> int:
     return index(row) % num_rows
 
 
-def _of_examples(values: list[Any], cells: Cells) -> list[Any]:
-    """Return the value of every cell's example; None where there is no example."""
+def _of_segments(values: list[Any], cells: Cells) -> list[Any]:
+    """Return the value of every cell's segment; None where there is no example."""
     return [values[i] if 0 <= i < len(values) else None for i in cells.segments[0].tolist()]
+
+
+def _of_examples(values: list[Any], stored: Storage, cells: Cells) -> list[Any]:
+    """Return the value of every cell's example, given once for each; None where there is none."""
+    numbers = stored.row_metadata.get("segment_numbers")
+    if isinstance(numbers, Ragged):
+        before = np.cumsum(np.asarray(numbers[0]) == 0)  # of a padded row maybe none begins here
+        values = [values[i - 1] if 0 < i <= len(values) else None for i in before.tolist()]
+    return _of_segments(values, cells)
 
 
 def _columns_of(one: Mapping[str, Any], stored: Storage, cells: Cells) -> dict[str, list[Any]]:
@@ -90,7 +99,10 @@ def _columns_of(one: Mapping[str, Any], stored: Storage, cells: Cells) -> dict[s
     columns: dict[str, Any] = {"cell": [*range(width)]}
     indices = stored.row_metadata.get("example_indices")
     if isinstance(indices, Ragged):
-        columns["example"] = _of_examples([*map(int, indices[0])], cells)
+        columns["example"] = _of_segments([*map(int, indices[0])], cells)
+    numbers = stored.row_metadata.get("segment_numbers")
+    if isinstance(numbers, Ragged):
+        columns["part"] = _of_segments([*map(int, numbers[0])], cells)
     if "cu_seq_lens" in one:
         columns["segment"] = cells.segments[0].tolist()
     for field, name in _TITLES.items():
@@ -103,7 +115,7 @@ def _columns_of(one: Mapping[str, Any], stored: Storage, cells: Cells) -> dict[s
     for name, rows in stored.row_metadata.items():
         texts = [*rows[0]] if isinstance(rows[0], tuple) else [rows[0]]
         if name not in _GROUPS and all(isinstance(text, str) for text in texts):
-            given[name] = _of_examples(texts, cells)
+            given[name] = _of_examples(texts, stored, cells)
     columns |= {f"field {name}" if name in own else name: of for name, of in given.items()}
     return {name: values for name, values in columns.items() if values is not None}
 
@@ -114,7 +126,7 @@ def _values_of(
     """Return a value per cell of a field per token, response token or example, else None."""
     spec = stored.columns.specs.get(name)
     if isinstance(spec, PerExample):
-        return _of_examples(one[name][0].tolist(), cells)
+        return _of_examples(one[name][0].tolist(), stored, cells)
     is_per_token = isinstance(spec, PerToken | PerResponseToken)
     if not is_per_token and (spec is not None or name not in stored.given):
         return None
@@ -138,7 +150,8 @@ class Explanation:
     """Tokens of a row; ``str()`` is an aligned table, and a notebook shows one in HTML.
 
     ``columns`` maps names to a list with one entry per token: ``cell``, the place in the row;
-    ``example``, its number in the collator's call, and ``segment``, its number in the row; ``id``;
+    ``example``, its number in the collator's call, ``part``, which of its segments, of examples
+    with several, and ``segment``, its number in the row; ``id``;
     ``text``, with a tokenizer; ``position``; ``label``; ``weight`` of the loss, before it is
     divided and times that of its example; and other fields with values per token, response token
     or example, texts too, None where there is none. ``len()`` is the number of tokens.

@@ -21,7 +21,7 @@ from torch_collate_kit.loading.orders.order import Order
 from torch_collate_kit.loading.sampler import long_epochs
 from torch_collate_kit.loading.sampler.budgets import Budget, Step, Windows
 from torch_collate_kit.packing import PackingOptions
-from torch_collate_kit.packing.pieces import ImageLoad
+from torch_collate_kit.packing.pieces import Load
 from torch_collate_kit.packing.steps import WindowPlan, num_rows_needed, num_that_fit, plan_window
 
 _NUM_SAMPLED = 20  # windows from which the length of a very long epoch is estimated
@@ -32,7 +32,7 @@ class Entries(NamedTuple):
 
     lengths: Indices
     """int64 [E] tokens."""
-    images: ImageLoad | None = None
+    images: Load | None = None
     examples: Indices | None = None
     """int64 [E], the example of each piece; None where an entry is an example."""
     starts: Indices | None = None
@@ -226,7 +226,7 @@ class ByRows(Budget):
         self._planned = epoch, window, entries, planned
         return entries, planned
 
-    def _sizes(self, entries: Indices) -> tuple[Indices, ImageLoad | None]:
+    def _sizes(self, entries: Indices) -> tuple[Indices, Load | None]:
         images = self._entries.images
         return self._entries.lengths[entries], None if images is None else images.take(entries)
 

@@ -16,7 +16,7 @@ from torch_collate_kit.loading.orders.checks import Indices
 from torch_collate_kit.loading.orders.states import digest_in_blocks
 from torch_collate_kit.loading.sampler.by_rows import Entries
 from torch_collate_kit.packing import PackingOptions
-from torch_collate_kit.packing.pieces import ImageLoad, Patches, cut_to_fit, image_load
+from torch_collate_kit.packing.pieces import Load, Patches, cut_to_fit, image_load
 
 
 class ExampleSizes:
@@ -62,7 +62,7 @@ class ExampleSizes:
         self.images, self.image_costs_digest = None, None
         if patches is not None:
             images = image_load(patches, len(self.lengths), self._packing.cost)
-            self.images = ImageLoad(images.patches.copy(), images.costs)
+            self.images = Load(images.patches.copy(), images.costs)
             self.image_costs_digest = digest_in_blocks(images.costs)
         if not self._all_fit() and (self._packing.overflow == "raise" or patches is not None):
             cut_to_fit(self.lengths, self._packing, self.images)
@@ -83,7 +83,7 @@ class ExampleSizes:
             )
         if self._packing.overflow != "split" or not len(pieces.cut):
             return Entries(self.lengths, self.images)
-        images = None if self.images is None else ImageLoad(pieces.patches, pieces.vision_costs)
+        images = None if self.images is None else Load(pieces.patches, pieces.vision_costs)
         return Entries(pieces.lengths, images, pieces.example_indices, pieces.starts)
 
     def _checked_counts(self, num_loss_tokens: npt.ArrayLike | None) -> Indices | None:

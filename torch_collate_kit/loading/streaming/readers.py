@@ -20,7 +20,7 @@ from torch_collate_kit.loading.dataset import TokenizedDataset
 from torch_collate_kit.loading.streaming.shards import Example, Part, Stream
 from torch_collate_kit.loading.streaming.skipping import WrongExamples
 from torch_collate_kit.loading.streaming.states import Place
-from torch_collate_kit.packing.pieces import ImageLoad, cut_to_fit, image_load, num_pieces
+from torch_collate_kit.packing.pieces import Load, cut_to_fit, image_load, num_pieces
 from torch_collate_kit.reading.keys import KNOWN
 from torch_collate_kit.reading.reader import read_columns
 from torch_collate_kit.reading.source import Examples
@@ -120,7 +120,7 @@ class _ExampleReader:
             self.place = after
         check_start(self.place)
 
-    def _images(self, example: Example) -> ImageLoad:
+    def _images(self, example: Example) -> Load:
         """Return the image load of one example."""
         vision = self._collator.vision
         if vision is None:
@@ -219,7 +219,7 @@ class _RowReader:
             _check(self._collator, self._dataset.__getitems__(positions))
 
     def _num_pieces(self, lengths: np.ndarray) -> np.ndarray:
-        return num_pieces(lengths, self._collator.packing, ImageLoad.none(len(lengths)))
+        return num_pieces(lengths, self._collator.packing, Load.none(len(lengths)))
 
     def _entries_of(self, positions: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """Return the pieces of each example; of the first one only those after the place.
@@ -229,7 +229,7 @@ class _RowReader:
         """
         packing = self._collator.packing
         rows, starts, num_tokens = np.arange(len(lengths)), np.zeros_like(lengths), lengths
-        fitted = cut_to_fit(lengths, packing, ImageLoad.none(len(lengths)))
+        fitted = cut_to_fit(lengths, packing, Load.none(len(lengths)))
         if packing.overflow == "split":
             rows, starts, num_tokens = fitted.example_indices, fitted.starts, fitted.lengths
             left = np.flatnonzero((rows > 0) | (starts >= self.place.start))
@@ -246,7 +246,7 @@ class _RowReader:
         return entries
 
 
-_NO_IMAGE = ImageLoad.none(1)
+_NO_IMAGE = Load.none(1)
 
 
 def check_start(place: Place, position: int = -1, num_tokens: int = 0) -> None:

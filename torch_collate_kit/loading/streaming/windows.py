@@ -22,7 +22,7 @@ import numpy as np
 from torch_collate_kit.loading.streaming.readers import ENTRY, place_after
 from torch_collate_kit.loading.streaming.states import Place
 from torch_collate_kit.packing import PackingOptions, PackingPlan
-from torch_collate_kit.packing.pieces import ImageLoad
+from torch_collate_kit.packing.pieces import Load
 from torch_collate_kit.packing.planner import batch_of_rows, fill_rows
 
 # A batch: ascending indices into the buffer, and the plan of these entries.
@@ -188,4 +188,4 @@ def _filled(entries: np.ndarray, packing: PackingOptions) -> PackingPlan:
     lengths, patches, costs = (
         np.ascontiguousarray(entries[name]) for name in ("num_tokens", "patches", "vision_cost")
     )
-    return fill_rows(lengths, packing, ImageLoad(patches, costs))
+    return fill_rows(lengths, packing, Load(patches, costs))

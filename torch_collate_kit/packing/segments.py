@@ -1,0 +1,102 @@
+"""Examples of several segments, such as the two sides of a pair: what they take in a row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from torch_collate_kit._checks import checked_lengths
+from torch_collate_kit.errors import DataError
+from torch_collate_kit.packing.cost import ModelCost
+from torch_collate_kit.packing.rows import Ints, row_sums, running_sum
+
+
+class Segments:
+    """What the segments of each example take together in one row: int64 [N] each.
+
+    ``cells`` count each segment rounded up to the alignment, ``counts`` are their numbers, and
+    ``costs`` those in the language model, which are computed when they are first needed.
+    """
+
+    def __init__(self, cells: Ints, counts: Ints, costs: Ints | tuple[Ints, ModelCost]) -> None:
+        self.cells, self.counts, self._costs = cells, counts, costs
+
+    @classmethod
+    def of(cls, values: Ints, offsets: Ints, align: int, cost: ModelCost) -> Segments:
+        """Return those of examples i with the segment lengths ``values[offsets[i:i + 2]]``."""
+        aligned = -(-values // align) * align if align > 1 else values
+        return cls(sums_of(aligned, offsets), np.diff(offsets), (aligned, cost))
+
+    @property
+    def costs(self) -> Ints:
+        """The cost in the language model, of the aligned segments."""
+        if isinstance(self._costs, tuple):
+            aligned, cost = self._costs
+            self._costs = sums_of(cost.language(aligned), running_sum(self.counts))
+        return self._costs
+
+    def take(self, examples: Ints) -> Segments:
+        """Return those of these examples, in that order. A copy."""
+        return Segments(self.cells[examples], self.counts[examples], self.costs[examples])
+
+    @classmethod
+    def cat(cls, parts: Sequence[Segments]) -> Segments:
+        """Return those of all parts. A copy."""
+        columns = zip(*((of.cells, of.counts, of.costs) for of in parts), strict=True)
+        return cls(*map(np.concatenate, columns))
+
+
+def sums_of(values: Ints, offsets: Ints) -> Ints:
+    """Sum the values of each example: int64 [N]; pairs in a sixth of the time."""
+    if len(offsets) > 1 and len(values) == 2 * len(offsets) - 2 and (np.diff(offsets) == 2).all():
+        return values[::2] + values[1::2]
+    return row_sums(values, offsets)
+
+
+def are_nested(lengths: Any) -> bool:
+    """Return whether there is a row of lengths for each example: a Ragged, or lists in a list."""
+    if hasattr(lengths, "offsets") and hasattr(lengths, "values"):
+        return True
+    is_list = isinstance(lengths, list | tuple) and len(lengths) > 0
+    return is_list and isinstance(lengths[0], list | tuple | np.ndarray) and np.ndim(lengths[0]) > 0
+
+
+def checked_segments(lengths: Any) -> tuple[Ints, Ints]:
+    """Return the checked lengths of all segments, int64, and where each example's begin [N + 1]."""
+    if hasattr(lengths, "offsets"):
+        values, offsets = np.asarray(lengths.values), lengths.offsets
+    else:
+        for i, row in enumerate(lengths):
+            if np.ndim(row) != 1:
+                raise TypeError(
+                    f"lengths[{i}] is {row!r:.40}, and others are lists with a length for each "
+                    "segment; give every example a list, of one number where it has one segment"
+                )
+        rows = [np.asarray(row) for row in lengths if len(row)]
+        values = np.concatenate(rows) if rows else np.zeros(0, dtype=np.int64)
+        offsets = np.cumsum([0, *map(len, lengths)])
+    counts = np.diff(offsets)
+    if len(counts) and counts.min() < 1:
+        raise DataError(
+            f"example {int(counts.argmin())} has no segment, and must have at least one; remove it"
+        )
+    try:
+        return checked_lengths(values), offsets
+    except DataError:
+        wrong = np.flatnonzero(values < 1)
+        if not len(wrong):
+            raise
+        example, segment = place_of(int(wrong[0]), offsets)
+        raise DataError(
+            f"example {example}: segment {segment} has length {values[wrong[0]]}, but a length "
+            "must be at least 1; remove empty examples before packing"
+        ) from None
+
+
+def place_of(segment: int, offsets: npt.NDArray[np.integer]) -> tuple[int, int]:
+    """Return the example of a segment, counted over all, and its number there."""
+    example = int(np.searchsorted(offsets, segment, side="right")) - 1
+    return example, segment - int(offsets[example])
