@@ -12,7 +12,7 @@ import torch
 from tests.packing.oracle_packing import pack_with
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing import ModelCost
-from torch_collate_kit.packing.pieces import ImageLoad, image_load
+from torch_collate_kit.packing.pieces import Load, image_load
 from torch_collate_kit.ragged import Ragged
 
 COST = ModelCost(vision_linear=10, vision_quadratic=1)
@@ -46,7 +46,7 @@ def test_no_images_and_no_examples() -> None:
     assert image_load([[], []], 2, COST).patches.tolist() == [0, 0]
     for nothing in ([], np.zeros(0, dtype=np.int32), Ragged.from_rows([])):
         assert image_load(nothing, 0, COST).patches.tolist() == []
-    load = ImageLoad.none(3)
+    load = Load.none(3)
     assert image_load(load, 3, COST) is load
     assert load.costs.tolist() == [0, 0, 0]
 

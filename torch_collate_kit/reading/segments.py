@@ -25,7 +25,7 @@ def opened(raw: Mapping[str, Any], keys: Collection[str]) -> tuple[dict[str, Any
     per segment.
     """
     columns = dict(raw)
-    columns["input_ids"], counts = _flat("input_ids", raw["input_ids"])
+    columns["input_ids"], counts = opened_column("input_ids", raw["input_ids"])
     if not counts.all():
         raise DataError(
             f"example {counts.argmin()} is empty (input_ids has no segment); filter it out"
@@ -33,7 +33,7 @@ def opened(raw: Mapping[str, Any], keys: Collection[str]) -> tuple[dict[str, Any
     for key in keys:
         if key not in raw or key == "input_ids":
             continue
-        columns[key], found = _flat(key, raw[key], counts)
+        columns[key], found = opened_column(key, raw[key], counts)
         if len(wrong := np.flatnonzero(found != counts)):
             i = int(wrong[0])
             raise DataError(
@@ -63,7 +63,9 @@ def _is_row(value: Any) -> bool:
     return is_sequence(value) or (isinstance(value, np.ndarray | Tensor) and value.ndim > 0)
 
 
-def _flat(key: str, column: Any, counts: np.ndarray | None = None) -> tuple[Any, np.ndarray]:
+def opened_column(
+    key: str, column: Any, counts: np.ndarray | None = None
+) -> tuple[Any, np.ndarray]:
     """Return the column with an entry per segment, and the number of segments of each example."""
     if isinstance(column, Nested):
         return column.rows, np.diff(column.offsets)

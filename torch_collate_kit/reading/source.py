@@ -13,7 +13,7 @@ from torch import Tensor
 from torch_collate_kit._checks import needed_package, type_name
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.ragged import Ragged, unchecked
+from torch_collate_kit.ragged import Nested, Ragged, unchecked
 
 if TYPE_CHECKING:
     import pyarrow as pa  # type: ignore[import-untyped,unused-ignore]
@@ -177,12 +177,27 @@ class _ArrowColumns(Mapping[str, Any]):
         return len(self.table.column_names)
 
 
-def _of_arrow(column: Any) -> Any:
-    """Return lists of numbers as a Ragged, numbers as an array, all else as Python objects."""
+def _is_list(kind: Any) -> bool:
     is_of = sys.modules["pyarrow"].types
-    kind = column.type
-    is_list = is_of.is_list(kind) or is_of.is_large_list(kind) or is_of.is_fixed_size_list(kind)
+    found: bool = is_of.is_list(kind) or is_of.is_large_list(kind) or is_of.is_fixed_size_list(kind)
+    return found
+
+
+def _of_arrow(column: Any) -> Any:
+    """Return lists of numbers as a Ragged, lists of them as a Nested, numbers as an array.
+
+    All else as Python objects.
+    """
+    is_of, kind = sys.modules["pyarrow"].types, column.type
+    is_list = _is_list(kind)
     kind = kind.value_type if is_list else kind
+    if is_list and _is_list(kind):
+        lists = column.combine_chunks()
+        inner = _of_arrow(sys.modules["pyarrow"].chunked_array([lists.flatten()]))
+        if lists.null_count or not isinstance(inner, Ragged):
+            return column.to_pylist()
+        counts = lists.value_lengths().to_numpy(zero_copy_only=False)
+        return Nested(inner, np.append(0, np.cumsum(counts, dtype=np.int64)))
     is_number = is_of.is_integer(kind) or is_of.is_floating(kind) or is_of.is_boolean(kind)
     array = column.combine_chunks()
     values = array.flatten() if is_list and is_number else array

@@ -9,15 +9,24 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from torch_collate_kit.ragged import Ragged
+
 _SAMPLED_ROWS = 64
 
 
 def fingerprint_of(
-    lengths: npt.NDArray[np.int64], token_ids: Callable[[npt.NDArray[np.int64]], npt.ArrayLike]
+    lengths: npt.NDArray[np.int64] | Ragged,
+    token_ids: Callable[[npt.NDArray[np.int64]], npt.ArrayLike],
 ) -> dict[str, Any]:
     """Return the fingerprint of rows; ``token_ids(rows)`` returns the ids of some, end to end."""
     ids = np.asarray(token_ids(sampled_rows(len(lengths))))
+    if isinstance(lengths, Ragged):
+        own = {"segments": _digest(lengths.offsets)}
+        lengths = lengths.values
+    else:
+        own = {}
     return {
+        **own,
         "num_tokens": int(lengths.sum()),
         "lengths": _digest(lengths),
         "token_ids": _digest(ids),

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from torch_collate_kit._checks import type_name
-from torch_collate_kit.errors import DataError
-from torch_collate_kit.ragged import Ragged
+from torch_collate_kit.errors import DataError, examples_named
+from torch_collate_kit.ragged import Nested, Ragged
 from torch_collate_kit.reading.columns import number_column
 from torch_collate_kit.reading.entries import joined
 from torch_collate_kit.reading.keys import KNOWN, TOKEN_TYPES, check_keys, first_with
-from torch_collate_kit.reading.source import Examples, Source, is_a
+from torch_collate_kit.reading.segments import are_nested, name_of, opened_column
+from torch_collate_kit.reading.source import Examples, Source, is_a, is_sequence
 from torch_collate_kit.reading.values import is_number, scalar_column
 from torch_collate_kit.vision.families import IMAGE_FIELDS
 
@@ -61,7 +62,7 @@ def _chosen(available: Sequence[str], columns: Sequence[str] | None, train_all: 
 
 def _copied(
     source: Source, columns: Sequence[str] | None, train_all: bool
-) -> dict[str, np.ndarray | Ragged | list[Any]]:
+) -> dict[str, np.ndarray | Ragged | Nested | list[Any]]:
     """Return examples as columns in memory: one copy."""
     if not len(source):
         raise DataError("the source is empty (0 examples); give at least one")
@@ -86,14 +87,24 @@ def _copied(
     return copied
 
 
-def _column(name: str, column: Any) -> np.ndarray | Ragged | list[Any]:
+def _column(name: str, column: Any) -> np.ndarray | Ragged | Nested | list[Any]:
     if name in IMAGE_FIELDS:
         return [None if entry is None else np.array(entry) for entry in column]
+    if are_nested(column):
+        flat, counts = opened_column(name, column)
+        offsets = np.append(0, np.cumsum(counts))
+        with examples_named(name_of(offsets)):
+            return Nested(_numbers(name, flat), offsets)
     if name not in KNOWN and all(isinstance(entry, str) for entry in column):
         return list(map(str, column))
-    if name == "num_actions" or all(map(is_number, column)):
+    is_list = name == "num_actions" and any(map(is_sequence, column))  # of each segment
+    if not is_list and (name == "num_actions" or all(map(is_number, column))):
         kinds = "iu" if name == "num_actions" else "iufb"
         return np.array(scalar_column(name, column, kinds, "give a number"))
+    return _numbers(name, column)
+
+
+def _numbers(name: str, column: Any) -> Ragged:
     if name in IDS:
         numbers = joined(number_column(name, column, "ids" if name == "input_ids" else "labels"))
     else:

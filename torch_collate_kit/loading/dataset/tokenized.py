@@ -13,15 +13,15 @@ from torch_collate_kit._checks import checked_bool, checked_int
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.loading.dataset.columns import (
     ArrayColumn,
-    ListColumn,
     TextColumn,
     column_of,
 )
 from torch_collate_kit.loading.dataset.fingerprints import fingerprint_of
+from torch_collate_kit.loading.dataset.list_columns import ListColumn, NestedColumn
 from torch_collate_kit.loading.dataset.sources import IDS, DatasetSource, kept_source
 from torch_collate_kit.packing import RankPlan
 from torch_collate_kit.packing.rank_plan import PlannedExamples
-from torch_collate_kit.ragged import row_indices
+from torch_collate_kit.ragged import Nested, Ragged, row_indices
 from torch_collate_kit.reading.reader import read_columns
 from torch_collate_kit.reading.source import ArrowFiles, is_a
 from torch_collate_kit.vision import VisionLayout
@@ -101,7 +101,7 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
         names = list(source) if isinstance(source, dict) else source.column_names
         self._columns = {name: column_of(name, source[name]) for name in names}
         tokens = self._columns["input_ids"]
-        if not isinstance(tokens, ListColumn):
+        if not isinstance(tokens, ListColumn | NestedColumn):
             raise DataError("input_ids holds one number per row; it must be a list of token ids")
         self._tokens = tokens
 
@@ -111,8 +111,11 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
         return list(self._columns)
 
     @property
-    def lengths(self) -> np.ndarray:
-        """Tokens of every row: int64 [N], a new array each time, from offsets; reads no token."""
+    def lengths(self) -> np.ndarray | Ragged:
+        """Tokens of every row: int64 [N], a new array each time, from offsets; reads no token.
+
+        Of rows that are lists of segments a Ragged, with the tokens of each segment of a row.
+        """
         return self._tokens.lengths(self._mapping)
 
     def fingerprint(self, num_examples: int | None = None) -> dict[str, Any]:
@@ -129,12 +132,12 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
         count = checked_int("num_examples", count, minimum=0)
         if count > len(self):
             raise ValueError(f"num_examples must be at most {len(self)}, got {count}")
-        return fingerprint_of(
-            self.lengths[:count], lambda rows: self._column_at("input_ids", rows).values
-        )
+        return fingerprint_of(self.lengths[:count], self._ids_of)
 
     def __repr__(self) -> str:
-        tokens = f", {self.lengths.sum():,} tokens" if len(self) <= _MAX_COUNTED else ""
+        lengths = self.lengths if len(self) <= _MAX_COUNTED else np.zeros(0, dtype=np.int64)
+        counted = lengths.values if isinstance(lengths, Ragged) else lengths
+        tokens = f", {counted.sum():,} tokens" if len(counted) else ""
         settings = ", train_all=True" if self._train_all else ""
         if self._vision is not None:
             settings += f", vision={self._vision!r}"
@@ -149,7 +152,9 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
             return self.__getitems__(range(*index.indices(len(self))))
         named, rows = self._rows([index])
         return {
-            name: of.row(rows, named) if isinstance(of, ListColumn) else of.take(rows, named)[0]
+            name: of.row(rows, named)
+            if isinstance(of, ListColumn | NestedColumn)
+            else of.take(rows, named)[0]
             for name, of in self._columns.items()
         }
 
@@ -234,13 +239,20 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
 
     def _is_plain(self) -> bool:
         """Return whether collators accept its columns as examples: lists, and integer ids."""
-        lists = {k: of.dtype for k, of in self._columns.items() if isinstance(of, ListColumn)}
+        kinds = ListColumn | NestedColumn
+        lists = {k: of.dtype for k, of in self._columns.items() if isinstance(of, kinds)}
         texts = {k for k, of in self._columns.items() if isinstance(of, TextColumn)}
         has_ids = all(lists[name].kind in "iu" for name in IDS if name in lists)
         return has_ids and lists.keys() | texts == self._columns.keys() - {"num_actions", "weight"}
 
-    def _lengths_at(self, indices: np.ndarray) -> np.ndarray:
-        """Return int64, the tokens of these rows alone."""
+    def _ids_of(self, indices: np.ndarray) -> np.ndarray:
+        """Return the token ids of these rows, end to end."""
+        ids = self._column_at("input_ids", indices)
+        values: np.ndarray = (ids.rows if isinstance(ids, Nested) else ids).values
+        return values
+
+    def _lengths_at(self, indices: np.ndarray) -> np.ndarray | Ragged:
+        """Return the tokens of these rows alone, int64; a Ragged of lists of segments."""
         named, rows = self._rows(indices)
         return self._tokens.lengths_at(rows, named)
 

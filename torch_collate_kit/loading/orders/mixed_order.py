@@ -43,7 +43,7 @@ class MixedOrder(Order):
         self.mixture, self._piece_offsets = mixture, offsets
         self._bounds = mixture.offsets if offsets is None else offsets[mixture.offsets]
         if mixture.by == "tokens" and lengths is None:
-            lengths = mixture.lengths
+            lengths = mixture.num_tokens
         self._sources = [
             SourcePasses(
                 stop - start,

@@ -18,6 +18,8 @@ from torch_collate_kit.loading.orders.checks import (
 )
 from torch_collate_kit.loading.orders.states import digest_in_blocks
 from torch_collate_kit.packing import PackingPlan, RankPlan
+from torch_collate_kit.packing.segments import are_nested, checked_segments, sums_of
+from torch_collate_kit.ragged import Ragged, unchecked
 
 _STOPS = ("first_exhausted", "all_exhausted")
 
@@ -87,7 +89,7 @@ class Mixture:
         self.by, self.stop = by, stop
         read = [] if self.has_streams else self.sources
         self._lengths = [_lengths_of(s, i, by) for i, s in enumerate(read)]
-        units = [int(n.sum()) for n in self._lengths] if by == "tokens" else self.sizes
+        units = [_total(n) for n in self._lengths] if by == "tokens" else self.sizes
         first = units if weights is None else _checked_weights("weights", weights, len(self.sizes))
         self.stages = [(0, [Fraction(w) for w in first])]
         for number, stage in enumerate(schedule or []):
@@ -171,11 +173,28 @@ class Mixture:
         }
 
     @cached_property
-    def lengths(self) -> Indices:
-        """Tokens of every example: int64 [N]. Raises ValueError if a source has no lengths."""
-        return np.concatenate(
-            [_lengths_of(source, i, "tokens") for i, source in enumerate(self.sources)]
-        )
+    def lengths(self) -> Indices | Ragged:
+        """Tokens of every example: int64 [N], or a Ragged with those of the segments of each.
+
+        Raises:
+            ValueError: a source has no lengths; only some have examples of several segments.
+        """
+        found = [_lengths_of(source, i, "tokens") for i, source in enumerate(self.sources)]
+        ragged = [of for of in found if isinstance(of, Ragged)]
+        if ragged and len(ragged) < len(found):
+            kinds = [isinstance(of, Ragged) for of in found]
+            nested, flat = (self.names[kinds.index(kind)] for kind in (True, False))
+            raise ValueError(
+                f"examples of source {nested!r} are lists of segments, those of source {flat!r} "
+                "are not; give every example a list, of one where it has one segment"
+            )
+        return Ragged.cat(ragged) if ragged else np.concatenate(found)
+
+    @property
+    def num_tokens(self) -> Indices:
+        """Tokens of every example, with all its segments: int64 [N]; raises as ``lengths``."""
+        lengths = self.lengths
+        return sums_of(lengths.values, lengths.offsets) if isinstance(lengths, Ragged) else lengths
 
     @property
     def num_loss_tokens(self) -> Indices:
@@ -201,7 +220,7 @@ class Mixture:
     def fingerprint(self, num_examples: int | None = None) -> dict[str, Any]:
         """Return the settings and the fingerprints of the sources: small JSON."""
         makers = [getattr(source, "fingerprint", None) for source in self.sources]
-        lengths = self.lengths if self.by == "tokens" else None
+        lengths = self.num_tokens if self.by == "tokens" else None
         return {
             "lengths_digest": None if lengths is None else digest_in_blocks(lengths),
             "sizes": self.sizes,
@@ -217,7 +236,11 @@ def _is_number(source: Any) -> bool:
     return hasattr(source, "__index__")
 
 
-def _lengths_of(source: Any, number: int, by: str) -> Indices:
+def _total(lengths: Indices | Ragged) -> int:
+    return int((lengths.values if isinstance(lengths, Ragged) else lengths).sum())
+
+
+def _lengths_of(source: Any, number: int, by: str) -> Indices | Ragged:
     """Return the lengths of a source's examples; none by examples."""
     if by == "examples":
         return np.zeros(0, dtype=np.int64)
@@ -231,6 +254,8 @@ def _lengths_of(source: Any, number: int, by: str) -> Indices:
             f"{hint}"
         )
     try:
+        if are_nested(found):
+            return unchecked(*checked_segments(found))
         return checked_lengths(found)
     except (TypeError, ValueError) as error:
         raise type(error)(f"lengths of sources[{number}]: {error}") from error

@@ -160,7 +160,7 @@ class PackedBatchSampler(ResumingSampler):
 
     def __repr__(self) -> str:
         sizes = self._sizes
-        given = {"patches": sizes.images and sizes.images.patches, "num_loss_tokens": sizes.counts}
+        given = {"patches": sizes.patches, "num_loss_tokens": sizes.counts}
         shown: dict[str, Any] = {k: KindAndSize(of) for k, of in given.items() if of is not None}
         examples = self._shown_examples
         if examples is None:
@@ -174,8 +174,8 @@ class PackedBatchSampler(ResumingSampler):
         lengths = sizes.lengths[batch]
         counts = None if sizes.counts is None else sizes.counts[batch]
         if plan is None:
-            images = None if sizes.images is None else sizes.images.take(batch)
-            plan = pack(lengths, packing=packing, patches=images)
+            load = None if sizes.load is None else sizes.load.take(batch)
+            plan = pack(lengths, packing=packing, patches=load)
         if self._is_wrapped:
             counts = None
         part = RankPlan(plan, self._dp_rank, batch, lengths, counts, dp_size=dp)

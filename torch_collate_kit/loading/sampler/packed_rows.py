@@ -22,10 +22,11 @@ from torch_collate_kit.loading.orders.permutations import seeded_generator
 from torch_collate_kit.loading.orders.states import digest_in_blocks
 from torch_collate_kit.loading.sampler.sizes import is_tokenized
 from torch_collate_kit.packing import PackingPlan
-from torch_collate_kit.packing.pieces import cut_to_fit, image_load
-from torch_collate_kit.packing.planner import plan_rows
+from torch_collate_kit.packing.pieces import cut_to_fit
+from torch_collate_kit.packing.planner import plan_rows, sizes_of
 from torch_collate_kit.packing.rank_plan import PlannedExamples, PlannedRow
 from torch_collate_kit.packing.rows import Rows, running_sum
+from torch_collate_kit.packing.segments import Segments
 
 _BLOCK = (
     2000  # examples planned together: more fill 0.5% better, and the rows are less alike in cost
@@ -100,19 +101,17 @@ class PackedRows(Dataset[PlannedRow]):
                 f"the trainer divides rows over its ranks, so collate must be for one, not "
                 f"parallel.dp={dp}; leave parallel out"
             )
-        lengths = examples.lengths
-        images = None
-        if collator.vision is not None:
-            images = image_load(examples.patches, len(lengths), collator.packing.cost)
+        patches = None if collator.vision is None else examples.patches
+        lengths, load = sizes_of(examples.lengths, collator.packing, patches)
         blocks, order = [], self._order(lengths)
-        cut_to_fit(lengths, collator.packing, images)  # names an example that does not fit
+        cut_to_fit(lengths, collator.packing, load)  # names an example that does not fit
         is_wrapped = collator.packing.strategy == "wrapped"  # a block ends with a row not full
         at_once = len(order) if is_wrapped else _BLOCK
         for start in range(0, len(order), at_once):
             block = order[start : start + at_once]
-            of_block = None if images is None else images.take(block)
+            of_block = None if load is None else load.take(block)
             blocks.append((block, plan_rows(lengths[block], collator.packing, of_block)))
-        self.plan = _joined(blocks)
+        self.plan = _joined(blocks, None if load is None else load.segments)
         if not len(self.plan.lengths):
             raise ValueError(f"all {len(lengths)} examples are dropped; raise max_tokens")
         lost = len(self.plan.dropped), len(self.plan.cut), self.plan.num_dropped_tokens
@@ -168,6 +167,7 @@ class PackedRows(Dataset[PlannedRow]):
             cut=np.flatnonzero(np.isin(examples, plan.cut)),
             num_cut_tokens=0,
             num_dropped_tokens=0,
+            segments=None if plan.segments is None else plan.segments.take(examples),
         )
 
         def name(place: int) -> str:
@@ -215,7 +215,7 @@ class PackedRows(Dataset[PlannedRow]):
         return call_repr(self, shown, repr(self._collate), **seed)
 
 
-def _joined(blocks: list[tuple[Indices, PackingPlan]]) -> PackingPlan:
+def _joined(blocks: list[tuple[Indices, PackingPlan]], segments: Segments | None) -> PackingPlan:
     """Return one plan of the rows of all blocks, of the examples of the dataset."""
     plans = [plan for _, plan in blocks]
 
@@ -238,4 +238,5 @@ def _joined(blocks: list[tuple[Indices, PackingPlan]]) -> PackingPlan:
         num_dropped_tokens=sum(plan.num_dropped_tokens for plan in plans),
         patches=joined("patches"),
         vision_costs=joined("vision_costs"),
+        segments=segments,
     )

@@ -1,4 +1,4 @@
-"""Tokens, images and trained tokens of the examples that a sampler plans."""
+"""Tokens, images, segments and trained tokens of the examples that a sampler plans."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any, TypeGuard
 import numpy as np
 import numpy.typing as npt
 
-from torch_collate_kit._checks import checked_lengths
 from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading.dataset import TokenizedDataset
@@ -16,14 +15,16 @@ from torch_collate_kit.loading.orders.checks import Indices
 from torch_collate_kit.loading.orders.states import digest_in_blocks
 from torch_collate_kit.loading.sampler.by_rows import Entries
 from torch_collate_kit.packing import PackingOptions
-from torch_collate_kit.packing.pieces import Load, Patches, cut_to_fit, image_load
+from torch_collate_kit.packing.pieces import Load, Patches, cut_to_fit
+from torch_collate_kit.packing.planner import sizes_of
 
 
 class ExampleSizes:
-    """What a plan needs of each example; ``images`` and ``counts`` are None where unknown.
+    """What a plan needs of each example; ``load`` and ``counts`` are None where unknown.
 
-    ``lengths`` and ``counts`` (trained tokens) are int64 [N]. Lengths are read in place where they
-    are int64 already: a copy of 1e8 would take a second and 0.8 GB.
+    ``lengths`` and ``counts`` (trained tokens) are int64 [N], ``load`` is what examples hold
+    besides tokens: images, and several segments. Lengths are read in place where they are int64
+    already: a copy of 1e8 would take a second and 0.8 GB.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class ExampleSizes:
             if self._is_wrapped:
                 is_unknown = bool((num_loss_tokens != self.lengths - 1).any())
             else:
-                is_unknown = len(cut_to_fit(self.lengths, self._packing, self.images).cut) > 0
+                is_unknown = len(cut_to_fit(self.lengths, self._packing, self.load).cut) > 0
             if self._packing.parallel.dp == 1 and is_unknown:
                 num_loss_tokens = None
         self.counts = self._checked_counts(num_loss_tokens)
@@ -57,38 +58,42 @@ class ExampleSizes:
             if is_tokenized(examples):
                 patches = None if self._collate.vision is None else examples.patches
             examples = examples.lengths
-        self.lengths = checked_lengths(examples).view()
+        lengths, load = sizes_of(examples, self._packing, patches)
+        self.lengths = lengths.view()
         self.lengths.flags.writeable = False
-        self.images, self.image_costs_digest = None, None
+        self.load, self.patches, self.image_costs_digest = load, None, None
         if patches is not None:
-            images = image_load(patches, len(self.lengths), self._packing.cost)
-            self.images = Load(images.patches.copy(), images.costs)
-            self.image_costs_digest = digest_in_blocks(images.costs)
-        if not self._all_fit() and (self._packing.overflow == "raise" or patches is not None):
-            cut_to_fit(self.lengths, self._packing, self.images)
+            assert load is not None
+            self.patches = load.patches.copy()
+            self.load = load._replace(patches=self.patches)
+            self.image_costs_digest = digest_in_blocks(load.costs)
+        self._segments = None if load is None else load.segments
+        is_checked = self._packing.overflow == "raise" or self.load is not None
+        if not self._all_fit() and is_checked:
+            cut_to_fit(self.lengths, self._packing, self.load)
 
     def _all_fit(self) -> bool:
         """Return whether no length has to be looked at again, nor arrays made of all of them."""
-        return self.images is None and int(self.lengths.max(initial=0)) <= self._packing.capacity
+        return self.load is None and int(self.lengths.max(initial=0)) <= self._packing.capacity
 
     def entries(self) -> Entries:
         """Return what an order by rows counts: examples, or with "split" their pieces."""
         if self._all_fit() or not len(self.lengths):  # an empty dataset is refused by the sampler
             return Entries(self.lengths)
-        pieces = cut_to_fit(self.lengths, self._packing, self.images)
+        pieces = cut_to_fit(self.lengths, self._packing, self.load)
         if not len(pieces.lengths):
             raise ValueError(
                 f"all {len(self.lengths)} examples are longer than max_tokens="
                 f"{self._packing.max_tokens} and dropped; raise max_tokens"
             )
         if self._packing.overflow != "split" or not len(pieces.cut):
-            return Entries(self.lengths, self.images)
-        images = None if self.images is None else Load(pieces.patches, pieces.vision_costs)
-        return Entries(pieces.lengths, images, pieces.example_indices, pieces.starts)
+            return Entries(self.lengths, self.load)
+        load = None if self.load is None else Load(pieces.patches, pieces.vision_costs)
+        return Entries(pieces.lengths, load, pieces.example_indices, pieces.starts)
 
     def _checked_counts(self, num_loss_tokens: npt.ArrayLike | None) -> Indices | None:
         """Return the loss tokens of every example, checked; None where none are needed."""
-        lengths, packing, images = self.lengths, self._packing, self.images
+        lengths, packing, load = self.lengths, self._packing, self.load
         if num_loss_tokens is None:
             if packing.parallel.dp > 1 and self._collate.normalize_loss:
                 raise ValueError(
@@ -103,12 +108,13 @@ class ExampleSizes:
                 f"num_loss_tokens must be one int for each of the {len(lengths)} examples, got "
                 f"shape {counts.shape}, dtype {counts.dtype}; pass dataset.num_loss_tokens"
             )
-        wrong = (counts < 0) | (counts >= lengths)
+        firsts = 1 if self._segments is None else self._segments.counts
+        wrong = (counts < 0) | (counts > lengths - firsts)
         if wrong.any():
             i = int(wrong.argmax())
             raise DataError(
                 f"example {i} has num_loss_tokens={counts[i]} of {lengths[i]} tokens; at most all "
-                "but the first are trained: pass dataset.num_loss_tokens"
+                "but the first (of each segment) are trained: pass dataset.num_loss_tokens"
             )
         if self._is_wrapped:
             untrained = np.flatnonzero(counts != lengths - 1)
@@ -119,9 +125,9 @@ class ExampleSizes:
                     "normalize_loss=False and give token_loss the sum over the ranks"
                 )
             return counts.astype(np.int64)
-        cut = cut_to_fit(lengths, packing, images).cut
+        cut = cut_to_fit(lengths, packing, load).cut
         if len(cut):
-            limit = packing.capacity - (packing.reserved if images else 0)
+            limit = packing.capacity - (packing.reserved if self.patches is not None else 0)
             raise ValueError(
                 f"it is not known how many loss tokens are left of example {int(cut[0])}, cut to "
                 f"{limit} tokens by overflow={packing.overflow!r}; cut it when tokenizing, or "
@@ -134,7 +140,7 @@ class ExampleSizes:
         if packing.overflow in ("raise", "split"):
             return 0, []
         try:
-            pieces = cut_to_fit(self.lengths, packing, self.images)
+            pieces = cut_to_fit(self.lengths, packing, self.load)
         except DataError as error:
             raise StateError(f"state is of a packing that no run can have had: {error}") from error
         return pieces.num_cut_tokens, pieces.dropped.tolist()
@@ -143,9 +149,12 @@ class ExampleSizes:
         """Return digests of the first so many examples, as JSON."""
         counted = {
             "lengths_digest": self.lengths,
-            "patches_digest": None if self.images is None else self.images.patches,
+            "patches_digest": self.patches,
             "loss_tokens_digest": self.counts,
         }
+        if self._segments is not None:
+            counted["segments_digest"] = self._segments.cells
+            counted["num_segments_digest"] = self._segments.counts
         digests = {
             name: None if counts is None else digest_in_blocks(counts[:num_examples])
             for name, counts in counted.items()

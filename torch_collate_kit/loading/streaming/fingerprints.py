@@ -13,6 +13,8 @@ from torch_collate_kit.loading.dataset import TokenizedDataset
 from torch_collate_kit.loading.dataset.fingerprints import fingerprint_of, sampled_rows
 from torch_collate_kit.loading.orders.checks import differences
 from torch_collate_kit.loading.streaming.outside_streams import is_datasets_stream
+from torch_collate_kit.ragged import Ragged
+from torch_collate_kit.reading.segments import are_nested
 from torch_collate_kit.reading.source import is_a
 
 
@@ -74,17 +76,27 @@ def _fingerprint(source: Any) -> dict[str, Any] | None:
 
 
 def _of_examples(examples: Sequence[Any]) -> dict[str, Any]:
-    lengths = np.fromiter(map(_length, examples), dtype=np.int64, count=len(examples))
+    lengths: Any = np.fromiter(map(_length, examples), dtype=np.int64, count=len(examples))
+    if examples and are_nested([_ids(examples[0])]):
+        found = [[*map(len, ids)] for ids in map(_ids, examples) if are_nested([ids])]
+        lengths = Ragged.from_rows(found, dtype=np.int64)
     return {
         "num_examples": len(examples),
         **fingerprint_of(lengths, lambda rows: _token_ids([examples[i] for i in rows.tolist()])),
     }
 
 
+def _ids(example: Any) -> Any:
+    try:
+        return example["input_ids"]
+    except (TypeError, LookupError, AttributeError):
+        return ()
+
+
 def _length(example: Any) -> int:
     try:
-        return len(example["input_ids"])
-    except (TypeError, LookupError, AttributeError):
+        return len(_ids(example))
+    except TypeError:
         return 0
 
 
@@ -92,10 +104,12 @@ def _token_ids(examples: Sequence[Any]) -> npt.NDArray[np.int64]:
     """Return the ids of all examples that have some, end to end."""
     found = [np.empty(0, dtype=np.int64)]
     for example in examples:
-        try:
-            ids = np.asarray(example["input_ids"])
-        except (TypeError, ValueError, LookupError, AttributeError):
-            continue
-        if ids.ndim == 1 and ids.dtype.kind in "iu":
-            found.append(ids.astype(np.int64))
+        ids = _ids(example)
+        for part in ids if are_nested([ids]) else [ids]:
+            try:
+                row = np.asarray(part)
+            except (TypeError, ValueError):
+                continue
+            if row.ndim == 1 and row.dtype.kind in "iu":
+                found.append(row.astype(np.int64))
     return np.concatenate(found)

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from torch_collate_kit.loading.streaming.readers import ENTRY, check_start, place_after
+from torch_collate_kit.loading.streaming.readers import ENTRY, check_start, load_of, place_after
 from torch_collate_kit.loading.streaming.states import Place
 from torch_collate_kit.packing import PackingOptions, PackingPlan
 from torch_collate_kit.packing.planner import plan_rows
@@ -46,11 +46,12 @@ class JoinedDocuments:
             batch, skipped = self._buffer[:number], self._place.start
             first = batch[0]
             check_start(self._place, int(first["position"]), int(first["num_tokens"]))
+            load = load_of(batch)  # examples of segments are refused
             left = batch["num_tokens"].copy()
             left[0] -= skipped
             unread = max(0, int(ends[len(batch) - 1]) - self._num_tokens)
             left[-1] -= unread
-            plan = plan_rows(left, self._packing)
+            plan = plan_rows(left, self._packing, load)
             starts = plan.starts + np.where(plan.example_indices == 0, skipped, 0)
             self._place = self._place_before(len(batch) - 1, int(left[-1]), unread)
             self._buffer = self._buffer[len(batch) - (unread > 0) :].copy()

@@ -8,7 +8,7 @@ tokens of an example that the plan names.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any, Protocol
 
@@ -21,8 +21,12 @@ from torch_collate_kit.loading.streaming.shards import Example, Part, Stream
 from torch_collate_kit.loading.streaming.skipping import WrongExamples
 from torch_collate_kit.loading.streaming.states import Place
 from torch_collate_kit.packing.pieces import Load, cut_to_fit, image_load, num_pieces
-from torch_collate_kit.reading.keys import KNOWN
+from torch_collate_kit.packing.planner import sizes_of
+from torch_collate_kit.packing.segments import Segments, sums_of
+from torch_collate_kit.ragged import Ragged
+from torch_collate_kit.reading.keys import KNOWN, MEDIA
 from torch_collate_kit.reading.reader import read_columns
+from torch_collate_kit.reading.segments import are_nested
 from torch_collate_kit.reading.source import Examples
 
 ENTRY = np.dtype(
@@ -33,6 +37,9 @@ ENTRY = np.dtype(
         ("is_piece", np.bool_),
         ("patches", np.int64),  # of its images,
         ("vision_cost", np.int64),  # and what these cost
+        ("cells", np.int64),  # of its segments, if it is a list of them; else 0
+        ("num_segments", np.int64),
+        ("cost", np.int64),  # of the segments in the language model
         ("num_read", np.int64),  # the Place after this entry:
         ("next_start", np.int64),  # ...
         ("source", np.object_),
@@ -95,11 +102,12 @@ class _ExampleReader:
         packing = self._collator.packing
         for example, position, after in examples:
             try:
-                num_tokens, images = self._length(example), self._images(example)
-                patches, cost = int(images.patches[0]), int(images.costs[0])
+                num_tokens, load = self._sizes(example)
+                patches, cost = int(load.patches[0]), int(load.costs[0])
                 pieces = [(0, num_tokens)]
-                if patches or num_tokens > packing.capacity - packing.reserved:
-                    fitted = cut_to_fit(np.array([num_tokens]), packing, images)
+                is_long = num_tokens > packing.capacity - packing.reserved
+                if patches or is_long or load.segments is not None:
+                    fitted = cut_to_fit(np.array([num_tokens]), packing, load)
                     if packing.overflow == "split":
                         starts, lengths = fitted.starts.tolist(), fitted.lengths.tolist()
                         pieces = list(zip(starts, lengths, strict=True))
@@ -116,17 +124,34 @@ class _ExampleReader:
                 following = after if stop == num_tokens else before._replace(start=stop)
                 if start >= before.start:
                     of = position, start, length, is_split, patches, cost
-                    yield *of, *following, example, self._wrong.taken(), 0
+                    yield *of, *_of_segments(load), *following, example, self._wrong.taken(), 0
             self.place = after
         check_start(self.place)
 
-    def _images(self, example: Example) -> Load:
-        """Return the image load of one example."""
+    def _sizes(self, example: Example) -> tuple[int, Load]:
+        """Return the tokens of one example, and what else it holds."""
+        ids: Any = example.get("input_ids") if isinstance(example, Mapping) else None
+        if ids is None or not are_nested([ids]):
+            return self._length(example), self._images([example])
+        if not all(map(len, ids)):
+            _check(self._collator, [example])  # raises which is empty
+        packing = self._collator.packing
+        parts = [example]
+        if self._collator.vision is not None:
+            media = [key for key in MEDIA if example.get(key) is not None]
+            parts = [{key: example[key][i] for key in media} for i in range(len(ids))]
+        lengths, load = sizes_of([[*map(len, ids)]], packing)
+        assert load is not None
+        return int(lengths[0]), self._images(parts)._replace(segments=load.segments)
+
+    def _images(self, parts: list[Any]) -> Load:
+        """Return the images of one example, or of the segments of one."""
         vision = self._collator.vision
         if vision is None:
             return _NO_IMAGE
+        example = parts[0]
         try:
-            patches = vision.patches(example)
+            patches = [number for part in parts for number in vision.patches(part)]
             return image_load([patches], 1, self._collator.packing.cost) if patches else _NO_IMAGE
         except (TypeError, ValueError, LookupError, AttributeError):
             _check(self._collator, [example])  # raises what is wrong with its images
@@ -194,14 +219,16 @@ class _RowReader:
         span = self._positions[:num_entries]
         positions = np.arange(span.start, span.stop, span.step)
         try:
-            lengths = self._dataset._lengths_at(positions)
+            lengths, segments = self._sizes(positions)
             check_start(self.place, span[0], int(lengths[0]))
             counts = self._num_pieces(lengths)
             counts[0] -= self._num_pieces(np.array([self.place.start]))[0]
             num_used = 1 + int(np.searchsorted(np.cumsum(counts), num_entries))
             positions, lengths = positions[:num_used], lengths[:num_used]
             self._check(positions[lengths == 0][:1])
-            entries = self._entries_of(positions, lengths)
+            if segments is not None:
+                segments = segments.take(np.arange(len(lengths)))
+            entries = self._entries_of(positions, lengths, segments)
             # before any of its pieces is given out
             self._check(np.unique(entries["position"][entries["is_piece"]]))
         except DataError as error:
@@ -221,7 +248,21 @@ class _RowReader:
     def _num_pieces(self, lengths: np.ndarray) -> np.ndarray:
         return num_pieces(lengths, self._collator.packing, Load.none(len(lengths)))
 
-    def _entries_of(self, positions: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    def _sizes(self, positions: np.ndarray) -> tuple[np.ndarray, Segments | None]:
+        """Return the tokens of these rows, and what their segments take if they are lists."""
+        lengths = self._dataset._lengths_at(positions)
+        if not isinstance(lengths, Ragged):
+            return lengths, None
+        empty = np.flatnonzero(lengths.values == 0)
+        if len(empty):
+            self._check(positions[np.searchsorted(lengths.offsets, empty[:1], side="right") - 1])
+        packing, offsets = self._collator.packing, lengths.offsets
+        align, cost = packing.parallel.align, packing.cost
+        return sums_of(lengths.values, offsets), Segments.of(lengths.values, offsets, align, cost)
+
+    def _entries_of(
+        self, positions: np.ndarray, lengths: np.ndarray, segments: Segments | None
+    ) -> np.ndarray:
         """Return the pieces of each example; of the first one only those after the place.
 
         Raises:
@@ -229,7 +270,8 @@ class _RowReader:
         """
         packing = self._collator.packing
         rows, starts, num_tokens = np.arange(len(lengths)), np.zeros_like(lengths), lengths
-        fitted = cut_to_fit(lengths, packing, Load.none(len(lengths)))
+        load = Load.none(len(lengths))._replace(segments=segments)
+        fitted = cut_to_fit(lengths, packing, load)
         if packing.overflow == "split":
             rows, starts, num_tokens = fitted.example_indices, fitted.starts, fitted.lengths
             left = np.flatnonzero((rows > 0) | (starts >= self.place.start))
@@ -243,10 +285,40 @@ class _RowReader:
         entries["num_tokens"], entries["is_piece"] = num_tokens, num_tokens < lengths[rows]
         entries["num_read"] = np.where(is_last, positions[rows] + 1, num_read_before[rows])
         entries["next_start"] = np.where(is_last, 0, starts + num_tokens)
+        if segments is not None:
+            entries["cells"], entries["num_segments"] = segments.cells, segments.counts
+            entries["cost"] = segments.costs
         return entries
 
 
 _NO_IMAGE = Load.none(1)
+
+
+def _of_segments(load: Load) -> tuple[int, int, int]:
+    of = load.segments
+    return (0, 0, 0) if of is None else (int(of.cells[0]), int(of.counts[0]), int(of.costs[0]))
+
+
+def load_of(entries: np.ndarray) -> Load:
+    """Return what entries hold besides tokens.
+
+    Raises:
+        DataError: some examples are lists of segments, and others are not.
+    """
+    patches, costs, cells, counts, of_segments = (
+        np.ascontiguousarray(entries[name])
+        for name in ("patches", "vision_cost", "cells", "num_segments", "cost")
+    )
+    load, is_list = Load(patches, costs), counts > 0
+    if not is_list.any():
+        return load
+    if not is_list.all():
+        flat, nested = (int(entries["position"][(is_list == of).argmax()]) for of in (False, True))
+        raise DataError(
+            f"example {nested} of the stream is a list of segments, and example {flat} is not; "
+            "give every example a list, of one where it has one segment"
+        )
+    return load._replace(segments=Segments(cells, counts, of_segments))
 
 
 def check_start(place: Place, position: int = -1, num_tokens: int = 0) -> None:

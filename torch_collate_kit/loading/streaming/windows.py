@@ -19,10 +19,9 @@ from typing import TypeAlias
 
 import numpy as np
 
-from torch_collate_kit.loading.streaming.readers import ENTRY, place_after
+from torch_collate_kit.loading.streaming.readers import ENTRY, load_of, place_after
 from torch_collate_kit.loading.streaming.states import Place
 from torch_collate_kit.packing import PackingOptions, PackingPlan
-from torch_collate_kit.packing.pieces import Load
 from torch_collate_kit.packing.planner import batch_of_rows, fill_rows
 
 # A batch: ascending indices into the buffer, and the plan of these entries.
@@ -185,7 +184,4 @@ def _num_ready(buffer: np.ndarray, packing: PackingOptions, rows_per_batch: int)
 
 def _filled(entries: np.ndarray, packing: PackingOptions) -> PackingPlan:
     """Return the rows of entries, as the strategy opens them."""
-    lengths, patches, costs = (
-        np.ascontiguousarray(entries[name]) for name in ("num_tokens", "patches", "vision_cost")
-    )
-    return fill_rows(lengths, packing, Load(patches, costs))
+    return fill_rows(np.ascontiguousarray(entries["num_tokens"]), packing, load_of(entries))

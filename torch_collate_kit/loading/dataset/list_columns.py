@@ -1,0 +1,213 @@
+"""Columns of lists, and of lists of lists, of Arrow or NumPy chunks, read in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import islice, repeat
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from torch_collate_kit.errors import DataError
+from torch_collate_kit.ragged import Nested, Ragged, span_indices
+
+if TYPE_CHECKING:
+    import pyarrow as pa  # type: ignore[import-untyped,unused-ignore]
+
+# In their methods ``rows`` are rows of the column, and ``named`` is what errors call them.
+
+
+class ListColumn:
+    """Column of lists: per chunk the flat values, and where the rows start in them."""
+
+    def __init__(self, name: str, dtype: Any, chunks: Iterable[Any]) -> None:
+        self.name = name
+        self.dtype = np.dtype(dtype)
+        self._values: list[memoryview] = []
+        self._offsets: list[memoryview] = []
+        self._suspects: dict[int, pa.Array] = {}  # chunks with a null somewhere
+        self._is_in_bits = False  # Arrow booleans, eight in a byte, of which offsets count bits
+        counts = [0]
+        for chunk in chunks:
+            if len(chunk):  # Arrow may leave the buffers of an empty chunk out
+                is_ragged = isinstance(chunk, Ragged)
+                of = (chunk.offsets, chunk.values) if is_ragged else self._of_arrow(chunk)
+                self._offsets.append(of[0].data)
+                self._values.append(of[1].data.toreadonly())
+                counts.append(len(chunk))
+        self._starts = np.cumsum(counts)  # int64 [chunks + 1], the first row of each
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def _of_arrow(self, chunk: pa.Array) -> tuple[np.ndarray, np.ndarray]:
+        """Return where the lists of a chunk start in the buffer of its values, and this buffer."""
+        # Not flatten(): with one null row it copies the whole chunk. `.values` ignores the slice,
+        # and so do the offsets that belong to it.
+        values = chunk.values
+        width = getattr(chunk.type, "list_size", None)
+        if width is None:
+            offsets = chunk.offsets.to_numpy()
+        else:
+            offsets = np.arange(chunk.offset, chunk.offset + len(chunk) + 1) * width
+        if chunk.null_count or values.null_count:
+            self._suspects[len(self._values)] = chunk
+        self._is_in_bits = self.dtype == np.bool_
+        dtype = np.dtype(np.uint8) if self._is_in_bits else self.dtype
+        data = memoryview(values.buffers()[-1] or b"")  # None: only empty lists
+        data = data[: len(data) // dtype.itemsize * dtype.itemsize]
+        # not to_numpy(), since what lies under a null is arbitrary
+        return offsets + values.offset if values.offset else offsets, np.frombuffer(data, dtype)
+
+    def _places(
+        self, rows: np.ndarray, named: np.ndarray, *, look_inside: bool = True
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return chunk and row in it, for every row; a null row, or a null in one, is an error."""
+        chunks = np.searchsorted(self._starts, rows, side="right") - 1
+        rows = rows - self._starts[chunks]
+        if self._suspects:
+            for i, chunk, row in zip(named.tolist(), chunks.tolist(), rows.tolist(), strict=True):
+                if chunk in self._suspects:
+                    entry = self._suspects[chunk][row]
+                    if not entry.is_valid or (look_inside and entry.values.null_count):
+                        raise null_error(self.name, i)
+        return chunks, rows
+
+    def lengths(self, rows: np.ndarray | None = None) -> np.ndarray:
+        """Return int64 lengths of all or the given rows from offsets; a null row is an error."""
+        parts = [np.diff(np.asarray(offsets)) for offsets in self._offsets]
+        lengths = np.concatenate([np.empty(0, dtype=np.int64), *parts])
+        for i, chunk in self._suspects.items():
+            lengths[self._starts[i] + np.flatnonzero(chunk.is_null())] = -1
+        lengths = lengths if rows is None else lengths[rows]
+        if (lengths < 0).any():
+            raise null_error(self.name, int(np.flatnonzero(lengths < 0)[0]))
+        return lengths
+
+    def row(self, row: np.ndarray, named: np.ndarray) -> np.ndarray:
+        """Return the one row, a read-only view (of Arrow booleans a copy)."""
+        if self._is_in_bits:
+            return np.asarray(self.take(row, named).values)
+        chunks, row = self._places(row, named)
+        starts, stops = self._bounds(chunks, row)
+        return np.frombuffer(self._values[chunks[0]][starts[0] : stops[0]], dtype=self.dtype)
+
+    def lengths_at(self, rows: np.ndarray, named: np.ndarray) -> np.ndarray:
+        """Return int64 lengths of the given rows alone; reads no token."""
+        starts, stops = self._bounds(*self._places(rows, named, look_inside=False))
+        return (stops - starts).astype(np.int64)
+
+    def take(self, rows: np.ndarray, named: np.ndarray) -> Ragged:
+        """Return the rows, copied end to end."""
+        chunks, rows = self._places(rows, named)
+        starts, stops = self._bounds(chunks, rows)
+        if self._is_in_bits:
+            values = self._bools(chunks, starts, stops)
+        else:
+            values = _joined(self._values, chunks, starts, stops, self.dtype)
+        return Ragged.from_lengths(values, stops - starts)
+
+    def _bounds(self, chunks: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return where the rows start and stop in the values of their chunk."""
+        if len(self._offsets) == 1:
+            offsets = np.asarray(self._offsets[0])
+            return offsets[rows], offsets[rows + 1]
+        kind = self._offsets[0].format if self._offsets else "q"
+        pairs = _joined(self._offsets, chunks, rows, rows + 2, kind).reshape(-1, 2)
+        return pairs[:, 0], pairs[:, 1]
+
+    def _bools(self, chunks: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
+        """Copy the bytes that hold the rows, unpack them at once, and return the rows."""
+        first, stop = starts >> 3, (stops + 7) >> 3
+        packed = _joined(self._values, chunks, first, stop, np.uint8)
+        bits = np.unpackbits(packed, bitorder="little").data
+        shifts = 8 * (np.cumsum(stop - first) - stop)  # from the buffer to what was copied
+        return _joined([bits], np.zeros_like(chunks), starts + shifts, stops + shifts, np.bool_)
+
+
+class NestedColumn:
+    """Column of lists of lists, such as segments: a ListColumn of the inner ones, and offsets."""
+
+    def __init__(self, name: str, dtype: Any, chunks: Iterable[Any]) -> None:
+        self.name, self.dtype = name, np.dtype(dtype)
+        inner, offsets, total = [], [np.zeros(1, dtype=np.int64)], 0
+        nulls = []
+        for chunk in chunks:
+            if isinstance(chunk, Nested):
+                rows, own = chunk.rows, chunk.offsets
+            else:
+                own = _outer_offsets(chunk)
+                rows = chunk.values.slice(own[0], own[-1] - own[0])
+                if chunk.null_count:
+                    first = sum(map(len, offsets)) - len(offsets)
+                    nulls.append(first + np.flatnonzero(chunk.is_null()))
+            inner.append(rows)
+            offsets.append(own[1:] - own[0] + total)
+            total += len(rows)
+        self._inner = ListColumn(name, dtype, inner)
+        self._offsets: np.ndarray = np.concatenate(offsets)
+        self._nulls = np.concatenate(nulls) if nulls else np.zeros(0, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    def lengths(self, rows: np.ndarray | None = None) -> Ragged:
+        """Return int64 lengths of the inner lists of all or the given rows, from offsets."""
+        if len(self._nulls):
+            raise null_error(self.name, int(self._nulls[0]))
+        found = Ragged(self._inner.lengths(), self._offsets)
+        return found if rows is None else found.take(rows)
+
+    def row(self, row: np.ndarray, named: np.ndarray) -> list[np.ndarray]:
+        """Return the inner lists of one row."""
+        return [*self.take(row, named).rows]
+
+    def lengths_at(self, rows: np.ndarray, named: np.ndarray) -> Ragged:
+        """Return int64 lengths of the inner lists of the given rows alone; reads no token."""
+        inner, counts = self._inner_rows(rows, named)
+        return Ragged.from_lengths(self._inner.lengths_at(inner, inner), counts)
+
+    def take(self, rows: np.ndarray, named: np.ndarray) -> Nested:
+        """Return the rows, copied end to end."""
+        inner, counts = self._inner_rows(rows, named)
+        taken = self._inner.take(inner, np.repeat(named, counts))
+        return Nested(taken, np.append(0, np.cumsum(counts)))
+
+    def _inner_rows(self, rows: np.ndarray, named: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        is_null = np.isin(rows, self._nulls)
+        if is_null.any():
+            raise null_error(self.name, int(named[is_null.argmax()]))
+        counts = self._offsets[rows + 1] - self._offsets[rows]
+        return span_indices(self._offsets[rows], counts), counts
+
+
+def _outer_offsets(chunk: pa.Array) -> np.ndarray:
+    """Return where the lists of a chunk begin in its values, int64; ``.values`` is not sliced."""
+    width = getattr(chunk.type, "list_size", None)
+    if width is None:
+        return np.asarray(chunk.offsets.to_numpy(), dtype=np.int64)
+    return np.arange(chunk.offset, chunk.offset + len(chunk) + 1, dtype=np.int64) * width
+
+
+def _joined(
+    values: list[Any], chunks: np.ndarray, starts: np.ndarray, stops: np.ndarray, dtype: Any
+) -> np.ndarray:
+    """Join the spans: memoryviews take half the time of ndarrays.
+
+    At most 128 at a time: with 700 of them alive the garbage collector would start, which in a
+    process with many objects takes longer than all the copying.
+    """
+    one = len(values) == 1
+    views = repeat(values[0], len(chunks)) if one else map(values.__getitem__, chunks.tolist())
+    spans = zip(views, starts.tolist(), stops.tolist(), strict=True)
+    joined = []
+    while parts := [view[start:stop] for view, start, stop in islice(spans, 128)]:
+        joined.append(b"".join(parts))
+    return np.frombuffer(bytearray().join(joined), dtype=dtype)
+
+
+def null_error(name: str, row: int) -> DataError:
+    """Return the error for a null in a row of a column."""
+    return DataError(
+        f"row {row}: {name} is null or holds a null; drop the row, or fill it in before training"
+    )
