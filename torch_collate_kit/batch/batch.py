@@ -22,7 +22,7 @@ from torch_collate_kit.batch.model_inputs import model_inputs
 from torch_collate_kit.batch.placement import Placement
 from torch_collate_kit.batch.row_changes import changed_rows, joined, padded
 from torch_collate_kit.batch.showing.drawing import described, html_of
-from torch_collate_kit.batch.showing.explanation import Explanation, explained, row_of
+from torch_collate_kit.batch.showing.explanation import Explanation, explained
 from torch_collate_kit.batch.showing.plot import draw_rows
 from torch_collate_kit.batch.storage import Storage
 from torch_collate_kit.ragged import Ragged, row_indices
@@ -324,10 +324,7 @@ class Batch(Counted, Mapping[str, Field]):
         Raises:
             IndexError, ValueError: no such row; an example that is not there; no ``input_ids``.
         """
-        row = row_of(self.stored(), row, example)
-        one = Batch.of_storage(self.stored().with_divisor(1).change(lambda of: of[row : row + 1]))
-        title = f"row {row} of {len(self)}"
-        return explained(one.to("cpu"), title, tokenizer, example, slice(start, stop), max_tokens)
+        return explained(self, row, tokenizer, example, slice(start, stop), max_tokens)
 
     def plot(self, *, max_rows: int = 40, ax: Axes | None = None) -> Axes:
         """Draw the first ``max_rows`` rows with matplotlib, on ``ax`` or a new figure.

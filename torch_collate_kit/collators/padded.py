@@ -70,10 +70,8 @@ class _OneExamplePerRow(Collator):
         num_actions = placed.counts["responses"]
         longest = int(np.where(num_actions > 0, num_actions + pads, 0).max())
         segments = padded(placed.counts, width, padding_side=side)
-        per_example, metadata = (
-            examples.per_example,
-            {"num_examples": len(examples.example_lengths)},
-        )
+        per_example: dict[str, Any] = examples.per_example
+        metadata: dict[str, Any] = {"num_examples": len(examples.example_lengths)}
         if examples.segment_offsets is not None:
             per_example = {k: _at_first(of, placed) for k, of in per_example.items()}
             metadata["num_segments"] = tuple(np.diff(examples.segment_offsets).tolist())

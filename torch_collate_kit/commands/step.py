@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Mapping
 from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -200,7 +201,7 @@ def _mixture(settings: Mapping[str, Any], data: TokenizedDataset) -> Mixture:
     first, *later = [(step, list(map(Fraction, weights))) for step, weights in settings["stages"]]
     passes = [None if of is None else Fraction(of) for of in settings["max_passes"]]
     return Mixture(
-        np.split(data.lengths, np.cumsum(sizes)[:-1]),
+        [data.lengths[start:stop] for start, stop in pairwise([0, *np.cumsum(sizes).tolist()])],
         weights=first[1],
         by=settings["by"],
         schedule=later,

@@ -91,7 +91,7 @@ def checked_segments(lengths: Any) -> tuple[Ints, Ints]:
             raise
         example, segment = place_of(int(wrong[0]), offsets)
         raise DataError(
-            f"example {example}: segment {segment} has length {values[wrong[0]]}, but a length "
+            f"example {example}, segment {segment} has length {values[wrong[0]]}, but a length "
             "must be at least 1; remove empty examples before packing"
         ) from None
 

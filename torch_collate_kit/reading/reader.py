@@ -207,7 +207,8 @@ def _field(
             f"fields declares {key} per response token, and the examples have no num_actions, "
             "which says how many these are; give it, or declare PerToken"
         )
-    is_float = spec.dtype.is_floating_point or spec.dtype == torch.bool
+    dtype: Any = spec.dtype  # of a string it is read elsewhere
+    is_float = dtype.is_floating_point or dtype == torch.bool
     kind: Kind = "labels" if key == "labels" else "numbers" if is_float else "whole numbers"
     rows = number_column(key, column, kind)
     if is_response or not np.array_equal(rows.offsets, ids.offsets):

@@ -6,16 +6,20 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
 
+from torch_collate_kit._checks import checked_int
 from torch_collate_kit._reprs import plural
 from torch_collate_kit.packing import PackingOptions, PackingPlan
 from torch_collate_kit.packing.pieces import Load, cut_to_fit
 from torch_collate_kit.packing.planner import pack
 from torch_collate_kit.packing.rows import Ints, row_sums
+from torch_collate_kit.ragged import Ragged
 
+_STRATEGIES = ("best_fit_decreasing", "balanced", "sequential")
 PADDED = "padded"
 _MOST_PADDING = 0.02
 _NEARLY = 0.005
@@ -42,14 +46,43 @@ def _power_of_two(number: int) -> int:
     return 1 << max(2, (number - 1).bit_length())
 
 
+def packings_to_try(
+    packing: PackingOptions,
+    max_tokens: int | Sequence[int] | None,
+    strategies: Sequence[str] | None,
+    lengths: Ints,
+) -> list[PackingOptions]:
+    """Return every ``max_tokens`` with every strategy, each once, in the order given."""
+    if strategies is None:
+        strategies = _STRATEGIES[:1] if max_tokens is None else _STRATEGIES
+    if max_tokens is None:
+        max_tokens = capacities_to_try(lengths, packing.parallel.align)
+    is_one = isinstance(max_tokens, str) or not isinstance(max_tokens, Sequence | np.ndarray)
+    limits: Any = [max_tokens] if is_one else max_tokens
+    names = [strategies] if isinstance(strategies, str) else strategies
+    for option, given in (("max_tokens", limits), ("strategies", names)):
+        if not len(given):
+            raise ValueError(f"{option} is empty; give at least one")
+    limits = dict.fromkeys(checked_int("max_tokens", limit) for limit in limits)
+    found = []
+    for limit, name in product(limits, dict.fromkeys(names)):
+        overflow = "raise" if name == "wrapped" else packing.overflow  # it cuts where a row ends
+        found.append(replace(packing, max_tokens=limit, strategy=name, overflow=overflow))
+    return found
+
+
 def candidates_of(
     lengths: Ints,
     packings: Sequence[PackingOptions],
-    images: Load | None,
+    load: Load | None,
     batch_size: int | None,
     padded_batch_size: int,
+    segments: Ragged | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Yield the figures of padded rows and of each strategy for every ``max_tokens``."""
+    """Yield the figures of padded rows and of each strategy for every ``max_tokens``.
+
+    ``segments`` are the lengths of those of every example, if examples are lists of them.
+    """
     done: set[int] = set()
     for packing in packings:
         if packing.max_tokens not in done:
@@ -57,12 +90,12 @@ def candidates_of(
             whole = packing
             if packing.strategy == "wrapped":  # whose rows have all tokens
                 whole = replace(packing, strategy=None, overflow="split")
-            yield _padded(lengths, whole, images, padded_batch_size)
-        yield _packed(lengths, packing, images, batch_size)
+            yield _padded(lengths, whole, load, padded_batch_size, segments)
+        yield _packed(lengths, packing, load, batch_size)
 
 
 def _packed(
-    lengths: Ints, packing: PackingOptions, images: Load | None, batch_size: int | None
+    lengths: Ints, packing: PackingOptions, load: Load | None, batch_size: int | None
 ) -> dict[str, Any]:
     """Pack ``batch_size`` examples at a time, or all at once: then a step is a row per rank."""
 
@@ -74,7 +107,7 @@ def _packed(
     tokens, costs, seconds = [], [], 0.0
     for start in range(0, len(lengths), batch_size or len(lengths)):
         batch = np.arange(start, min(start + (batch_size or len(lengths)), len(lengths)))
-        part = None if images is None else images.take(batch)
+        part = None if load is None else load.take(batch)
         began = time.perf_counter()
         plan = pack(lengths[batch], packing=packing, patches=part)
         seconds += time.perf_counter() - began
@@ -84,7 +117,7 @@ def _packed(
             num_cells=plan.num_rows * plan.width,
             **_lost(plan),
         )
-        of_pieces = plan.cost.language(plan.aligned_lengths) + plan.vision_costs
+        of_pieces = plan.costs + plan.vision_costs
         tokens.append(per_step(plan.row_tokens))
         costs.append(per_step(row_sums(of_pieces, plan.row_offsets)))
     ranks = np.concatenate(tokens), np.concatenate(costs)
@@ -94,15 +127,26 @@ def _packed(
 
 
 def _padded(
-    lengths: Ints, packing: PackingOptions, images: Load | None, batch_size: int
+    lengths: Ints,
+    packing: PackingOptions,
+    load: Load | None,
+    batch_size: int,
+    segments: Ragged | None,
 ) -> dict[str, Any]:
-    """Pad the examples that ``packing`` keeps, in their order, ``batch_size`` per rank and step."""
-    pieces = cut_to_fit(lengths, packing, images)
+    """Pad the examples that ``packing`` keeps, in their order, ``batch_size`` per rank and step.
+
+    Each segment is a row.
+    """
+    pieces = cut_to_fit(lengths, packing, load)
     kept, align = pieces.lengths, packing.parallel.align
-    starts = np.arange(0, len(kept), batch_size)
+    starts = first_examples = np.arange(0, len(kept), batch_size)
+    vision = np.add.reduceat(pieces.vision_costs, first_examples)
+    if segments is not None:
+        of_kept = segments.take(pieces.example_indices)
+        kept, starts = of_kept.values, of_kept.offsets[first_examples]
     rows = np.diff(starts, append=len(kept))
     widths = -(-np.maximum.reduceat(kept, starts) // align) * align
-    costs = rows * packing.cost.language(widths) + np.add.reduceat(pieces.vision_costs, starts)
+    costs = rows * packing.cost.language(widths) + vision
     sums = {
         "num_rows": len(kept),
         "num_tokens": int(kept.sum()),

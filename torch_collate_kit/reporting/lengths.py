@@ -13,7 +13,9 @@ from torch_collate_kit.batch import Batch
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.loading import TokenizedDataset
 from torch_collate_kit.packing.pieces import Patches
-from torch_collate_kit.ragged import Ragged
+from torch_collate_kit.packing.segments import checked_segments
+from torch_collate_kit.ragged import Nested, Ragged, unchecked
+from torch_collate_kit.reading.segments import are_nested, opened_column
 from torch_collate_kit.reading.source import Source, check_even, is_sequence
 
 _IDS = (("input_ids",), ("prompt_ids", "response_ids"))
@@ -25,7 +27,7 @@ class DataLengths(NamedTuple):
     """Sizes of the examples of a plan."""
 
     lengths: Any
-    """int64 [N], tokens of each example."""
+    """int64 [N], tokens of each example; of lists of segments a Ragged with those of each."""
     patches: Patches | None = None
     """Vision patches of each example; None where there are no images, or they are not known."""
     dummy_image_tokens: int = 0
@@ -43,6 +45,7 @@ def data_lengths(data: Any) -> DataLengths:
     >>> data_lengths([{"input_ids": [5, 6, 7]}, {"input_ids": [8]}]).lengths.tolist()
     [3, 1]
     """
+    lengths: Any
     patches, smallest = None, 0
     if isinstance(data, Batch):
         raise TypeError(
@@ -62,32 +65,47 @@ def data_lengths(data: Any) -> DataLengths:
         if isinstance(data, TokenizedDataset) and data.vision is not None:
             patches, smallest = data.patches, data.vision.smallest_tokens
         is_dataset = isinstance(data, TokenizedDataset)
-        lengths = checked_lengths(_of_dataset(data) if is_dataset else _of_source(source))
+        found: Any = _of_dataset(data) if is_dataset else _of_source(source)
+        is_nested = isinstance(found, Ragged)
+        lengths = unchecked(*checked_segments(found)) if is_nested else checked_lengths(found)
     if not len(lengths):
         raise DataError("there are no examples (0 lengths), so nothing to report; pass at least 1")
     return DataLengths(lengths, patches, smallest)
 
 
-def _of_dataset(data: TokenizedDataset) -> np.ndarray:
+def _of_dataset(data: TokenizedDataset) -> np.ndarray | Ragged:
     for start in range(0, len(data), _ROWS):
         rows = np.arange(start, min(start + _ROWS, len(data)))
         _check_masks(data._column_at("attention_mask", rows), start)
     return data.lengths
 
 
-def _of_source(source: Source) -> np.ndarray:
-    """Return int64 [N], the tokens of each example or rollout; reads some rows at a time."""
+def _of_source(source: Source) -> np.ndarray | Ragged:
+    """Return int64 [N], the tokens of each example or rollout; reads some rows at a time.
+
+    A Ragged of examples that are lists of segments.
+    """
     names = next((names for names in _IDS if all(name in source.names for name in names)), _IDS[0])
     if source.is_arrow or isinstance(source.data, Mapping):
         _check_columns(source, names[0])
     counts = [np.empty(0, dtype=np.int64)]
+    nested: list[Ragged] = []
     for start in range(0, len(source), _ROWS):
         part = source.part(start, min(start + _ROWS, len(source)))
         if not isinstance(part, Mapping):
             part = _as_columns(part, names, start)
+        if are_nested(part[names[0]]):
+            flat, per_example = opened_column(names[0], part[names[0]])
+            nested.append(Ragged.from_lengths(_lengths(names[0], flat, start), per_example))
+            continue
         _check_masks(part.get("attention_mask"), start)
         counts.append(np.sum([_lengths(name, part[name], start) for name in names], axis=0))
-    return np.concatenate(counts)
+    if nested and len(counts) > 1:
+        raise DataError(
+            "some examples are lists of segments, and others are not; give every example a list, "
+            "of one where it has one segment"
+        )
+    return Ragged.cat(nested) if nested else np.concatenate(counts)
 
 
 def _check_columns(source: Source, name: str) -> None:
@@ -137,6 +155,8 @@ def _lengths(name: str, column: Any, start: int) -> np.ndarray:
 
 def _check_masks(masks: Any, start: int) -> None:
     """Check that no example is padded; ``start`` is the number of the first one."""
+    if isinstance(masks, Nested):
+        masks = masks.rows
     if isinstance(masks, Ragged) and masks.values.all():
         return
     for i, mask in enumerate(() if masks is None else masks, start):

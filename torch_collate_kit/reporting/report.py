@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from html import escape
-from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,15 +20,17 @@ from torch_collate_kit._reprs import plural
 from torch_collate_kit.batch.showing.tables import html_table, text_table
 from torch_collate_kit.families import family_of, left_padding_fault
 from torch_collate_kit.packing import ModelCost, PackingOptions, ParallelLayout
-from torch_collate_kit.packing.pieces import Load, Patches, image_load
+from torch_collate_kit.packing.pieces import Load, Patches
+from torch_collate_kit.packing.planner import sizes_of
 from torch_collate_kit.packing.rows import Ints
+from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reporting.candidates import (
     PADDED,
     candidates_of,
-    capacities_to_try,
     fits_nothing,
     headline,
     histogram,
+    packings_to_try,
     recommended,
 )
 from torch_collate_kit.reporting.lengths import data_lengths
@@ -39,7 +40,6 @@ from torch_collate_kit.reporting.steps import steps_legend, steps_of, steps_tabl
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_STRATEGIES = ("best_fit_decreasing", "balanced", "sequential")
 _LARGEST = 1 << 62
 _WIDTH = 100
 _LEFT = ("layout",)
@@ -49,7 +49,8 @@ _KEYS = {"data", "options", "candidates", "recommended"}
 class PackingReport(dict[str, Any]):
     """The result of ``packing_report``: a dict for ``json.dumps`` that prints as a table.
 
-    - ``"data"``: ``num_examples``, ``num_tokens``, ``mean``, ``median``, ``longest`` and a
+    - ``"data"``: ``num_examples``, ``num_tokens``, ``mean``, ``median``, ``longest`` (and
+      ``num_segments`` if examples are lists of them) and a
       ``histogram`` of lengths;
     - ``"options"``: the options of the plans;
     - ``"candidates"``: a dict for each ``max_tokens`` and strategy, padded rows first;
@@ -208,16 +209,17 @@ def packing_report(
         max_patches=max_patches,
         dummy_image_tokens=found.dummy_image_tokens,
     )
-    packings = _packings(packing, max_tokens, strategies, found.lengths)
     patches = found.patches if patches is None else patches
-    images = None if patches is None else image_load(patches, len(found.lengths), packing.cost)
+    lengths, load = sizes_of(found.lengths, packing, patches)
+    packings = packings_to_try(packing, max_tokens, strategies, lengths)
     batch_size = checked_optional_int("batch_size", batch_size, hint="None packs all at once")
     usual = 8 if batch_size is None else max(1, batch_size // packing.parallel.dp)
     padded = usual if padded_batch_size is None else padded_batch_size
     padded = checked_int("padded_batch_size", padded)
     checked_bool("show", show)
     batch_rows = checked_optional_int("batch_rows", batch_rows, hint="None compares no steps")
-    report = _report(found.lengths, images, packings, batch_size, padded)
+    segments = found.lengths if isinstance(found.lengths, Ragged) else None
+    report = _report(lengths, load, packings, batch_size, padded, segments)
     config = getattr(model, "config", model)
     if fault := left_padding_fault(config):
         report["recommended"]["notes"] += [
@@ -227,45 +229,22 @@ def packing_report(
         ]
     if batch_rows is not None and not fits_nothing(report):
         packing = replace(packing, max_tokens=report["recommended"]["max_tokens"])
-        report["steps"] = steps_of(found.lengths, images, packing, batch_rows, batch_size)
+        report["steps"] = steps_of(lengths, load, packing, batch_rows, batch_size)
     if show:
         print(report)
     return report
 
 
-def _packings(
-    packing: PackingOptions,
-    max_tokens: int | Sequence[int] | None,
-    strategies: Sequence[str] | None,
-    lengths: Ints,
-) -> list[PackingOptions]:
-    """Return every ``max_tokens`` with every strategy, each once, in the order given."""
-    if strategies is None:
-        strategies = _STRATEGIES[:1] if max_tokens is None else _STRATEGIES
-    if max_tokens is None:
-        max_tokens = capacities_to_try(lengths, packing.parallel.align)
-    is_one = isinstance(max_tokens, str) or not isinstance(max_tokens, Sequence | np.ndarray)
-    limits: Any = [max_tokens] if is_one else max_tokens
-    names = [strategies] if isinstance(strategies, str) else strategies
-    for option, given in (("max_tokens", limits), ("strategies", names)):
-        if not len(given):
-            raise ValueError(f"{option} is empty; give at least one")
-    limits = dict.fromkeys(checked_int("max_tokens", limit) for limit in limits)
-    found = []
-    for limit, name in product(limits, dict.fromkeys(names)):
-        overflow = "raise" if name == "wrapped" else packing.overflow  # it cuts where a row ends
-        found.append(replace(packing, max_tokens=limit, strategy=name, overflow=overflow))
-    return found
-
-
 def _report(
     lengths: Ints,
-    images: Load | None,
+    load: Load | None,
     packings: Sequence[PackingOptions],
     batch_size: int | None,
     padded_batch_size: int,
+    segments: Ragged | None,
 ) -> PackingReport:
-    candidates = list(candidates_of(lengths, packings, images, batch_size, padded_batch_size))
+    found = candidates_of(lengths, packings, load, batch_size, padded_batch_size, segments)
+    candidates = list(found)
     num_tokens = int(lengths.sum())
     options = packings[0].as_state()
     del options["max_tokens"], options["strategy"]
@@ -277,6 +256,7 @@ def _report(
             "median": float(np.median(lengths)),
             "longest": int(lengths.max()),
             "histogram": histogram(lengths),
+            **({} if segments is None else {"num_segments": len(segments.values)}),
         },
         options={**options, "batch_size": batch_size, "padded_batch_size": padded_batch_size},
         candidates=candidates,
@@ -285,11 +265,16 @@ def _report(
     )
 
 
+def _segments(data: Mapping[str, Any]) -> str:
+    return f" of {data['num_segments']:,} segments" if "num_segments" in data else ""
+
+
 def _intro(report: PackingReport, names: Sequence[str]) -> list[str]:
     """Return lines about the data, and about the columns of these ``names``."""
     data, options = report["data"], report["options"]
     lines = [
-        f"{plural(data['num_examples'], 'example')}, {data['num_tokens']:,} tokens; median "
+        f"{plural(data['num_examples'], 'example')}{_segments(data)}, {data['num_tokens']:,} "
+        "tokens; median "
         f"{data['median']:,.0f}, longest {data['longest']:,}"
     ]
     batch = options["batch_size"]

@@ -23,7 +23,7 @@ _MOST_STEPS = 256  # that are planned
 
 def steps_of(
     lengths: Ints,
-    images: Load | None,
+    load: Load | None,
     packing: PackingOptions,
     batch_rows: int,
     batch_size: int | None,
@@ -34,12 +34,12 @@ def steps_of(
     rows.
     """
     packing = replace(packing, strategy=None)
-    by_rows = _figures(lengths, images, packing, "by_rows", batch_rows=batch_rows)
+    by_rows = _figures(lengths, load, packing, "by_rows", batch_rows=batch_rows)
     if batch_size is None:
         batch_size = max(1, round(len(lengths) / by_rows["num_steps"]))
-    found = [_figures(lengths, images, packing, "by_examples", batch_size=batch_size), by_rows]
+    found = [_figures(lengths, load, packing, "by_examples", batch_size=batch_size), by_rows]
     can_be_cut = packing.parallel.align == 1 and packing.max_sequences_per_row is None
-    if can_be_cut and images is None:
+    if can_be_cut and load is None:
         wrapped = replace(packing, strategy="wrapped", overflow="raise")
         found.append(_figures(lengths, None, wrapped, "wrapped", batch_rows=batch_rows))
     return found
@@ -79,12 +79,12 @@ def _name(of: dict[str, Any]) -> str:
 
 
 def _figures(
-    lengths: Ints, images: Load | None, packing: PackingOptions, kind: str, **number: Any
+    lengths: Ints, load: Load | None, packing: PackingOptions, kind: str, **number: Any
 ) -> dict[str, Any]:
     """Return the figures of the first steps of the epochs that a sampler makes by default."""
     ids = SimpleNamespace(pad_token_id=0, eos_token_id=0)  # "wrapped" needs an end token
     collate = PackedCollator(ids, packing=packing, normalize_loss=False)
-    sampler = PackedBatchSampler(lengths, collate, patches=images, **number)
+    sampler = PackedBatchSampler(lengths, collate, patches=load, **number)
     num_steps, epoch = sampler.count_steps(), 0
     figures: list[tuple[float, ...]] = []
     drawn: list[tuple[Ints, Ints]] = []
@@ -121,7 +121,8 @@ def _of_step(plan: PackingPlan, width: int) -> tuple[float, ...]:
     attention = ranks - cost.language_linear * cells
     num_cells = plan.num_rows * width
     time = num_cells // dp * cost.language_linear + attention.max()
-    ideal = (int(cost.language(plan.lengths).sum()) + int(plan.vision_costs.sum())) / dp
+    language = cost.language(plan.lengths) if plan.segments is None else plan.costs
+    ideal = (int(language.sum()) + int(plan.vision_costs.sum())) / dp
     slowest = ranks.max() / ranks.mean() if ranks.any() else 1.0
     return int(plan.lengths.sum()), num_cells, slowest, time, ideal
 

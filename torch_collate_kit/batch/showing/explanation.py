@@ -30,10 +30,18 @@ _SPACE = "\u2581"  # a space there
 
 
 def explained(
-    one: Any, title: str, tokenizer: Any, example: int | None, cells: slice, max_tokens: int | None
+    batch: Any,
+    row: int | None,
+    tokenizer: Any,
+    example: int | None,
+    cells: slice,
+    max_tokens: int | None,
 ) -> Explanation:
-    """Explain a Batch of one row in host memory."""
-    stored = one.stored()
+    """Explain a row of a Batch."""
+    number = row_of(batch.stored(), row, example)
+    only = batch.stored().with_divisor(1).change(lambda of: of[number : number + 1])
+    one = type(batch).of_storage(only).to("cpu")
+    stored, title = one.stored(), f"row {number} of {len(batch)}"
     checked_optional_int("max_tokens", max_tokens, hint="None shows all tokens")
     of_row = cells_of(stored)
     if of_row is None:

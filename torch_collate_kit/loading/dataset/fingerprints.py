@@ -20,15 +20,11 @@ def fingerprint_of(
 ) -> dict[str, Any]:
     """Return the fingerprint of rows; ``token_ids(rows)`` returns the ids of some, end to end."""
     ids = np.asarray(token_ids(sampled_rows(len(lengths))))
-    if isinstance(lengths, Ragged):
-        own = {"segments": _digest(lengths.offsets)}
-        lengths = lengths.values
-    else:
-        own = {}
+    counts: npt.NDArray[np.int64] = lengths.values if isinstance(lengths, Ragged) else lengths
     return {
-        **own,
-        "num_tokens": int(lengths.sum()),
-        "lengths": _digest(lengths),
+        **({"segments": _digest(lengths.offsets)} if isinstance(lengths, Ragged) else {}),
+        "num_tokens": int(counts.sum()),
+        "lengths": _digest(counts),
         "token_ids": _digest(ids),
     }
 

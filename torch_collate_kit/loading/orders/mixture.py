@@ -181,14 +181,15 @@ class Mixture:
         """
         found = [_lengths_of(source, i, "tokens") for i, source in enumerate(self.sources)]
         ragged = [of for of in found if isinstance(of, Ragged)]
-        if ragged and len(ragged) < len(found):
+        flat_ones = [of for of in found if not isinstance(of, Ragged)]
+        if ragged and flat_ones:
             kinds = [isinstance(of, Ragged) for of in found]
             nested, flat = (self.names[kinds.index(kind)] for kind in (True, False))
             raise ValueError(
                 f"examples of source {nested!r} are lists of segments, those of source {flat!r} "
                 "are not; give every example a list, of one where it has one segment"
             )
-        return Ragged.cat(ragged) if ragged else np.concatenate(found)
+        return Ragged.cat(ragged) if ragged else np.concatenate(flat_ones)
 
     @property
     def num_tokens(self) -> Indices:
