@@ -205,6 +205,76 @@ def packed_batch(
     return batch
 
 
+class OpenedPlan:
+    """A plan of examples that are lists of segments, as a plan of the segments.
+
+    `segments` has, for each example, the lengths of its segments, which are numbered through.
+    """
+
+    def __init__(self, plan: Plan, segments: Sequence[Sequence[int]]) -> None:
+        self.example_indices: list[int] = []
+        self.starts: list[int] = []
+        self.lengths: list[int] = []
+        self.row_offsets = [0]
+        self.numbers: list[list[int]] = []  # which of its example's segments, for every row
+        self.examples: list[list[int]] = []
+        for pieces in rows_of(plan):
+            self.numbers.append([])
+            self.examples.append([])
+            for example, start, length in pieces:
+                assert (start, length) == (0, sum(segments[example])), "an example was cut"
+                before = sum(len(of) for of in segments[:example])
+                for number, tokens in enumerate(segments[example]):
+                    self.example_indices.append(before + number)
+                    self.starts.append(0)
+                    self.lengths.append(tokens)
+                    self.numbers[-1].append(number)
+                    self.examples[-1].append(example)
+            self.row_offsets.append(len(self.lengths))
+        self.dropped, self.cut = plan.dropped, plan.cut
+
+
+def packed_segments(
+    examples: Sequence[Sequence[Mapping[str, Any]]], plan: Plan, **options: Any
+) -> dict[str, Any]:
+    """What `packed_batch` gives of the segments of all examples, which stay in one row."""
+    opened = OpenedPlan(plan, [[len(of["input_ids"]) for of in example] for example in examples])
+    flat = [segment for example in examples for segment in example]
+    batch = packed_batch(flat, opened, **options)
+    batch["metadata"] |= {
+        "num_examples": len(examples),
+        "num_segments": tuple(len(example) for example in examples),
+        "example_indices": opened.examples,
+        "segment_numbers": opened.numbers,
+    }
+    return batch
+
+
+def padded_segments(
+    examples: Sequence[Sequence[Mapping[str, Any]]],
+    *,
+    max_length: int | None = None,
+    overflow: str = "raise",
+    **options: Any,
+) -> dict[str, Any]:
+    """A row for each segment; `max_length` limits the tokens of all segments of an example."""
+    sizes = [sum(len(segment["input_ids"]) for segment in example) for example in examples]
+    lost = [i for i, size in enumerate(sizes) if max_length is not None and size > max_length]
+    assert overflow == "drop" or not lost
+    kept = [i for i in range(len(examples)) if i not in lost]
+    batch = padded_batch([segment for i in kept for segment in examples[i]], **options)
+    places = [(i, number) for i in kept for number in range(len(examples[i]))]
+    batch["metadata"] |= {
+        "num_examples": len(examples),
+        "num_segments": tuple(len(example) for example in examples),
+        "example_indices": [[i] for i, _ in places],
+        "segment_numbers": [[number] for _, number in places],
+        "num_dropped": len(lost),
+        "dropped": tuple(lost),
+    }
+    return batch
+
+
 def rollout_batch(
     rollouts: Sequence[Mapping[str, Any]],
     *,

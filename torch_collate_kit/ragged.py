@@ -244,6 +244,14 @@ class Nested:
         """Return every row as a Python list of lists."""
         return [row.tolist() for row in self]
 
+    def __eq__(self, other: object) -> bool:
+        """Compare the numbers of rows, their lengths and values."""
+        if not isinstance(other, Nested):
+            return NotImplemented
+        return np.array_equal(self.offsets, other.offsets) and self.rows == other.rows
+
+    __hash__ = None  # type: ignore[assignment]
+
     def __repr__(self) -> str:
         return f"Nested({len(self)} rows of {len(self.rows)} rows)"
 

@@ -17,7 +17,6 @@ from tests.packing.oracle_packing import pack_with
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.loading import TokenizedDataset
 from torch_collate_kit.packing import PackingPlan, pack
-from torch_collate_kit.ragged import Ragged
 
 EXAMPLES = [{"input_ids": [5, 6, 7]}, {"input_ids": [8]}]
 STRATEGIES = ("best_fit_decreasing", "first_fit_decreasing", "balanced", "sequential")
@@ -125,13 +124,12 @@ HINT = "; pass one int per ex"
 WRONG_LENGTHS: list[tuple[Any, type[Exception], str]] = [
     ([3, 0, -1], DataError, "example 1 has length 0, but a length must be at least 1; remove"),
     (np.array([3, 4, -1]), DataError, "example 2 has length -1, but a length must be at least"),
-    ([[3], [4]], ValueError, f"lengths must be 1-D, got shape (2, 1){HINT}"),
+    (np.array([[3], [4]]), ValueError, f"lengths must be 1-D, got shape (2, 1){HINT}"),
     (5, ValueError, f"lengths must be 1-D, got shape (){HINT}"),
-    ([[3], [4, 5]], ValueError, f"lengths must be 1-D, got a ragged nested sequence{HINT}"),
+    ([3, [4, 5]], ValueError, f"lengths must be 1-D, got a ragged nested sequence{HINT}"),
     ([3, 4.5], TypeError, f"lengths must be integers, got dtype float64: lengths[0] is 3.0{HINT}"),
     ([3, None], TypeError, f"lengths must be integers, got dtype object: lengths[1] is None{HINT}"),
     (TokenizedDataset(EXAMPLES), TypeError, "lengths is a TokenizedDataset, not its lengths; pass"),
-    (Ragged.from_rows([[1]]), TypeError, "lengths is a Ragged, not its lengths; pass its .lengths"),
     (EXAMPLES, TypeError, "lengths is a list of examples; pass the length of each example: [len("),
     ({"input_ids": [[1]]}, TypeError, "lengths is a dict of columns; pass the length of each ex"),
     (["3"], TypeError, f"lengths must be integers, got dtype <U1: lengths[0] is '3'{HINT}"),

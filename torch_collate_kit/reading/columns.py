@@ -223,7 +223,7 @@ def _bad_entry(name: str, index: int, row: list[Any], typecode: str) -> DataErro
         except (struct.error, TypeError, OverflowError):
             where = f"example {index}: {name}[{j}] is {entry!r:.40}"
             if isinstance(entry, list | tuple | np.ndarray):
-                return DataError(f"{where}, so {name} is nested; an example is one flat list")
+                return DataError(f"{where}, so {name} is nested; a segment is one flat list")
             wanted = "an integer that fits 64 bits" if typecode == "q" else "a number"
             return DataError(f"{where} ({type(entry).__name__}); it must be {wanted}")
     raise AssertionError("the row converts one by one but not as a whole")

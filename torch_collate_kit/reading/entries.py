@@ -80,7 +80,7 @@ def taken(column: Numbers, pieces: Pieces, values: np.ndarray | None = None) -> 
     """Return the entries of the pieces, one after the other: perhaps a view of the column."""
     examples, starts, lengths, _ = pieces
     if not len(examples):
-        return joined(column).values[:0].copy()
+        return (joined(column).values if values is None else values)[:0].copy()
     if isinstance(column, Rows):
         chosen = [column.arrays[i] for i in examples.tolist()]
         if starts.any() or not np.array_equal(lengths, column.lengths[examples]):

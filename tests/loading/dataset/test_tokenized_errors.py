@@ -63,7 +63,7 @@ BAD_SOURCES = [
     (pa.table({"input_ids": [1, 2]}), DataError, "input_ids holds one number per row"),
     (pa.table({"input_ids": ["a b"]}), DataError, "input_ids has the Arrow type string"),
     (pa.table({"input_ids": [["a"]]}), DataError, r"input_ids has the Arrow type list<"),
-    (pa.table({"input_ids": [[[1]]]}), DataError, r"holds one flat list of numbers per row"),
+    (pa.table({"input_ids": [[[[1]]]]}), DataError, r"a column holds one list of numbers per row"),
     (_rows(input_ids=None), DataError, "example 1: input_ids is None; give a list"),
     (_rows(input_ids=[1.5]), DataError, r"example 1: input_ids\[0\] is 1.5 \(float\)"),
     (

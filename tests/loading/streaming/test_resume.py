@@ -88,7 +88,7 @@ def test_a_window_ends_after_all_that_was_held_back() -> None:
     nothing = np.empty(0, dtype=ENTRY)
     settings = {"rows_per_batch": 1, "buffer_size": 10, "num_buffers": 8}
     windows = Windows(lambda n: nothing, PackingOptions(12), **settings)
-    entry = (0, 0, 1, False, 0, 0, *Place(9), {}, (), 0)
+    entry = (0, 0, 1, False, 0, 0, 0, 0, 0, *Place(9), {}, (), 0)
     windows._buffer, windows._num_broken = np.array([entry] * 10, dtype=ENTRY), 6
     assert windows._window_after(4) is None
     assert windows._window_after(3) == Place(9)  # 2 of the 6 were left
