@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -40,7 +41,7 @@ _NOT_OF_SEGMENTS = ("weight", "text")
 def grouped(drawn: DrawnBatch, counts: list[int]) -> tuple[list[list[dict[str, Any]]], Any]:
     """The drawn examples as segments of fewer: plain ones, and as they are given."""
     offsets = np.cumsum([0, *counts])
-    spans = [slice(start, stop) for start, stop in zip(offsets[:-1], offsets[1:], strict=True)]
+    spans = [slice(start, stop) for start, stop in itertools.pairwise(offsets)]
     plain = [drawn.plain[span] for span in spans]
     for example in plain:
         for segment in example:  # one weight for all segments of an example
@@ -166,10 +167,10 @@ PAIRS: list[dict[str, Any]] = [
 
 def test_values_of_examples_stand_once_and_those_of_tokens_per_segment() -> None:
     batch = PackedCollator(0, max_tokens=14, fields=FIELDS)(PAIRS)
-    assert sorted(sum(batch["margin"].tolist(), [])) == [0.0, 0.5, 1.0, 1.5]
+    assert sorted(itertools.chain(*batch["margin"].tolist())) == [0.0, 0.5, 1.0, 1.5]
     for row in range(len(batch)):
         examples = batch.row_metadata["example_indices"][row].tolist()
-        assert [name for name in batch.row_metadata["name"][row]] == [
+        assert list(batch.row_metadata["name"][row]) == [
             f"pair {i}" for i in dict.fromkeys(examples)
         ]
         assert batch["margin"][row].tolist() == [i / 2 for i in dict.fromkeys(examples)]

@@ -49,7 +49,7 @@ SOURCES: dict[str, Callable[[], Any]] = {
     "list": lambda: PAIRS,
     "columns": lambda: COLUMNS,
     "datasets": lambda: datasets.Dataset.from_list(PAIRS),
-    "indices of datasets": lambda: datasets.Dataset.from_list(PAIRS[::-1]).select(range(59, -1, -1)),
+    "mapped rows": lambda: datasets.Dataset.from_list(PAIRS[::-1]).select(range(59, -1, -1)),
     "a slice of a table": lambda: pa.Table.from_pylist([*PAIRS[:3], *PAIRS]).slice(3),
     "chunks": lambda: pa.concat_tables([pa.Table.from_pylist(p) for p in (PAIRS[:7], PAIRS[7:])]),
 }  # fmt: skip
