@@ -82,7 +82,9 @@ class ExampleColumns:
             name: [] for name, spec in fields.items() if spec.dtype is str
         }
         columns = [
-            FieldColumn(name, spec, empty) for name, spec in fields.items() if name not in texts
+            FieldColumn(name, spec, Ragged(np.zeros((0, *getattr(spec, "shape", ()))), [0]))
+            for name, spec in fields.items()
+            if name not in texts
         ]
         images = None if vision is None else read_images({}, vision, empty)
         names = (of.name for of in columns), () if images is None else images.arrays

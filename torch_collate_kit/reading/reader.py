@@ -39,6 +39,7 @@ from torch_collate_kit.reading.values import (
     spread_numbers,
     text_column,
 )
+from torch_collate_kit.reading.vectors import vector_column
 from torch_collate_kit.vision import VisionLayout
 
 _SFT_FIELDS: Mapping[str, FieldSpec] = {
@@ -189,7 +190,8 @@ def _field(
         )
     is_float = spec.dtype.is_floating_point or spec.dtype == torch.bool
     kind: Kind = "labels" if key == "labels" else "numbers" if is_float else "whole numbers"
-    rows = number_column(key, column, kind)
+    shape = getattr(spec, "shape", ())
+    rows = vector_column(key, column, kind, shape) if shape else number_column(key, column, kind)
     if is_response or not np.array_equal(rows.offsets, ids.offsets):
         expected = np.asarray(num_actions if is_response else ids.lengths)
         wrong = np.flatnonzero(rows.lengths != expected)
