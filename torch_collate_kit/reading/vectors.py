@@ -46,6 +46,19 @@ def vector_column(name: str, column: Any, kind: Kind, shape: _Shape) -> Numbers:
     return unchecked(numbers.values.reshape(-1, *shape), offsets)
 
 
+def shape_of(column: Any) -> _Shape:
+    """Return the shape of the first entry of the first row that has one; () of a number."""
+    if isinstance(column, Ragged):
+        return tuple(column.values.shape[1:])
+    arrays = np.ndarray | Tensor
+    rows = (row for row in column if is_sequence(row) or (isinstance(row, arrays) and row.ndim))
+    entry: Any = next((row[0] for row in rows if len(row)), None)
+    shape: list[int] = []
+    while is_sequence(entry) and len(entry):
+        shape, entry = [*shape, len(entry)], entry[0]
+    return (*shape, *entry.shape) if isinstance(entry, arrays) else tuple(shape)
+
+
 def _flat(name: str, index: int, row: Any, shape: _Shape) -> Any:
     """Return the numbers of an example, one after the other: an array, a tensor or a list."""
     is_array = isinstance(row, np.ndarray) and not (row.dtype.hasobject and row.ndim == 1)
@@ -77,14 +90,14 @@ def _vectors(
         where, size = f"{place}[{i}]", shape[depth]
         if not is_sequence(part) and not (isinstance(part, np.ndarray | Tensor) and part.ndim):
             raise DataError(
-                f"example {index}: {where} is {part!r:.40} ({type(part).__name__}), and fields "
-                f"declares shape={shape}; give {_wanted(shape)}, or declare no shape"
+                f"example {index}: {where} is {part!r:.40} ({type(part).__name__}), and the "
+                f"field's shape is {shape}; give {_wanted(shape)}, or declare no shape"
             )
         if len(part) != size:
             raise DataError(
-                f"example {index}: {where} has {len(part)} entries, and fields declares "
-                f"shape={shape}; give {size}, and where there are fewer fill up with what your "
-                "loss leaves out"
+                f"example {index}: {where} has {len(part)} entries, and the field's shape "
+                f"is {shape}; give {size}, and where there are fewer fill up with what your loss "
+                "leaves out"
             )
         if depth + 1 < len(shape):
             yield from _vectors(where, part, shape, index, depth + 1)
@@ -93,9 +106,9 @@ def _vectors(
 
 
 def _check_shape(owner: str, array: Any, shape: _Shape) -> None:
-    if tuple(array.shape[1:]) != shape and tuple(array.shape) != (0,):
+    if not array.ndim or (len(array) and tuple(array.shape[1:]) != shape):
         raise DataError(
-            f"{owner} has shape {tuple(array.shape)}, and fields declares shape={shape}; give "
+            f"{owner} has shape {tuple(array.shape)}, and the field's shape is {shape}; give "
             f"{_wanted(shape)}"
         )
 

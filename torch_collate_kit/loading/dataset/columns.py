@@ -1,7 +1,8 @@
-"""Columns of Arrow or NumPy chunks, read in place: lists, numbers, and the arrays of images."""
+"""Columns of Arrow or NumPy chunks, read in place: lists of numbers or vectors, and numbers."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from itertools import islice, repeat
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.ragged import Ragged
+from torch_collate_kit.loading.dataset.arrays import ArrayColumn
+from torch_collate_kit.ragged import Ragged, unchecked
 from torch_collate_kit.reading.keys import KNOWN
 from torch_collate_kit.vision.families import IMAGE_FIELDS
 
@@ -52,7 +54,7 @@ class ListColumn:
             offsets = chunk.offsets.to_numpy()
         else:
             offsets = np.arange(chunk.offset, chunk.offset + len(chunk) + 1) * width
-        if chunk.null_count or values.null_count:
+        if chunk.null_count or _has_null(values, "values"):
             self._suspects[len(self._values)] = chunk
         self._is_in_bits = self.dtype == np.bool_
         dtype = np.dtype(np.uint8) if self._is_in_bits else self.dtype
@@ -71,7 +73,7 @@ class ListColumn:
             for i, chunk, row in zip(named.tolist(), chunks.tolist(), rows.tolist(), strict=True):
                 if chunk in self._suspects:
                     entry = self._suspects[chunk][row]
-                    if not entry.is_valid or (look_inside and entry.values.null_count):
+                    if not entry.is_valid or (look_inside and _has_null(entry.values, "flatten")):
                         raise _null_error(self.name, i)
         return chunks, rows
 
@@ -103,11 +105,7 @@ class ListColumn:
         """Return the rows, copied end to end."""
         chunks, rows = self._places(rows, named)
         starts, stops = self._bounds(chunks, rows)
-        if self._is_in_bits:
-            values = self._bools(chunks, starts, stops)
-        else:
-            values = _joined(self._values, chunks, starts, stops, self.dtype)
-        return Ragged.from_lengths(values, stops - starts)
+        return Ragged.from_lengths(self._copied(chunks, starts, stops), stops - starts)
 
     def _bounds(self, chunks: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return where the rows start and stop in the values of their chunk."""
@@ -118,6 +116,12 @@ class ListColumn:
         pairs = _joined(self._offsets, chunks, rows, rows + 2, kind).reshape(-1, 2)
         return pairs[:, 0], pairs[:, 1]
 
+    def _copied(self, chunks: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
+        """Copy these spans of the values of chunks, one after the other."""
+        if self._is_in_bits:
+            return self._bools(chunks, starts, stops)
+        return _joined(self._values, chunks, starts, stops, self.dtype)
+
     def _bools(self, chunks: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
         """Copy the bytes that hold the rows, unpack them at once, and return the rows."""
         first, stop = starts >> 3, (stops + 7) >> 3
@@ -125,6 +129,64 @@ class ListColumn:
         bits = np.unpackbits(packed, bitorder="little").data
         shifts = 8 * (np.cumsum(stop - first) - stop)  # from the buffer to what was copied
         return _joined([bits], np.zeros_like(chunks), starts + shifts, stops + shifts, np.bool_)
+
+
+class VectorColumn:
+    """Column of lists of vectors, such as a teacher's top-k: all that is read have one size."""
+
+    def __init__(self, name: str, dtype: Any, chunks: Iterable[Any]) -> None:
+        self._shape: tuple[int, ...] | None = None  # of every vector; None: Arrow lists of any size
+        self._edges: list[memoryview] = []  # of such lists: per chunk, where each starts
+        self._first: list[int] = []  # per chunk, the place of its first number in its buffer
+        flat = []
+        for chunk in filter(len, chunks):
+            if isinstance(chunk, Ragged):
+                self._shape = chunk.values.shape[1:]
+                flat.append(unchecked(chunk.values.reshape(-1), chunk.offsets))
+                self._first.append(0)
+                continue
+            vectors = chunk.values
+            if (size := getattr(vectors.type, "list_size", None)) is not None:
+                self._shape = (size,)
+            else:
+                kind = np.int64 if str(vectors.type).startswith("large_list") else np.int32
+                self._edges.append(np.frombuffer(vectors.buffers()[1] or bytes(8), kind).data)
+            flat.append(chunk)
+            self._first.append(vectors.values.offset)
+        self._numbers = ListColumn(name, dtype, flat)  # whose rows are in vectors
+
+    def take(self, rows: np.ndarray, named: np.ndarray) -> Ragged:
+        """Return the rows, copied end to end: values ``[T, k]``."""
+        chunks, rows = self._numbers._places(rows, named)
+        starts, stops = self._numbers._bounds(chunks, rows)
+        lengths, shape = (stops - starts).astype(np.int64), self._shape
+        if shape is None:
+            starts, stops, shape = self._even(chunks, starts, lengths, named)
+        else:
+            starts, stops = starts * math.prod(shape), stops * math.prod(shape)
+        first = np.array(self._first, dtype=np.int64)[chunks]
+        values = self._numbers._copied(chunks, starts + first, stops + first)
+        return Ragged.from_lengths(values.reshape(-1, *shape), lengths)
+
+    def _even(
+        self, chunks: np.ndarray, starts: np.ndarray, lengths: np.ndarray, named: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, tuple[int]]:
+        """Return where the numbers of rows start and stop, and the one shape of their vectors."""
+        kind = self._edges[0].format if self._edges else "q"
+        edges = _joined(self._edges, chunks, starts, starts + lengths + 1, kind).astype(np.int64)
+        ends = np.cumsum(lengths + 1)
+        sizes = np.delete(np.diff(edges), ends[:-1] - 1)  # but those from row to row
+        size = int(sizes[0]) if len(sizes) else 1
+        is_odd = (sizes != size) | (sizes == 0)
+        if is_odd.any():
+            token = int(is_odd.argmax())
+            row = int(np.searchsorted(np.cumsum(lengths), token, side="right"))
+            raise DataError(
+                f"row {named[row]}: {self._numbers.name}[{token - lengths[:row].sum()}] has "
+                f"{sizes[token]} numbers, the first token that was read has {size}; give every "
+                "token the same number, at least one"
+            )
+        return edges[ends - lengths - 1], edges[ends - 1], (size,)
 
 
 class NumberColumn:
@@ -149,41 +211,6 @@ class NumberColumn:
         if self._is_null is not None and self._is_null[rows].any():
             raise _null_error(self.name, int(named[self._is_null[rows].argmax()]))
         return self._values[rows].astype(self._dtype, copy=False)
-
-
-class ArrayColumn:
-    """Column of nested lists or nulls; a null is an example without an image."""
-
-    def __init__(self, name: str, column: pa.ChunkedArray | list[np.ndarray | None]) -> None:
-        self.name = name
-        self._chunks: list[Any] = [column]
-        if not isinstance(column, list):  # datasets.Array2D and its kind extend lists
-            self._chunks = [getattr(chunk, "storage", chunk) for chunk in column.chunks]
-        self._starts = np.cumsum([0, *map(len, self._chunks)])
-
-    def take(self, rows: np.ndarray, named: np.ndarray) -> list[np.ndarray | None]:
-        """Return the rows, views where Arrow allows them."""
-        chunks = np.searchsorted(self._starts, rows, side="right") - 1
-        places = (chunks.tolist(), (rows - self._starts[chunks]).tolist(), named.tolist())
-        return [
-            held[row]
-            if isinstance(held := self._chunks[chunk], list)
-            else _to_numpy(self.name, i, held.slice(row, 1))
-            for chunk, row, i in zip(*places, strict=True)
-        ]
-
-    def outer_lengths(self) -> np.ndarray:
-        """Return int64 [N], the first dimension of every row, 0 for a null; reads no number."""
-        parts = [np.empty(0, dtype=np.int64)]
-        for chunk in self._chunks:
-            if isinstance(chunk, list):
-                parts.append(np.array([0 if row is None else len(row) for row in chunk]))
-            elif chunk.null_count == len(chunk):  # its type may be null, without lengths
-                parts.append(np.zeros(len(chunk), dtype=np.int64))
-            else:
-                lengths = chunk.value_lengths().fill_null(0)
-                parts.append(lengths.to_numpy(zero_copy_only=False).astype(np.int64))
-        return np.concatenate(parts)
 
 
 class TextColumn:
@@ -220,14 +247,17 @@ def _joined(
     return np.frombuffer(bytearray().join(joined), dtype=dtype)
 
 
-def column_of(name: str, column: Any) -> ListColumn | NumberColumn | ArrayColumn | TextColumn:
+def column_of(
+    name: str, column: Any
+) -> ListColumn | VectorColumn | NumberColumn | ArrayColumn | TextColumn:
     """Return the column for a Ragged, an ndarray, strings or an Arrow column."""
     if name in IMAGE_FIELDS:
         return ArrayColumn(name, column)
     if isinstance(column, list):
         return TextColumn(name, column)
     if isinstance(column, Ragged):
-        return ListColumn(name, column.values.dtype, [column])
+        kind_of = ListColumn if column.values.ndim == 1 else VectorColumn
+        return kind_of(name, column.values.dtype, [column])
     if isinstance(column, np.ndarray):
         return NumberColumn(name, column.dtype, column)
     import pyarrow as pa
@@ -242,39 +272,32 @@ def column_of(name: str, column: Any) -> ListColumn | NumberColumn | ArrayColumn
 
     if name not in KNOWN and (is_string(column.type) or is_large_string(column.type)):
         return TextColumn(name, column)
-    is_list = isinstance(column.type, pa.ListType | pa.LargeListType | pa.FixedSizeListType)
-    kind = column.type.value_type if is_list else column.type
+    lists = pa.ListType | pa.LargeListType | pa.FixedSizeListType
+    stored = getattr(column.type, "storage_type", column.type)  # datasets.Array2D is an extension
+    is_list = isinstance(stored, lists)
+    kind = stored.value_type if is_list else stored
+    has_vectors = name not in KNOWN and isinstance(kind, lists)
+    kind = kind.value_type if has_vectors else kind
     if not (is_null(kind) or is_integer(kind) or is_floating(kind) or is_boolean(kind)):
         raise DataError(
             f"column {name} has the Arrow type {column.type}; a column holds one flat list of "
-            "numbers per row, one number, or one string: cast it, or leave it out with columns="
+            "numbers per row (or of vectors, for fields with a shape), one number, or one string: "
+            "cast it, or leave it out with columns="
         )
     # null is what Arrow infers when every list is empty
     dtype = np.int64 if is_null(kind) else kind.to_pandas_dtype()
+    if has_vectors:
+        return VectorColumn(name, dtype, [getattr(of, "storage", of) for of in column.chunks])
     return ListColumn(name, dtype, column.chunks) if is_list else NumberColumn(name, dtype, column)
+
+
+def _has_null(values: Any, inner: str) -> bool:
+    """Return whether numbers or vectors of numbers hold a null; ``inner`` leads to the numbers."""
+    numbers = getattr(values, inner, values)
+    return bool(values.null_count or (numbers() if callable(numbers) else numbers).null_count)
 
 
 def _null_error(name: str, row: int) -> DataError:
     return DataError(
         f"row {row}: {name} is null or holds a null; drop the row, or fill it in before training"
     )
-
-
-def _to_numpy(name: str, row: int, lists: Any) -> np.ndarray | None:
-    """Return one list of nested lists as an array."""
-    if lists.null_count:
-        return None
-    shape: list[int] = []
-    while hasattr(lists, "flatten") and hasattr(lists, "value_lengths"):
-        lengths = lists.value_lengths().to_numpy(zero_copy_only=False)
-        if len(lengths) and (lengths != lengths[0]).any():
-            raise DataError(
-                f"row {row}: {name} holds lists of different lengths, {sorted({*lengths.tolist()})}"
-                f" at dimension {len(shape)}; an image field is an array: store it as one"
-            )
-        shape.append(int(lengths[0]) if len(lengths) else 0)
-        lists = lists.flatten()
-    if lists.null_count:
-        raise DataError(f"row {row}: {name} holds a null; drop the row, or process it again")
-    array: np.ndarray = lists.to_numpy(zero_copy_only=False).reshape(shape)
-    return array

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch_collate_kit.reading.entries import joined
 from torch_collate_kit.reading.keys import KNOWN, TOKEN_TYPES, check_keys, first_with
 from torch_collate_kit.reading.source import Examples, Source, is_a
 from torch_collate_kit.reading.values import is_number, scalar_column
+from torch_collate_kit.reading.vectors import shape_of, vector_column
 from torch_collate_kit.vision.families import IMAGE_FIELDS
 
 if TYPE_CHECKING:
@@ -94,11 +96,13 @@ def _column(name: str, column: Any) -> np.ndarray | Ragged | list[Any]:
     if name == "num_actions" or all(map(is_number, column)):
         kinds = "iu" if name == "num_actions" else "iufb"
         return np.array(scalar_column(name, column, kinds, "give a number"))
+    shape = () if name in KNOWN else shape_of(column)
+    read = partial(vector_column, shape=shape) if shape else number_column
     if name in IDS:
         numbers = joined(number_column(name, column, "ids" if name == "input_ids" else "labels"))
     else:
         try:
-            numbers = joined(number_column(name, column, "whole numbers"))
+            numbers = joined(read(name, column, "whole numbers"))
         except DataError:  # not whole, or True and False
-            numbers = joined(number_column(name, column, "numbers"))
+            numbers = joined(read(name, column, "numbers"))
     return Ragged(numbers.values.astype(numbers.values.dtype.str), numbers.offsets)

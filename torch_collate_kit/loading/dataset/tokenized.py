@@ -11,10 +11,11 @@ from torch.utils.data import Dataset
 
 from torch_collate_kit._checks import checked_bool, checked_int
 from torch_collate_kit.errors import DataError
+from torch_collate_kit.loading.dataset.arrays import ArrayColumn
 from torch_collate_kit.loading.dataset.columns import (
-    ArrayColumn,
     ListColumn,
     TextColumn,
+    VectorColumn,
     column_of,
 )
 from torch_collate_kit.loading.dataset.fingerprints import fingerprint_of
@@ -50,16 +51,17 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
         source: a ``datasets.Dataset``; a ``pyarrow.Table`` or ``RecordBatch``; a path, or a list of
             paths, of Arrow or Parquet files; or examples in memory (a list, a mapping of columns, a
             DataFrame, another map-style dataset), which are copied into columns.
-        columns: the columns to keep, of lists of numbers or of numbers. By default those that the
-            collators know (``input_ids``, ``num_actions``, ``attention_mask``, ``weight``, target
-            forms), and ``num_cut_tokens``, which ``audit`` reads. Columns of strings, for fields
-            declared ``PerExample(str)``, are kept where they are named.
+        columns: the columns to keep, of lists of numbers, of lists of vectors (for fields with a
+            ``shape``) or of numbers. By default those that the collators know (``input_ids``,
+            ``num_actions``, ``attention_mask``, ``weight``, target forms), and ``num_cut_tokens``,
+            which ``audit`` reads. Columns of strings, for fields declared ``PerExample(str)``, are
+            kept where they are named.
         train_all: every token of a source without a loss target is trained. Must be given if it has
             other columns than ``input_ids`` and ``attention_mask``, unless ``columns`` is given.
         vision: how images become tokens, for ``patches`` and to count loss tokens of a source with
             images; a VisionLayout or a processor.
 
-    ``ds[i]`` is a dict of 1-D ndarrays, read-only views. ``ds[a:b]`` and
+    ``ds[i]`` is a dict of ndarrays, of lists read-only views. ``ds[a:b]`` and
     ``ds.__getitems__(indices)`` are dicts of columns, copied: ``Ragged``, and ndarrays for numbers.
     Reading is lazy. Sources, dtypes and pickling: docs/loading.md.
 
@@ -235,9 +237,10 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
     def _is_plain(self) -> bool:
         """Return whether collators accept its columns as examples: lists, and integer ids."""
         lists = {k: of.dtype for k, of in self._columns.items() if isinstance(of, ListColumn)}
-        texts = {k for k, of in self._columns.items() if isinstance(of, TextColumn)}
+        kinds = TextColumn | VectorColumn
+        others = {k for k, of in self._columns.items() if isinstance(of, kinds)}
         has_ids = all(lists[name].kind in "iu" for name in IDS if name in lists)
-        return has_ids and lists.keys() | texts == self._columns.keys() - {"num_actions", "weight"}
+        return has_ids and lists.keys() | others == self._columns.keys() - {"num_actions", "weight"}
 
     def _lengths_at(self, indices: np.ndarray) -> np.ndarray:
         """Return int64, the tokens of these rows alone."""
