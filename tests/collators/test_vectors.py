@@ -15,8 +15,10 @@ import torch
 
 from torch_collate_kit import (
     DataError,
+    PackedBatchSampler,
     PackedCollator,
     PackedIterableDataset,
+    ParallelLayout,
     PerResponseToken,
     PerToken,
     RolloutCollator,
@@ -50,12 +52,29 @@ def table(rows: list[dict[str, Any]], vector: Callable[[Any], Any] = pa.list_) -
     return pa.table(columns, pa.schema({"input_ids": ids, "labels": ids, **top}))
 
 
+def sliced_inside(rows: list[dict[str, Any]], *, fixed: bool) -> Any:
+    """The table with vectors, and their numbers, that are slices of longer arrays."""
+    made = table(rows)
+    offsets = np.cumsum([0, *(len(row["ids"]) for row in rows)]).tolist()
+    for place, name in ((2, "ids"), (3, "logps")):
+        numbers = [number for row in rows for vector in row[name] for number in vector]
+        kind = made.schema.field(name).type.value_type.value_type
+        values = pa.array([99] * 5 + numbers, kind).slice(3)
+        vectors: Any = pa.ListArray.from_arrays(list(range(0, len(values) + 1, 2)), values)
+        if fixed:
+            vectors = pa.FixedSizeListArray.from_arrays(values, 2)
+        made = made.set_column(place, name, pa.ListArray.from_arrays(offsets, vectors.slice(1)))
+    return made
+
+
 ARROW_FORMS: dict[str, Callable[[list[dict[str, Any]]], Any]] = {
     "lists": table,
     "large": partial(table, vector=pa.large_list),
     "fixed": lambda rows: table(rows, lambda kind: pa.list_(kind, 2)),
     "chunks": lambda rows: pa.concat_tables([table(rows)[:2], table(rows)[:0], table(rows)[2:]]),
     "slice": lambda rows: pa.concat_tables([table(rows)] * 3)[len(rows) : 2 * len(rows)],
+    "inner slices": partial(sliced_inside, fixed=False),
+    "fixed inner slices": partial(sliced_inside, fixed=True),
     "dataset": datasets.Dataset.from_list,
     "Array2D": lambda rows: datasets.Dataset.from_list(rows).cast_column(
         "logps", datasets.Array2D((None, 2), "float64")
@@ -149,3 +168,31 @@ def test_wrong_vectors(mine: Any, message: str) -> None:
     right = {"input_ids": [8, 9], "mine": [[1, 2], [3, 4]]}
     with pytest.raises(DataError, match=f"example 1: {message}"):
         collate([right, {"input_ids": [5, 6, 7], "mine": mine}])
+
+
+def test_uneven_vectors_in_a_table_are_named() -> None:
+    columns = {"input_ids": [[1], [2, 3]], "labels": [[1], [2, 3]], "logps": [[[1.0, 2.0]]] * 2}
+    source = pa.table({**columns, "logps": [[[1.0, 2.0]], [[1.0, 2.0], [3.0]]]})
+    collate = PackedCollator(0, max_tokens=8, fields={"logps": TOP["logps"]})
+    with pytest.raises(DataError, match=r"example 1: logps\[1\] has 1 entries, and the field's sh"):
+        collate(source)
+
+
+def test_undeclared_they_are_not_guessed() -> None:
+    rows = [{key: row[key] for key in ("input_ids", "labels", "ids")} for row in distilled()]
+    assert "ids" not in PackedCollator(0, max_tokens=8)(table(distilled()))
+    with pytest.raises(DataError, match=r"example 0: ids\[0\] is \[0, 0\], so ids is nested"):
+        PackedCollator(0, max_tokens=8, fields={"ids": PerToken(torch.int32)})(rows)
+
+
+def test_a_rank_without_examples_has_vectors_and_explain_shows_them() -> None:
+    layout = ParallelLayout(dp=2)
+    collate = PackedCollator(0, max_tokens=8, fields=TOP, parallel=layout, normalize_loss=False)
+    [part] = PackedBatchSampler(np.array([3]), collate, batch_size=1, dp_rank=1)
+    empty = collate(part.with_examples([]))
+    assert (empty["ids"].shape, empty["logps"].shape) == ((1, 3, 2), (1, 3, 2))
+    assert (empty["ids"] == -1).all()
+    shown = collate(distilled()[:1]).explain(0)
+    assert shown.columns["ids"] == [[0, 0], [1, 1], [2, 2]]
+    assert "[-0.5, 0]" in str(shown)
+    assert "[-0.5, 0]" in shown._repr_html_()
