@@ -181,8 +181,12 @@ def test_uneven_vectors_in_a_table_are_named() -> None:
 def test_undeclared_they_are_not_guessed() -> None:
     rows = [{key: row[key] for key in ("input_ids", "labels", "ids")} for row in distilled()]
     assert "ids" not in PackedCollator(0, max_tokens=8)(table(distilled()))
-    with pytest.raises(DataError, match=r"example 0: ids\[0\] is \[0, 0\], so ids is nested"):
-        PackedCollator(0, max_tokens=8, fields={"ids": PerToken(torch.int32)})(rows)
+    collate = PackedCollator(0, max_tokens=8, fields={"ids": PerToken(torch.int32)})
+    message = r"example 0: ids\[0\] is \[0, 0\], so ids is nested; .*; for .* declare shape=\(2,\)$"
+    with pytest.raises(DataError, match=message):
+        collate(rows)
+    with pytest.raises(DataError, match=r"0: ids is 2-D with shape .* declare shape=\(2,\)$"):
+        collate([{**row, "ids": np.array(row["ids"])} for row in rows])
 
 
 def test_a_rank_without_examples_has_vectors_and_explain_shows_them() -> None:

@@ -291,7 +291,7 @@ class FieldColumn:
             return cast, entries
         is_bad = _is_lost(values, cast) if self.key is None else _is_outside(cast, self.most)
         if is_bad is not None:
-            is_wrong: np.ndarray = is_bad.reshape(len(is_bad), -1).any(axis=1)
+            is_wrong = is_bad.reshape(len(is_bad), -1).max(axis=1)  # any entry of a vector
             example, entry = first_bad(is_wrong, entries)
             place = (entry, *np.argwhere(is_bad)[0, 1:].tolist())
             raise self._bad_number(values[is_bad][0], example, place)

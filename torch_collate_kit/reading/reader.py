@@ -30,7 +30,7 @@ from torch_collate_kit.reading.entries import (
     weights_of_examples,
 )
 from torch_collate_kit.reading.examples import ExampleColumns
-from torch_collate_kit.reading.keys import IMAGES, TARGETS, raw_columns
+from torch_collate_kit.reading.keys import IMAGES, KNOWN, ROLLOUT_KEYS, TARGETS, raw_columns
 from torch_collate_kit.reading.source import Examples
 from torch_collate_kit.reading.values import (
     flag_column,
@@ -39,7 +39,7 @@ from torch_collate_kit.reading.values import (
     spread_numbers,
     text_column,
 )
-from torch_collate_kit.reading.vectors import vector_column
+from torch_collate_kit.reading.vectors import shape_of, vector_column
 from torch_collate_kit.vision import VisionLayout
 
 _SFT_FIELDS: Mapping[str, FieldSpec] = {
@@ -190,8 +190,7 @@ def _field(
         )
     is_float = spec.dtype.is_floating_point or spec.dtype == torch.bool
     kind: Kind = "labels" if key == "labels" else "numbers" if is_float else "whole numbers"
-    shape = getattr(spec, "shape", ())
-    rows = vector_column(key, column, kind, shape) if shape else number_column(key, column, kind)
+    rows = _numbers(key, column, kind, getattr(spec, "shape", ()))
     if is_response or not np.array_equal(rows.offsets, ids.offsets):
         expected = np.asarray(num_actions if is_response else ids.lengths)
         wrong = np.flatnonzero(rows.lengths != expected)
@@ -200,6 +199,18 @@ def _field(
             wanted = _wanted_entries(key, int(expected[i]), is_response, are_rollouts)
             raise DataError(f"example {i}: {key} has {rows.lengths[i]} entries, {wanted}")
     return rows
+
+
+def _numbers(key: str, column: Any, kind: Kind, shape: tuple[int, ...]) -> Numbers:
+    """Return the numbers, or vectors of this shape, of a column."""
+    if shape:
+        return vector_column(key, column, kind, shape)
+    try:
+        return number_column(key, column, kind)
+    except DataError as error:
+        if key in (*KNOWN, *ROLLOUT_KEYS) or not (found := shape_of(column)):
+            raise
+        raise DataError(f"{error}; for a vector per token declare shape={found}") from error
 
 
 def _declared(key: str, raw: Mapping[str, Any]) -> Any:
