@@ -108,6 +108,7 @@ VISION = VisionLayout("qwen3_vl", image_token_id=7, merge_size=2, patch_shape=(3
 DECLARED = {
     "name": PerExample(str),
     "type": PerToken(torch.int8, pad=3),
+    "top": PerToken(torch.int16, pad=-1, shape=(2,)),
     "reference": PerResponseToken(torch.bfloat16),
     "domain": PerExample(torch.int64),
 }
@@ -121,6 +122,7 @@ def declared_examples() -> list[dict[str, Any]]:
         own = {
             "name": f"example {i}",
             "type": [i % 3] * length,
+            "top": [[10 * i + t, t] for t in range(length)],
             "reference": [0.5 * i] * (length - 1),
             "domain": i,
         }

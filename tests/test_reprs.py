@@ -37,7 +37,7 @@ NAMES = {**vars(torch_collate_kit), "torch": torch, "VisionLayout": type(VISION)
 CALLS = [
     "PaddedCollator(0)",
     "PaddedCollator(3, padding_side='right', pad_to_multiple_of=8, normalize_loss=False)",
-    "PaddedCollator(0, train_all=True, fields={'t': PerToken(dtype=torch.int8, pad=3)})",
+    "PaddedCollator(0, train_all=True, fields={'t': PerToken(dtype=torch.int8, pad=3, shape=())})",
     "PaddedCollator(0, max_length=9, overflow='drop')",
     "PackedCollator(0, max_tokens=4096)",
     "PackedCollator(0, max_tokens=8, strategy='sequential', parallel=ParallelLayout(dp=2))",

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from tests.building import packed_collator
-from torch_collate_kit.batch import Batch, PerExample
+from torch_collate_kit.batch import Batch, PerExample, PerToken
 from torch_collate_kit.collators import PackedCollator, PaddedCollator, RolloutCollator
 from torch_collate_kit.packing import PackingOptions, ParallelLayout, pack
 from torch_collate_kit.ragged import Ragged
@@ -28,6 +28,7 @@ ROUTES = np.arange(20).reshape(5, 2, 2)  # 5 tokens, 2 layers, 2 experts
 IMAGE = {"pixel_values": np.ones((4, 3)), "image_grid_thw": [[1, 2, 2]]}
 NO_IMAGE = {"pixel_values": None, "image_grid_thw": None}
 NAN = float("nan")
+TOP = {"top": PerToken(torch.int8, shape=(2,))}
 NESTED = torch.nested.nested_tensor([torch.tensor([5, 6]), torch.tensor([7])], layout=torch.jagged)
 META = torch.ones(2, dtype=torch.int64, device="meta")
 
@@ -213,6 +214,10 @@ BAD_INPUTS = [
     BadInput("a `weight` that is None", _example(weight=None)),
     BadInput("a product that float32 loses", _example(loss_mask=[0, 1, 1e-20], weight=1e-20)),
     BadInput("`sample_weight` for `weight`", _example(sample_weight=0.5)),
+    BadInput("a vector per token of another size", _collated({**GOOD, "top": [[1, 2], [3], [4, 5]]},
+     fields=TOP)),
+    BadInput("vectors per token in an array of another shape", _collated({**GOOD, "top":
+     np.ones((3, 4))}, fields=TOP)),
     BadInput("a number as a name", _collated({**GOOD, "name": 3}, fields={"name":
      PerExample(str)})),
     BadInput("a mask of strings", _example(loss_mask=["a", "b", "c"])),

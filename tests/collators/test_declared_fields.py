@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -42,6 +43,7 @@ CONTAINERS: dict[str, Callable[[list[Any]], Any]] = {
     "array": np.array,
     "tensor": torch.tensor,
 }
+SHAPES = ((), (), (1,), (3,), (2, 2))  # of an entry per token
 DOUBLE = {"array": np.float64, "tensor": torch.float64}
 
 
@@ -54,14 +56,23 @@ def number(draw: Any, dtype: Any) -> float | int | bool | str:
     return whole / 4 if dtype.is_floating_point else whole
 
 
+def entry(draw: Any, spec: Any) -> Any:
+    """A number, or nested lists of the shape that is declared."""
+    if not (shape := getattr(spec, "shape", ())):
+        return number(draw, spec.dtype)
+    return [entry(draw, replace(spec, shape=shape[1:])) for _ in range(shape[0])]
+
+
 @st.composite
 def declared(draw: st.DrawFn) -> dict[str, Any]:
     specs: dict[str, Any] = {}
     for i in range(draw(st.integers(1, 4))):
         kind = draw(st.sampled_from((PerToken, PerResponseToken, PerExample)))
         dtype = draw(st.sampled_from((*DTYPES, str, str) if kind is PerExample else DTYPES))
-        pad = draw(st.sampled_from((0, 1))) if kind is not PerExample else None
-        specs[f"mine_{i}"] = kind(dtype) if pad is None else kind(dtype, pad=pad)
+        specs[f"mine_{i}"] = PerExample(dtype)
+        if kind is not PerExample:
+            pad, shape = draw(st.sampled_from((0, 1))), draw(st.sampled_from(SHAPES))
+            specs[f"mine_{i}"] = kind(dtype, pad=pad, shape=shape)
     return specs
 
 
@@ -88,7 +99,7 @@ def examples(draw: st.DrawFn, specs: dict[str, Any], *, rollouts: bool) -> list[
             if count is None:
                 example[name] = number(draw, spec.dtype)
             else:
-                example[name] = [number(draw, spec.dtype) for _ in range(count)]
+                example[name] = [entry(draw, spec) for _ in range(count)]
         drawn.append(example)
     return drawn
 
@@ -101,6 +112,15 @@ def contained(rows: list[dict[str, Any]], specs: dict[str, Any], kind: str) -> A
             values = [row[key] for row in rows]
             columns[key] = Ragged.from_rows(values) if isinstance(values[0], list) else values
         return columns
+    if kind in ("arrow", "tokenized"):
+        columns = {key: [row[key] for row in rows] for key in rows[0]}
+        table = pa.table(columns)
+        if kind == "arrow":
+            return table
+        shapes = {name: getattr(spec, "shape", ()) for name, spec in specs.items()}
+        if any(len(shape) > 1 for shape in shapes.values()):  # Arrow's have one dimension there
+            return TokenizedDataset(columns, columns=list(columns))[:]
+        return TokenizedDataset(table, columns=list(columns))[:]
     make = CONTAINERS[kind]
     return [
         {k: make(v) if k in specs and isinstance(v, list) else v for k, v in row.items()}
@@ -113,7 +133,9 @@ def expected(batch: Batch, rows: list[dict[str, Any]], name: str, spec: Any) -> 
     meta, width = batch.row_metadata, batch["input_ids"].shape[1]
     found = []
     for r, lengths in enumerate(batch["sub_seq_lengths"].tolist()):
-        cells = [] if isinstance(spec, PerExample) else [spec.pad] * width
+        shape = getattr(spec, "shape", ())
+        pad = None if isinstance(spec, PerExample) else np.full(shape, spec.pad).tolist()
+        cells = [] if isinstance(spec, PerExample) else [pad] * width
         for k, length in enumerate(lengths):
             example = rows[meta["example_indices"][r][k]]
             if isinstance(spec, PerExample):
@@ -131,7 +153,7 @@ def expected(batch: Batch, rows: list[dict[str, Any]], name: str, spec: Any) -> 
     if isinstance(spec, PerExample):
         return [torch.tensor(row, dtype=spec.dtype) for row in found]
     num_columns = width if isinstance(spec, PerToken) else batch.metadata["response_length"]
-    cells_of = torch.tensor(found, dtype=spec.dtype).reshape(len(batch), width)
+    cells_of = torch.tensor(found, dtype=spec.dtype).reshape(len(batch), width, *spec.shape)
     return cells_of[:, width - num_columns :]
 
 
@@ -157,7 +179,8 @@ def test_every_collator_places_them(data: st.DataObject) -> None:
     specs = data.draw(declared())
     kind = data.draw(st.sampled_from(("padded", "packed", "block", "packed rollouts")))
     rows = data.draw(examples(specs, rollouts="o" in kind))
-    container = data.draw(st.sampled_from((*CONTAINERS, "ragged")))
+    forms = (*CONTAINERS, "ragged", "arrow", *(() if "o" in kind else ("tokenized",)))
+    container = data.draw(st.sampled_from(forms))
     collate: Any = PaddedCollator(0, fields=specs)
     if kind == "block":
         collate = RolloutCollator(0, fields=specs)
@@ -209,13 +232,16 @@ def test_the_state_of_a_stream_says_which_fields_it_has() -> None:
 @pytest.mark.parametrize("overflow", ["split", "truncate"])
 def test_a_stream_cuts_them_with_the_example(overflow: str) -> None:
     rows = [{"input_ids": list(range(1, 12)), "loss_mask": [1] * 11, "mine": list(range(11))}]
+    rows[0]["pairs"] = [[n, 10 * n] for n in range(11)]  # type: ignore[list-item]
     fields = {"mine": PerToken(torch.int16, pad=-1)}
+    fields["pairs"] = PerToken(torch.int16, pad=-1, shape=(2,))
     options = {"max_tokens": 4, "overflow": overflow, "fields": fields}
-    found = sorted(
-        row
-        for batch in packed_stream(rows, tokenizer=0, **options)
-        for row in batch["mine"].tolist()
-    )
+    batches = [*packed_stream(rows, tokenizer=0, **options)]
+    for batch in batches:
+        ones, pairs = batch["mine"], batch["pairs"]
+        assert torch.equal(pairs[..., 0], ones)
+        assert torch.equal(pairs[..., 1], torch.where(ones < 0, -1, 10 * ones))
+    found = sorted(row for batch in batches for row in batch["mine"].tolist())
     whole = sorted(PackedCollator(0, **options)(rows)["mine"].tolist())
     assert [[n for n in row if n >= 0] for row in found] == [
         [n for n in row if n >= 0] for row in whole
@@ -304,6 +330,10 @@ def test_a_missing_one() -> None:
         ({"loss_mask": PerToken(torch.int8)}, ValueError, "names 'loss_mask', which the collator"),
         ({"input_ids": PerToken(torch.int8)}, ValueError, "'input_ids', which the collator reads"),
         ({"loss_weights": PerToken(torch.float32)}, ValueError, "'loss_weights', which the coll"),
+        ({"mine": PerToken(torch.int8, shape=3)}, ValueError, r"=3; give .*, shape=\(3,\)$"),  # type: ignore[arg-type]
+        ({"mine": PerToken(torch.int8, shape=[3])}, ValueError, r"shape=\[3\]; give a tuple of po"),  # type: ignore[arg-type]
+        ({"mine": PerToken(torch.int8, shape=(2, 0))}, ValueError, r"shape=\(2, 0\); give a tuple"),
+        ({"mine": PerToken(torch.int8, shape=(True,))}, ValueError, r"shape=\(True,\); give a tup"),
         ({"mine": PerToken(torch.int8, pad=1000)}, ValueError, r"fields\['mine'\] has pad=1000, w"),
     ],
 )

@@ -21,7 +21,9 @@ from torch_collate_kit import (
     PackedCollator,
     PackedIterableDataset,
     PackedRows,
+    PaddedCollator,
     ParallelLayout,
+    PerToken,
     PrefetchLoader,
     TokenizedDataset,
     unpack,
@@ -98,6 +100,32 @@ def test_a_dataset_reads_them_from_every_form(source: Callable[[], Any]) -> None
     other = [*PAIRS[:-1], {**PAIRS[-1], "input_ids": [[1], *PAIRS[-1]["input_ids"][1:]]}]
     assert TokenizedDataset(other).fingerprint() != dataset.fingerprint()
     assert read([collator()(source())]) == WHOLE
+
+
+@pytest.mark.parametrize("source", [*SOURCES.values()][:3], ids=[*SOURCES][:3])
+def test_vectors_per_token_are_one_level_deeper(source: Callable[[], Any]) -> None:
+    fields = {"teacher": PerToken(torch.int64, shape=(2,))}
+    rows = [
+        {
+            "input_ids": pair["input_ids"],
+            "loss_mask": pair["loss_mask"],
+            "teacher": [[[token, token + 1] for token in of] for of in pair["input_ids"]],
+        }
+        for pair in PAIRS
+    ]
+    columns = {key: [row[key] for row in rows] for key in rows[0]}
+    form: Any = {list: rows, dict: columns}.get(type(source()), datasets.Dataset.from_list(rows))
+    dataset = TokenizedDataset(form, columns=[*rows[0]])
+    read_alone = [dataset[i] for i in range(len(dataset))]
+    for collate in (
+        PackedCollator(0, max_tokens=64, fields=fields),
+        PaddedCollator(0, fields=fields),
+    ):
+        for given in (form, dataset[: len(dataset)], read_alone):
+            batch = collate(given)
+            is_token = batch["attention_mask"] == 1
+            expected = torch.stack([batch["input_ids"], batch["input_ids"] + 1], dim=-1)
+            assert torch.equal(batch["teacher"][is_token], expected[is_token])
 
 
 @pytest.mark.parametrize("number", [{"batch_size": 16}, {"batch_rows": 4, "window": 3}])

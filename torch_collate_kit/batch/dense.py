@@ -5,6 +5,7 @@ Every size is known in host memory, so nothing waits for a device.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -92,12 +93,17 @@ class _Maker:
     def dense(
         self, values: Tensor | int, count: str, pad: Any, dtype: torch.dtype, *, hidden: int = 0
     ) -> Tensor:
-        """Return values per counted token, or one for all, as a new tensor ``[R, W - hidden]``."""
+        """Return values per counted token, or one for all: new, ``[R, W - hidden, ...]``."""
         width, cells = self.width - hidden, self.cells(count, hidden)
-        dense = _full(self.num_rows * width, pad, dtype, self.device)
+        shape = () if isinstance(values, int) else values.shape[1:]
+        dense = _full(self.num_rows * width * math.prod(shape), pad, dtype, self.device)
         if isinstance(values, int):  # scatter_ takes four times as long with a number
             values = dense.new_full((1,), values).expand(len(cells))
-        return dense.scatter_(0, cells, _as(values, dtype)).view(self.num_rows, width)
+        if shape:
+            dense.view(-1, *shape).index_copy_(0, cells, _as(values, dtype))
+        else:
+            dense.scatter_(0, cells, _as(values, dtype))
+        return dense.view(self.num_rows, width, *shape)
 
     def own(self, name: str) -> Field:
         """Return a field that has a column of its own."""

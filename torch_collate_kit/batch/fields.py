@@ -21,12 +21,20 @@ Field = Tensor | Ragged
 class PerToken:
     """A field with one entry per token: dense ``[R, W]``, ``pad`` in cells without a token.
 
-    >>> PerToken(torch.int8).pad
-    0
+    ``shape`` is that of an entry: ``(k,)`` for a vector per token, such as a teacher's ``k`` most
+    likely ids; dense ``[R, W, k]``. An example then has ``[tokens, k]`` numbers.
+
+    >>> from torch_collate_kit import PaddedCollator
+    >>> collate = PaddedCollator(0, fields={"top_ids": PerToken(torch.int32, pad=-1, shape=(2,))})
+    >>> examples = [{"input_ids": [5, 6], "labels": [5, 6], "top_ids": [[6, 8], [4, 9]]}]
+    >>> examples += [{"input_ids": [7], "labels": [7], "top_ids": [[3, 5]]}]
+    >>> collate(examples)["top_ids"].tolist()
+    [[[6, 8], [4, 9]], [[-1, -1], [3, 5]]]
     """
 
     dtype: torch.dtype
     pad: float = 0
+    shape: tuple[int, ...] = ()
     count: ClassVar[str | None] = "lengths"
 
 
@@ -34,12 +42,15 @@ class PerToken:
 class PerResponseToken:
     """A field with one entry per response token: dense ``[R, A]``, right-aligned, else ``pad``.
 
+    ``shape`` is that of an entry, as of :class:`PerToken`: dense ``[R, A, k]`` with ``(k,)``.
+
     >>> PerResponseToken(torch.float32).pad
     0
     """
 
     dtype: torch.dtype
     pad: float = 0
+    shape: tuple[int, ...] = ()
     count: ClassVar[str | None] = "responses"
 
 

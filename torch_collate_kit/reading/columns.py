@@ -57,8 +57,11 @@ class Rows:
 Numbers = Ragged | Rows  # of ndarrays
 
 
-def number_column(name: str, column: Any, kind: Kind) -> Numbers:
-    """Return the column as flat arrays of a NumPy dtype of its kind, not copied if it is one."""
+def number_column(name: str, column: Any, kind: Kind, *, first: int = 0) -> Numbers:
+    """Return the column as flat arrays of a NumPy dtype of its kind, not copied if it is one.
+
+    Errors about an entry of a list count examples from ``first``.
+    """
     typecode, kinds, advice = _KINDS[kind]
     if isinstance(column, Ragged):
         flat, offsets = column.values, column.offsets
@@ -70,7 +73,7 @@ def number_column(name: str, column: Any, kind: Kind) -> Numbers:
         column = list(column)  # a pandas column has labels
         types = set(map(type, column))
         if types == {list}:
-            return _from_lists(name, column, typecode)
+            return _from_lists(name, column, typecode, first)
         if types == {Tensor} and _are_plain(name, column, kinds):
             return Rows(column, _offsets(list(map(Tensor.numel, column))))
         rows = column

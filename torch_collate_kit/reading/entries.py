@@ -61,11 +61,12 @@ def joined(column: Numbers) -> Ragged:
 
 
 def _concatenated(arrays: list[Any]) -> np.ndarray:
-    """Join flat arrays, or tensors, of one dtype: in three quarters of the time of NumPy."""
+    """Join arrays, or tensors, of one dtype: in three quarters of the time of NumPy."""
     if isinstance(arrays[0], Tensor):
         return tensor_to_numpy("", None, torch.cat(arrays))
     try:
-        return np.frombuffer(bytearray().join(arrays), dtype=arrays[0].dtype)
+        joined = np.frombuffer(bytearray().join(arrays), dtype=arrays[0].dtype)
+        return joined.reshape(-1, *arrays[0].shape[1:])
     except TypeError:  # one of them is not contiguous
         return np.concatenate(arrays)
 
@@ -290,17 +291,20 @@ class FieldColumn:
             return cast, entries
         is_bad = _is_lost(values, cast) if self.key is None else _is_outside(cast, self.most)
         if is_bad is not None:
-            raise self._bad_number(values[is_bad][0], *first_bad(is_bad, entries))
+            is_wrong = is_bad.reshape(len(is_bad), -1).max(axis=1)  # any entry of a vector
+            example, entry = first_bad(is_wrong, entries)
+            place = (entry, *np.argwhere(is_bad)[0, 1:].tolist())
+            raise self._bad_number(values[is_bad][0], example, place)
         return cast, entries
 
-    def _bad_number(self, number: Any, example: int, entry: int) -> DataError:
+    def _bad_number(self, number: Any, example: int, place: tuple[int, ...]) -> DataError:
         if self.key is None:
-            at = "" if isinstance(self.spec, PerExample) else f"[{entry}]"
+            at = "".join(f"[{i}]" for i in place if not isinstance(self.spec, PerExample))
             return DataError(
                 f"example {example}: {self.name}{at} is {number}, which {self.spec.dtype} does not "
                 "hold; declare another dtype, or give other numbers"
             )
-        found = f"example {example}: {self.key} is {number} at response token {entry}"
+        found = f"example {example}: {self.key} is {number} at response token {place[0]}"
         if self.most < float(number) < math.inf:
             return DataError(
                 f"{found}; a log-probability is 0 or less (rounding may add 0.001): give the "

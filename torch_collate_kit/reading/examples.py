@@ -93,7 +93,9 @@ class ExampleColumns:
             name: [] for name, spec in fields.items() if spec.dtype is str
         }
         columns = [
-            FieldColumn(name, spec, empty) for name, spec in fields.items() if name not in texts
+            FieldColumn(name, spec, Ragged(np.zeros((0, *getattr(spec, "shape", ()))), [0]))
+            for name, spec in fields.items()
+            if name not in texts
         ]
         images = None if vision is None else read_images({}, vision, empty)
         names = (of.name for of in columns), () if images is None else images.arrays
@@ -133,10 +135,9 @@ class ExampleColumns:
         """
         others = [column.name for column in self.fields if column.spec.count != "lengths"]
         if self.num_actions is not None or others:
-            name = others[0] if others else "num_actions"
             raise DataError(
-                f"the examples have {name}, which is of a whole example, and isolate=False makes "
-                "one example of a row; leave it out, or keep documents apart"
+                f"the examples have {[*others, 'num_actions'][0]}, which is of a whole example, and "
+                "isolate=False makes one example of a row; leave it out, or keep documents apart"
             )
         ends = running_sum(pieces.lengths)[pieces.row_offsets]
         offsets = np.unique(ends)  # an empty row ends where it begins
@@ -200,8 +201,7 @@ class ExampleColumns:
         if numbers is not None:  # what is of an example stands where its first segment is
             is_first = numbers == 0
             offsets = running_sum(is_first)[pieces.row_offsets]
-            none = np.zeros_like(examples[is_first])
-            whole = Pieces(examples[is_first], none, none, offsets)
+            whole = Pieces(*np.broadcast_arrays(examples[is_first], 0, 0), offsets)
         for column in self.fields:
             if isinstance(column.spec, PerExample):
                 values, entries = column.place(whole, whole)

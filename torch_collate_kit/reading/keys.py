@@ -15,7 +15,14 @@ from torch_collate_kit._checks import bare_key, respelt, type_name
 from torch_collate_kit.batch.fields import PerToken
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Nested, Ragged
-from torch_collate_kit.reading.source import Examples, Source, check_even, num_rows
+from torch_collate_kit.reading.source import (
+    Examples,
+    Source,
+    are_nested,
+    check_even,
+    num_rows,
+    with_vectors,
+)
 from torch_collate_kit.vision import VisionLayout
 from torch_collate_kit.vision.families import IMAGE_FIELDS
 
@@ -38,7 +45,7 @@ def raw_columns(
     *,
     rollouts: bool | None,
     train_all: bool,
-    fields: Iterable[str],
+    fields: Mapping[str, Any],
     vision: VisionLayout | None,
 ) -> tuple[dict[str, Any], bool, dict[str, PerToken]]:
     """Return the known columns as given, whether they are rollouts, and fields per token."""
@@ -61,6 +68,9 @@ def raw_columns(
         known, ids = (*KNOWN, *fields), "input_ids"
     owners = first_with(given)
     if isinstance(given, Mapping):
+        vectors = [key for key, spec in fields.items() if getattr(spec, "shape", ())]
+        if vectors and not are_nested(given.get(ids, ())):  # then lists of lists are vectors
+            given = with_vectors(given, vectors)
         raw = _columns(given, (*known, *media), ids)
     else:
         raw = _transposed(given, known, media and [key for key in media if key in owners])

@@ -30,9 +30,17 @@ from torch_collate_kit.reading.entries import (
     weights_of_examples,
 )
 from torch_collate_kit.reading.examples import ExampleColumns
-from torch_collate_kit.reading.keys import IMAGES, MEDIA, PER_TOKEN, TARGETS, raw_columns
-from torch_collate_kit.reading.segments import are_nested, name_of, opened
-from torch_collate_kit.reading.source import Examples
+from torch_collate_kit.reading.keys import (
+    IMAGES,
+    KNOWN,
+    MEDIA,
+    PER_TOKEN,
+    ROLLOUT_KEYS,
+    TARGETS,
+    raw_columns,
+)
+from torch_collate_kit.reading.segments import name_of, opened
+from torch_collate_kit.reading.source import Examples, are_nested
 from torch_collate_kit.reading.values import (
     flag_column,
     id_column,
@@ -40,6 +48,7 @@ from torch_collate_kit.reading.values import (
     spread_numbers,
     text_column,
 )
+from torch_collate_kit.reading.vectors import shape_of, vector_column
 from torch_collate_kit.vision import VisionLayout
 
 _SFT_FIELDS: Mapping[str, FieldSpec] = {
@@ -210,7 +219,7 @@ def _field(
     dtype: Any = spec.dtype  # of a string it is read elsewhere
     is_float = dtype.is_floating_point or dtype == torch.bool
     kind: Kind = "labels" if key == "labels" else "numbers" if is_float else "whole numbers"
-    rows = number_column(key, column, kind)
+    rows = _numbers(key, column, kind, getattr(spec, "shape", ()))
     if is_response or not np.array_equal(rows.offsets, ids.offsets):
         expected = np.asarray(num_actions if is_response else ids.lengths)
         wrong = np.flatnonzero(rows.lengths != expected)
@@ -225,6 +234,18 @@ def _one_number_each(key: str, column: Any) -> Ragged:
     wanted = "it is declared PerExample, so give one number"
     numbers = scalar_column(key, column, "iufb", wanted)
     return Ragged(numbers, np.arange(len(numbers) + 1))
+
+
+def _numbers(key: str, column: Any, kind: Kind, shape: tuple[int, ...]) -> Numbers:
+    """Return the numbers, or vectors of this shape, of a column."""
+    if shape:
+        return vector_column(key, column, kind, shape)
+    try:
+        return number_column(key, column, kind)
+    except DataError as error:
+        if key in (*KNOWN, *ROLLOUT_KEYS) or not (found := shape_of(column)):
+            raise
+        raise DataError(f"{error}; for a vector per token declare shape={found}") from error
 
 
 def _declared(key: str, raw: Mapping[str, Any]) -> Any:

@@ -7,15 +7,14 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from torch_collate_kit._checks import type_name
 from torch_collate_kit._reprs import plural
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.ragged import Nested, Ragged
+from torch_collate_kit.ragged import Nested
 from torch_collate_kit.reading.entries import weights_of_examples
 from torch_collate_kit.reading.keys import MEDIA
-from torch_collate_kit.reading.source import is_sequence
+from torch_collate_kit.reading.source import is_list_of_rows, is_sequence
 
 
 def opened(raw: Mapping[str, Any], keys: Collection[str]) -> tuple[dict[str, Any], np.ndarray]:
@@ -45,24 +44,6 @@ def opened(raw: Mapping[str, Any], keys: Collection[str]) -> tuple[dict[str, Any
     return columns, np.append(0, np.cumsum(counts))
 
 
-def are_nested(column: Any) -> bool:
-    """Return whether the entries of a column are lists of segments."""
-    if isinstance(column, Nested):
-        return True
-    if isinstance(column, Ragged | Tensor) or not len(column):
-        return False
-    return _is_list_of_rows(next(iter(column)))
-
-
-def _is_list_of_rows(entry: Any) -> bool:
-    is_list = is_sequence(entry) or (isinstance(entry, np.ndarray) and entry.dtype.hasobject)
-    return bool(is_list and len(entry) and _is_row(entry[0]))
-
-
-def _is_row(value: Any) -> bool:
-    return is_sequence(value) or (isinstance(value, np.ndarray | Tensor) and value.ndim > 0)
-
-
 def opened_column(
     key: str, column: Any, counts: np.ndarray | None = None
 ) -> tuple[Any, np.ndarray]:
@@ -79,7 +60,7 @@ def opened_column(
         is_list = [is_sequence(entry) for entry in entries]
         wanted = "a list with one array, or None, for each segment"
     else:
-        is_list = [_is_list_of_rows(entry) or _is_empty(entry) for entry in entries]
+        is_list = [is_list_of_rows(entry) or _is_empty(entry) for entry in entries]
         wanted = "a list with one list for each segment"
     if not all(is_list):
         i = is_list.index(False)

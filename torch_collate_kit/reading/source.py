@@ -159,16 +159,36 @@ def num_rows(column: Any) -> int | None:
     return None if getattr(column, "ndim", 1) == 0 else len(column)
 
 
-class _ArrowColumns(Mapping[str, Any]):
-    """Columns of an Arrow table, each converted when it is read."""
+def are_nested(column: Any) -> bool:
+    """Return whether the entries of a column are lists of segments."""
+    if isinstance(column, Nested):
+        return True
+    if isinstance(column, Ragged | Tensor) or not len(column):
+        return False
+    return is_list_of_rows(next(iter(column)))
 
-    def __init__(self, table: pa.Table) -> None:
-        self.table = table
+
+def is_list_of_rows(entry: Any) -> bool:
+    """Return whether an entry of a column is a list of lists, arrays or tensors."""
+    is_list = is_sequence(entry) or (isinstance(entry, np.ndarray) and entry.dtype.hasobject)
+    return bool(is_list and len(entry) and _is_row(entry[0]))
+
+
+def _is_row(value: Any) -> bool:
+    return is_sequence(value) or (isinstance(value, np.ndarray | Tensor) and value.ndim > 0)
+
+
+class _ArrowColumns(Mapping[str, Any]):
+    """Columns of an Arrow table, each converted when it is read; some hold ``vectors``."""
+
+    def __init__(self, table: pa.Table, vectors: Collection[str] = ()) -> None:
+        self.table, self.vectors = table, vectors
 
     def __getitem__(self, name: str) -> Any:
         if name not in self.table.column_names:
             raise KeyError(name)
-        return _of_arrow(self.table.column(name))
+        column = self.table.column(name)
+        return _vectors_of_arrow(column) if name in self.vectors else _of_arrow(column)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.table.column_names)
@@ -208,6 +228,32 @@ def _of_arrow(column: Any) -> Any:
         return flat
     lengths = array.value_lengths().to_numpy(zero_copy_only=False)
     return unchecked(flat, np.append(0, np.cumsum(lengths, dtype=np.int64)))
+
+
+def with_vectors(columns: Mapping[str, Any], names: Collection[str]) -> Mapping[str, Any]:
+    """Return columns of which ``names`` hold a vector per token; Arrow's are read as arrays."""
+    return _ArrowColumns(columns.table, names) if isinstance(columns, _ArrowColumns) else columns
+
+
+def _vectors_of_arrow(column: Any) -> Any:
+    """Return lists of lists, of one size each, as a Ragged ``[T, k]``; others as Python objects."""
+    is_of = sys.modules["pyarrow"].types
+    array = column.combine_chunks()
+    array, shape, lengths = getattr(array, "storage", array), [], None  # of datasets.Array2D
+    while not array.null_count and hasattr(array, "value_lengths"):
+        sizes = array.value_lengths().to_numpy(zero_copy_only=False)
+        if lengths is None:
+            lengths = sizes
+        elif not len(sizes) or (sizes != sizes[0]).any():
+            break
+        else:
+            shape.append(int(sizes[0]))
+        array = array.flatten()
+    is_number = is_of.is_integer(array.type) or is_of.is_floating(array.type)
+    if lengths is None or array.null_count or not (is_number or is_of.is_boolean(array.type)):
+        return column.to_pylist()
+    values = array.to_numpy(zero_copy_only=False).reshape(-1, *shape)
+    return unchecked(values, np.append(0, np.cumsum(lengths, dtype=np.int64)))
 
 
 class ArrowFiles:

@@ -15,8 +15,8 @@ from torch_collate_kit.loading import TokenizedDataset
 from torch_collate_kit.packing.pieces import Patches
 from torch_collate_kit.packing.segments import checked_segments
 from torch_collate_kit.ragged import Nested, Ragged, unchecked
-from torch_collate_kit.reading.segments import are_nested, opened_column
-from torch_collate_kit.reading.source import Source, check_even, is_sequence
+from torch_collate_kit.reading.segments import opened_column
+from torch_collate_kit.reading.source import Source, are_nested, check_even, is_sequence
 
 _IDS = (("input_ids",), ("prompt_ids", "response_ids"))
 _NO_NUMBERS = (Mapping, str, os.PathLike)

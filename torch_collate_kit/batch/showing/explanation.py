@@ -140,16 +140,17 @@ def _values_of(
         return None
     width, mask = cells.kinds.shape[1], one.get("loss_mask")
     responses = stored.metadata.get("response_length", getattr(mask, "shape", (0,))[-1])
-    values = _of_cells(one[name], width, [width, min(width, responses)])
+    num_dims = 2 + len(getattr(spec, "shape", ()))
+    values = _of_cells(one[name], width, [width, min(width, responses)], num_dims)
     if values is None or not isinstance(spec, PerResponseToken) or not stored.columns:
         return values
     shown = {*stored.columns.placement.cells("responses").tolist()}
     return [value if i in shown else None for i, value in enumerate(values)]
 
 
-def _of_cells(field: Any, width: int, sizes: Sequence[int]) -> list[Any] | None:
+def _of_cells(field: Any, width: int, sizes: Sequence[int], num_dims: int = 2) -> list[Any] | None:
     """Return a value per cell of a field ``[1, W]``, or right-aligned ``[1, A]``, else None."""
-    if not isinstance(field, Tensor) or field.ndim != 2 or field.shape[1] not in sizes:
+    if not isinstance(field, Tensor) or field.ndim != num_dims or field.shape[1] not in sizes:
         return None
     return [None] * (width - field.shape[1]) + field[0].tolist()
 
@@ -243,7 +244,8 @@ def _cell_text(name: str, value: Any) -> str:
         return "-"
     if isinstance(value, float):
         return f"{value + 0.0:.4g}"  # no -0
-    text = str(value)
+    is_vector = isinstance(value, list)
+    text = f"[{', '.join(_cell_text('', of) for of in value)}]" if is_vector else str(value)
     return text if len(text) <= _MAX_TEXT else text[: _MAX_TEXT - 4] + "..." + text[-1]
 
 

@@ -1,4 +1,4 @@
-"""Columns of Arrow or NumPy chunks, read in place: numbers, texts, and the arrays of images."""
+"""Columns of Arrow or NumPy chunks, read in place: numbers, texts, and the choice among all."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.loading.dataset.list_columns import ListColumn, NestedColumn, null_error
+from torch_collate_kit.loading.dataset.arrays import ArrayColumn
+from torch_collate_kit.loading.dataset.list_columns import (
+    ListColumn,
+    NestedColumn,
+    VectorColumn,
+    null_error,
+)
 from torch_collate_kit.ragged import Nested, Ragged
 from torch_collate_kit.reading.keys import KNOWN
 from torch_collate_kit.vision.families import IMAGE_FIELDS
@@ -40,41 +46,6 @@ class NumberColumn:
         return self._values[rows].astype(self._dtype, copy=False)
 
 
-class ArrayColumn:
-    """Column of nested lists or nulls; a null is an example without an image."""
-
-    def __init__(self, name: str, column: pa.ChunkedArray | list[np.ndarray | None]) -> None:
-        self.name = name
-        self._chunks: list[Any] = [column]
-        if not isinstance(column, list):  # datasets.Array2D and its kind extend lists
-            self._chunks = [getattr(chunk, "storage", chunk) for chunk in column.chunks]
-        self._starts = np.cumsum([0, *map(len, self._chunks)])
-
-    def take(self, rows: np.ndarray, named: np.ndarray) -> list[np.ndarray | None]:
-        """Return the rows, views where Arrow allows them."""
-        chunks = np.searchsorted(self._starts, rows, side="right") - 1
-        places = (chunks.tolist(), (rows - self._starts[chunks]).tolist(), named.tolist())
-        return [
-            held[row]
-            if isinstance(held := self._chunks[chunk], list)
-            else _to_numpy(self.name, i, held.slice(row, 1))
-            for chunk, row, i in zip(*places, strict=True)
-        ]
-
-    def outer_lengths(self) -> np.ndarray:
-        """Return int64 [N], the first dimension of every row, 0 for a null; reads no number."""
-        parts = [np.empty(0, dtype=np.int64)]
-        for chunk in self._chunks:
-            if isinstance(chunk, list):
-                parts.append(np.array([0 if row is None else len(row) for row in chunk]))
-            elif chunk.null_count == len(chunk):  # its type may be null, without lengths
-                parts.append(np.zeros(len(chunk), dtype=np.int64))
-            else:
-                lengths = chunk.value_lengths().fill_null(0)
-                parts.append(lengths.to_numpy(zero_copy_only=False).astype(np.int64))
-        return np.concatenate(parts)
-
-
 class TextColumn:
     """Column of one string per row, such as a declared name."""
 
@@ -92,66 +63,62 @@ class TextColumn:
         return texts
 
 
-AnyColumn = ListColumn | NestedColumn | NumberColumn | ArrayColumn | TextColumn
+AnyColumn = ListColumn | VectorColumn | NestedColumn | NumberColumn | ArrayColumn | TextColumn
 
 
-def column_of(name: str, column: Any) -> AnyColumn:
-    """Return the column for a Ragged, a Nested, an ndarray, strings or an Arrow column."""
+def column_of(name: str, column: Any, *, of_segments: bool) -> AnyColumn:
+    """Return the column for a Ragged, a Nested, an ndarray, strings or an Arrow column.
+
+    Lists of lists are segments where ``input_ids`` are lists of them, else a vector per token.
+    """
     if name in IMAGE_FIELDS:
         return ArrayColumn(name, column)
     if isinstance(column, list):
         return TextColumn(name, column)
-    if isinstance(column, Ragged):
-        return ListColumn(name, column.values.dtype, [column])
     if isinstance(column, Nested):
-        return NestedColumn(name, column.rows.values.dtype, [column])
+        values = column.rows.values
+        return NestedColumn(name, values.dtype, [column], of_vectors=values.ndim > 1)
+    if isinstance(column, Ragged):
+        kind_of = ListColumn if column.values.ndim == 1 else VectorColumn
+        return kind_of(name, column.values.dtype, [column])
     if isinstance(column, np.ndarray):
         return NumberColumn(name, column.dtype, column)
     import pyarrow as pa
-    from pyarrow.types import (
-        is_boolean,
-        is_floating,
-        is_integer,
-        is_large_string,
-        is_null,
-        is_string,
-    )
+    from pyarrow.types import is_boolean, is_floating, is_integer, is_null
 
-    if name not in KNOWN and (is_string(column.type) or is_large_string(column.type)):
+    if name not in KNOWN and is_text(column.type):
         return TextColumn(name, column)
-    list_types = pa.ListType | pa.LargeListType | pa.FixedSizeListType
-    is_list = isinstance(column.type, list_types)
-    kind = column.type.value_type if is_list else column.type
-    is_nested = isinstance(kind, list_types)
-    kind = kind.value_type if is_nested else kind
-    if not (is_null(kind) or is_integer(kind) or is_floating(kind) or is_boolean(kind)):
+    depth, kind = 0, column.type
+    while True:
+        kind = getattr(kind, "storage_type", kind)  # datasets.Array2D is an extension
+        if not isinstance(kind, pa.ListType | pa.LargeListType | pa.FixedSizeListType):
+            break
+        depth, kind = depth + 1, kind.value_type
+    is_number = is_null(kind) or is_integer(kind) or is_floating(kind) or is_boolean(kind)
+    most = 2 if name in KNOWN or not of_segments else 3
+    if not is_number or depth > most or (depth == 2 and name in KNOWN and not of_segments):
         raise DataError(
             f"column {name} has the Arrow type {column.type}; a column holds one list of numbers "
-            "per row, or of several segments a list of such lists, one number, or one string: cast "
-            "it, or leave it out with columns="
+            "per row (or of vectors, for fields with a shape; or of several segments a list of "
+            "such lists), one number, or one string: cast it, or leave it out with columns="
         )
     # null is what Arrow infers when every list is empty
     dtype = np.int64 if is_null(kind) else kind.to_pandas_dtype()
-    if is_nested:
-        return NestedColumn(name, dtype, column.chunks)
-    return ListColumn(name, dtype, column.chunks) if is_list else NumberColumn(name, dtype, column)
+    if not depth:
+        return NumberColumn(name, dtype, column)
+    chunks = [getattr(chunk, "storage", chunk) for chunk in column.chunks]
+    if of_segments and depth > 1:
+        return NestedColumn(name, dtype, chunks, of_vectors=depth == 3)
+    return (ListColumn if depth == 1 else VectorColumn)(name, dtype, chunks)
 
 
-def _to_numpy(name: str, row: int, lists: Any) -> np.ndarray | None:
-    """Return one list of nested lists as an array."""
-    if lists.null_count:
-        return None
-    shape: list[int] = []
-    while hasattr(lists, "flatten") and hasattr(lists, "value_lengths"):
-        lengths = lists.value_lengths().to_numpy(zero_copy_only=False)
-        if len(lengths) and (lengths != lengths[0]).any():
-            raise DataError(
-                f"row {row}: {name} holds lists of different lengths, {sorted({*lengths.tolist()})}"
-                f" at dimension {len(shape)}; an image field is an array: store it as one"
-            )
-        shape.append(int(lengths[0]) if len(lengths) else 0)
-        lists = lists.flatten()
-    if lists.null_count:
-        raise DataError(f"row {row}: {name} holds a null; drop the row, or process it again")
-    array: np.ndarray = lists.to_numpy(zero_copy_only=False).reshape(shape)
-    return array
+def are_lists_of_segments(ids: Any) -> bool:
+    """Return whether a column of ``input_ids`` has a list of segments in every row."""
+    if isinstance(ids, Nested) or not hasattr(ids, "type"):
+        return isinstance(ids, Nested)
+    return str(ids.type).count("list<") > 1
+
+
+def is_text(kind: Any) -> bool:
+    """Return whether an Arrow type is of strings."""
+    return str(kind) in ("string", "large_string")

@@ -1,7 +1,8 @@
-"""Columns of lists, and of lists of lists, of Arrow or NumPy chunks, read in place."""
+"""Columns of lists, of numbers, vectors or segments, of Arrow or NumPy chunks, read in place."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from itertools import islice, repeat
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.ragged import Nested, Ragged, span_indices
+from torch_collate_kit.ragged import Nested, Ragged, span_indices, unchecked
 
 if TYPE_CHECKING:
     import pyarrow as pa  # type: ignore[import-untyped,unused-ignore]
@@ -50,7 +51,7 @@ class ListColumn:
             offsets = chunk.offsets.to_numpy()
         else:
             offsets = np.arange(chunk.offset, chunk.offset + len(chunk) + 1) * width
-        if chunk.null_count or values.null_count:
+        if chunk.null_count or _has_null(values, "values"):
             self._suspects[len(self._values)] = chunk
         self._is_in_bits = self.dtype == np.bool_
         dtype = np.dtype(np.uint8) if self._is_in_bits else self.dtype
@@ -69,7 +70,7 @@ class ListColumn:
             for i, chunk, row in zip(named.tolist(), chunks.tolist(), rows.tolist(), strict=True):
                 if chunk in self._suspects:
                     entry = self._suspects[chunk][row]
-                    if not entry.is_valid or (look_inside and entry.values.null_count):
+                    if not entry.is_valid or (look_inside and _has_null(entry.values, "flatten")):
                         raise null_error(self.name, i)
         return chunks, rows
 
@@ -101,11 +102,7 @@ class ListColumn:
         """Return the rows, copied end to end."""
         chunks, rows = self._places(rows, named)
         starts, stops = self._bounds(chunks, rows)
-        if self._is_in_bits:
-            values = self._bools(chunks, starts, stops)
-        else:
-            values = _joined(self._values, chunks, starts, stops, self.dtype)
-        return Ragged.from_lengths(values, stops - starts)
+        return Ragged.from_lengths(self._copied(chunks, starts, stops), stops - starts)
 
     def _bounds(self, chunks: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return where the rows start and stop in the values of their chunk."""
@@ -116,6 +113,12 @@ class ListColumn:
         pairs = _joined(self._offsets, chunks, rows, rows + 2, kind).reshape(-1, 2)
         return pairs[:, 0], pairs[:, 1]
 
+    def _copied(self, chunks: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
+        """Copy these spans of the values of chunks, one after the other."""
+        if self._is_in_bits:
+            return self._bools(chunks, starts, stops)
+        return _joined(self._values, chunks, starts, stops, self.dtype)
+
     def _bools(self, chunks: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
         """Copy the bytes that hold the rows, unpack them at once, and return the rows."""
         first, stop = starts >> 3, (stops + 7) >> 3
@@ -125,10 +128,70 @@ class ListColumn:
         return _joined([bits], np.zeros_like(chunks), starts + shifts, stops + shifts, np.bool_)
 
 
-class NestedColumn:
-    """Column of lists of lists, such as segments: a ListColumn of the inner ones, and offsets."""
+class VectorColumn:
+    """Column of lists of vectors, such as a teacher's top-k: all that is read have one size."""
 
     def __init__(self, name: str, dtype: Any, chunks: Iterable[Any]) -> None:
+        self._shape: tuple[int, ...] | None = None  # of every vector; None: Arrow lists of any size
+        self._edges: list[memoryview] = []  # of such lists: per chunk, where each starts
+        self._first: list[int] = []  # per chunk, the place of its first number in its buffer
+        flat = []
+        for chunk in filter(len, chunks):
+            if isinstance(chunk, Ragged):
+                self._shape = chunk.values.shape[1:]
+                flat.append(unchecked(chunk.values.reshape(-1), chunk.offsets))
+                self._first.append(0)
+                continue
+            vectors = chunk.values
+            if (size := getattr(vectors.type, "list_size", None)) is not None:
+                self._shape = (size,)
+            else:
+                kind = np.int64 if str(vectors.type).startswith("large_list") else np.int32
+                self._edges.append(np.frombuffer(vectors.buffers()[1] or bytes(8), kind).data)
+            flat.append(chunk)
+            self._first.append(vectors.values.offset)
+        self._numbers = ListColumn(name, dtype, flat)  # whose rows are in vectors
+
+    def take(self, rows: np.ndarray, named: np.ndarray) -> Ragged:
+        """Return the rows, copied end to end: values ``[T, k]``."""
+        chunks, rows = self._numbers._places(rows, named)
+        starts, stops = self._numbers._bounds(chunks, rows)
+        lengths, shape = (stops - starts).astype(np.int64), self._shape
+        if shape is None:
+            starts, stops, shape = self._even(chunks, starts, lengths, named)
+        else:
+            starts, stops = starts * math.prod(shape), stops * math.prod(shape)
+        first = np.array(self._first, dtype=np.int64)[chunks]
+        values = self._numbers._copied(chunks, starts + first, stops + first)
+        return Ragged.from_lengths(values.reshape(-1, *shape), lengths)
+
+    def _even(
+        self, chunks: np.ndarray, starts: np.ndarray, lengths: np.ndarray, named: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, tuple[int]]:
+        """Return where the numbers of rows start and stop, and the one shape of their vectors."""
+        kind = self._edges[0].format if self._edges else "q"
+        edges = _joined(self._edges, chunks, starts, starts + lengths + 1, kind).astype(np.int64)
+        ends = np.cumsum(lengths + 1)
+        sizes = np.delete(np.diff(edges), ends[:-1] - 1)  # but those from row to row
+        size = int(sizes[0]) if len(sizes) else 1
+        is_odd = (sizes != size) | (sizes == 0)
+        if is_odd.any():
+            token = int(is_odd.argmax())
+            row = int(np.searchsorted(np.cumsum(lengths), token, side="right"))
+            raise DataError(
+                f"row {named[row]}: {self._numbers.name}[{token - lengths[:row].sum()}] has "
+                f"{sizes[token]} numbers, the first token that was read has {size}; give every "
+                "token the same number, at least one"
+            )
+        return edges[ends - lengths - 1], edges[ends - 1], (size,)
+
+
+class NestedColumn:
+    """Column of lists of segments: a column of all segments, and where those of a row begin."""
+
+    def __init__(
+        self, name: str, dtype: Any, chunks: Iterable[Any], *, of_vectors: bool = False
+    ) -> None:
         self.name, self.dtype = name, np.dtype(dtype)
         inner, offsets, total = [], [np.zeros(1, dtype=np.int64)], 0
         nulls = []
@@ -139,12 +202,12 @@ class NestedColumn:
                 own = _outer_offsets(chunk)
                 rows = chunk.values.slice(own[0], own[-1] - own[0])
                 if chunk.null_count:
-                    first = sum(map(len, offsets)) - len(offsets)
+                    first = sum(map(len, offsets)) - 1
                     nulls.append(first + np.flatnonzero(chunk.is_null()))
             inner.append(rows)
             offsets.append(own[1:] - own[0] + total)
             total += len(rows)
-        self._inner = ListColumn(name, dtype, inner)
+        self._inner = (VectorColumn if of_vectors else ListColumn)(name, dtype, inner)
         self._offsets: np.ndarray = np.concatenate(offsets)
         self._nulls = np.concatenate(nulls) if nulls else np.zeros(0, dtype=np.int64)
 
@@ -155,6 +218,7 @@ class NestedColumn:
         """Return int64 lengths of the inner lists of all or the given rows, from offsets."""
         if len(self._nulls):
             raise null_error(self.name, int(self._nulls[0]))
+        assert isinstance(self._inner, ListColumn)  # of ids
         found = Ragged(self._inner.lengths(), self._offsets)
         return found if rows is None else found.take(rows)
 
@@ -164,6 +228,7 @@ class NestedColumn:
 
     def lengths_at(self, rows: np.ndarray, named: np.ndarray) -> Ragged:
         """Return int64 lengths of the inner lists of the given rows alone; reads no token."""
+        assert isinstance(self._inner, ListColumn)
         inner, counts = self._inner_rows(rows, named)
         return Ragged.from_lengths(self._inner.lengths_at(inner, inner), counts)
 
@@ -204,6 +269,12 @@ def _joined(
     while parts := [view[start:stop] for view, start, stop in islice(spans, 128)]:
         joined.append(b"".join(parts))
     return np.frombuffer(bytearray().join(joined), dtype=dtype)
+
+
+def _has_null(values: Any, inner: str) -> bool:
+    """Return whether numbers or vectors of numbers hold a null; ``inner`` leads to the numbers."""
+    numbers = getattr(values, inner, values)
+    return bool(values.null_count or (numbers() if callable(numbers) else numbers).null_count)
 
 
 def null_error(name: str, row: int) -> DataError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -13,9 +14,10 @@ from torch_collate_kit.ragged import Nested, Ragged
 from torch_collate_kit.reading.columns import number_column
 from torch_collate_kit.reading.entries import joined
 from torch_collate_kit.reading.keys import KNOWN, TOKEN_TYPES, check_keys, first_with
-from torch_collate_kit.reading.segments import are_nested, name_of, opened_column
-from torch_collate_kit.reading.source import Examples, Source, is_a, is_sequence
+from torch_collate_kit.reading.segments import name_of, opened_column
+from torch_collate_kit.reading.source import Examples, Source, are_nested, is_a, is_sequence
 from torch_collate_kit.reading.values import is_number, scalar_column
+from torch_collate_kit.reading.vectors import shape_of, vector_column
 from torch_collate_kit.vision.families import IMAGE_FIELDS
 
 if TYPE_CHECKING:
@@ -69,28 +71,34 @@ def _copied(
     examples = source.part(0, len(source))
     if isinstance(examples, Mapping):
         names = _chosen(list(examples), columns, train_all)
-        return {name: _column(name, examples[name]) for name in names}
+        of_segments = are_nested(examples["input_ids"])
+        return {name: _column(name, examples[name], of_segments=of_segments) for name in names}
     for i, example in enumerate(examples):
         if not isinstance(example, Mapping):
             raise DataError(
                 f"example {i} is {type_name(example)}; an example is a mapping with input_ids"
             )
-    copied = {}
-    for name in _chosen(list(first_with(examples)), columns, train_all):
+    copied: dict[str, Any] = {}
+    names = _chosen(list(first_with(examples)), columns, train_all)
+    of_segments = are_nested([examples[0].get("input_ids")])
+    for name in names:
         without = next((i for i, example in enumerate(examples) if name not in example), None)
         if without is not None and name not in IMAGE_FIELDS:
             raise DataError(
                 f"example {without} has no {name}, other examples have; give every one the same "
                 "keys, or pass columns="
             )
-        copied[name] = _column(name, [example.get(name) for example in examples])
+        column = [example.get(name) for example in examples]
+        copied[name] = _column(name, column, of_segments=of_segments)
     return copied
 
 
-def _column(name: str, column: Any) -> np.ndarray | Ragged | Nested | list[Any]:
+def _column(
+    name: str, column: Any, *, of_segments: bool
+) -> np.ndarray | Ragged | Nested | list[Any]:
     if name in IMAGE_FIELDS:
         return [None if entry is None else np.array(entry) for entry in column]
-    if are_nested(column):
+    if of_segments and are_nested(column):
         flat, counts = opened_column(name, column)
         offsets = np.append(0, np.cumsum(counts))
         with examples_named(name_of(offsets)):
@@ -105,11 +113,13 @@ def _column(name: str, column: Any) -> np.ndarray | Ragged | Nested | list[Any]:
 
 
 def _numbers(name: str, column: Any) -> Ragged:
+    shape = () if name in KNOWN else shape_of(column)
+    read = partial(vector_column, shape=shape) if shape else number_column
     if name in IDS:
         numbers = joined(number_column(name, column, "ids" if name == "input_ids" else "labels"))
     else:
         try:
-            numbers = joined(number_column(name, column, "whole numbers"))
+            numbers = joined(read(name, column, "whole numbers"))
         except DataError:  # not whole, or True and False
-            numbers = joined(number_column(name, column, "numbers"))
+            numbers = joined(read(name, column, "numbers"))
     return Ragged(numbers.values.astype(numbers.values.dtype.str), numbers.offsets)

@@ -11,13 +11,18 @@ from torch.utils.data import Dataset
 
 from torch_collate_kit._checks import checked_bool, checked_int
 from torch_collate_kit.errors import DataError
+from torch_collate_kit.loading.dataset.arrays import ArrayColumn
 from torch_collate_kit.loading.dataset.columns import (
-    ArrayColumn,
     TextColumn,
+    are_lists_of_segments,
     column_of,
 )
 from torch_collate_kit.loading.dataset.fingerprints import fingerprint_of
-from torch_collate_kit.loading.dataset.list_columns import ListColumn, NestedColumn
+from torch_collate_kit.loading.dataset.list_columns import (
+    ListColumn,
+    NestedColumn,
+    VectorColumn,
+)
 from torch_collate_kit.loading.dataset.sources import IDS, DatasetSource, kept_source
 from torch_collate_kit.packing import RankPlan
 from torch_collate_kit.packing.rank_plan import PlannedExamples
@@ -50,16 +55,17 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
         source: a ``datasets.Dataset``; a ``pyarrow.Table`` or ``RecordBatch``; a path, or a list of
             paths, of Arrow or Parquet files; or examples in memory (a list, a mapping of columns, a
             DataFrame, another map-style dataset), which are copied into columns.
-        columns: the columns to keep, of lists of numbers or of numbers. By default those that the
-            collators know (``input_ids``, ``num_actions``, ``attention_mask``, ``weight``, target
-            forms), and ``num_cut_tokens``, which ``audit`` reads. Columns of strings, for fields
-            declared ``PerExample(str)``, are kept where they are named.
+        columns: the columns to keep, of lists of numbers, of lists of vectors (for fields with a
+            ``shape``) or of numbers. By default those that the collators know (``input_ids``,
+            ``num_actions``, ``attention_mask``, ``weight``, target forms), and ``num_cut_tokens``,
+            which ``audit`` reads. Columns of strings, for fields declared ``PerExample(str)``, are
+            kept where they are named.
         train_all: every token of a source without a loss target is trained. Must be given if it has
             other columns than ``input_ids`` and ``attention_mask``, unless ``columns`` is given.
         vision: how images become tokens, for ``patches`` and to count loss tokens of a source with
             images; a VisionLayout or a processor.
 
-    ``ds[i]`` is a dict of 1-D ndarrays, read-only views. ``ds[a:b]`` and
+    ``ds[i]`` is a dict of ndarrays, of lists read-only views. ``ds[a:b]`` and
     ``ds.__getitems__(indices)`` are dicts of columns, copied: ``Ragged``, and ndarrays for numbers.
     Reading is lazy. Sources, dtypes and pickling: docs/loading.md.
 
@@ -99,7 +105,10 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
         elif isinstance(source, ArrowFiles):
             source = source.table()
         names = list(source) if isinstance(source, dict) else source.column_names
-        self._columns = {name: column_of(name, source[name]) for name in names}
+        of_segments = are_lists_of_segments(source["input_ids"])
+        self._columns = {
+            name: column_of(name, source[name], of_segments=of_segments) for name in names
+        }
         tokens = self._columns["input_ids"]
         if not isinstance(tokens, ListColumn | NestedColumn):
             raise DataError("input_ids holds one number per row; it must be a list of token ids")
@@ -241,9 +250,10 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
         """Return whether collators accept its columns as examples: lists, and integer ids."""
         kinds = ListColumn | NestedColumn
         lists = {k: of.dtype for k, of in self._columns.items() if isinstance(of, kinds)}
-        texts = {k for k, of in self._columns.items() if isinstance(of, TextColumn)}
+        texts = TextColumn | VectorColumn
+        others = {k for k, of in self._columns.items() if isinstance(of, texts)}
         has_ids = all(lists[name].kind in "iu" for name in IDS if name in lists)
-        return has_ids and lists.keys() | texts == self._columns.keys() - {"num_actions", "weight"}
+        return has_ids and lists.keys() | others == self._columns.keys() - {"num_actions", "weight"}
 
     def _ids_of(self, indices: np.ndarray) -> np.ndarray:
         """Return the token ids of these rows, end to end."""

@@ -14,8 +14,7 @@ from torch_collate_kit.loading.dataset.fingerprints import fingerprint_of, sampl
 from torch_collate_kit.loading.orders.checks import differences
 from torch_collate_kit.loading.streaming.outside_streams import is_datasets_stream
 from torch_collate_kit.ragged import Ragged
-from torch_collate_kit.reading.segments import are_nested
-from torch_collate_kit.reading.source import is_a
+from torch_collate_kit.reading.source import are_nested, is_a
 
 
 class SourceFingerprint:

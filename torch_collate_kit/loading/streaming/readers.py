@@ -26,8 +26,7 @@ from torch_collate_kit.packing.segments import Segments, sums_of
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.keys import KNOWN, MEDIA
 from torch_collate_kit.reading.reader import read_columns
-from torch_collate_kit.reading.segments import are_nested
-from torch_collate_kit.reading.source import Examples
+from torch_collate_kit.reading.source import Examples, are_nested
 
 ENTRY = np.dtype(
     [
