@@ -76,7 +76,7 @@ FAULTS = [
     Fault("batch/storage.py", "mask * (before / divisor)", "mask / divisor", "rl test_batch.py test_batch_changes.py"),
     # losses
     Fault("losses/token_loss.py", "(torch.where(mask != 0, nll, 0) * mask.to(nll.dtype)).sum()", "(nll * mask.to(nll.dtype)).sum()", "test_losses.py"),
-    Fault("losses/token_loss.py", "cells // max(width, 1) * (last + 1 - width) + (last - width)", "cells // max(width, 1) * (last + 1 - width) + (last - width + 1)", "test_losses.py"),
+    Fault("losses/model_outputs.py", "(last + 1 - num_columns) + (last - num_columns)", "(last + 1 - num_columns) + (last - num_columns + 1)", "test_losses.py"),
     Fault("losses/linear_nll.py", "return torch.float32 if dtype == torch.float16 else dtype", "return dtype", "test_losses_through_head.py"),
     Fault("losses/linear_nll.py", "(loss_weights == 0)[:, None], 0)", "(loss_weights < 0)[:, None], 0)", "test_losses_through_head.py"),
     Fault("losses/linear_nll.py", "slope.mul_(1 - capped * capped)", "slope.mul_(1 - capped)", "test_losses_through_head.py"),

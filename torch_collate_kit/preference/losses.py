@@ -12,9 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torch_collate_kit.losses.model_outputs import widened
 from torch_collate_kit.ragged import Ragged
-
-_HALF = (torch.float16, torch.bfloat16)
 
 
 class PreferenceLoss(NamedTuple):
@@ -187,7 +186,7 @@ def _checked_sums(name: str, sums: Any) -> Tensor:
             f"{name} must be [2P], two for each pair in turn, got shape {list(sums.shape)}; pass "
             "one number for each segment of a batch of whole pairs"
         )
-    return sums.float() if sums.dtype in _HALF else sums
+    return widened(sums)
 
 
 def _values(name: str, given: Any) -> Tensor:
