@@ -93,7 +93,7 @@ FAULTS = [
     Fault("losses/loss_tokens.py", "begins &= np.asarray(numbers.values) == 0", "begins &= True", "preference/test_losses.py"),
     # preference
     Fault("preference/losses.py", "margin = rewards[0::2] - rewards[1::2]", "margin = rewards[: len(rewards) // 2] - rewards[len(rewards) // 2 :]", "preference/test_losses.py"),
-    Fault("preference/losses.py", "ratios[0::2], ratios[1::2].detach()", "ratios[0::2], ratios[1::2]", "preference/test_losses.py"),
+    Fault("preference/losses.py", ".detach().clamp(min=0)", ".clamp(min=0)", "preference/test_losses.py"),
     Fault("preference/losses.py", ".detach().clamp(min=0)", ".detach()", "preference/test_losses.py"),
     Fault("preference/losses.py", "F.logsigmoid(distance - wanted.to(distance))", "F.logsigmoid(distance + wanted.to(distance))", "preference/test_losses.py"),
     # attention

@@ -113,7 +113,7 @@ def kto(
     """
     _check_beta(beta)
     ratios = _log_ratios(sums, ref_sums)
-    rated, others = ratios[0::2], ratios[1::2].detach()
+    rated, others = ratios[0::2], ratios[1::2]
     is_chosen, is_label = _checked_labels(labels, len(rated))
     if kl is None:
         kl = others.sum() / max(len(others), 1)
