@@ -93,8 +93,8 @@ FAULTS = [
     Fault("losses/loss_tokens.py", "begins &= np.asarray(numbers.values) == 0", "begins &= True", "preference/test_losses.py"),
     # preference
     Fault("preference/losses.py", "margin = rewards[0::2] - rewards[1::2]", "margin = rewards[: len(rewards) // 2] - rewards[len(rewards) // 2 :]", "preference/test_losses.py"),
-    Fault("preference/losses.py", ".detach().clamp(min=0)", ".clamp(min=0)", "preference/test_losses.py"),
-    Fault("preference/losses.py", ".detach().clamp(min=0)", ".detach()", "preference/test_losses.py"),
+    Fault("preference/losses.py", "point.detach().clamp(min=0)", "point.clamp(min=0)", "preference/test_losses.py"),
+    Fault("preference/losses.py", "point.detach().clamp(min=0)", "point.detach()", "preference/test_losses.py"),
     Fault("preference/losses.py", "F.logsigmoid(distance - wanted.to(distance))", "F.logsigmoid(distance + wanted.to(distance))", "preference/test_losses.py"),
     # attention
     Fault("attention/models.py", "if longest > window and", "if longest > window + 1 and", "test_block_mask.py"),

@@ -27,11 +27,11 @@ def widened(values: Tensor) -> Tensor:
     return values.float() if values.dtype in _HALF else values
 
 
-def check_floats(name: str, values: Any) -> None:
+def check_floats(name: str, values: Any, hint: str = "pass model(...).logits") -> None:
     """Refuse what is no tensor of floats."""
     if not isinstance(values, Tensor) or not values.is_floating_point():
         found = values.dtype if isinstance(values, Tensor) else type(values).__name__
-        raise TypeError(f"{name} must be a tensor of floats, got {found}; pass model(...).logits")
+        raise TypeError(f"{name} must be a tensor of floats, got {found}; {hint}")
 
 
 def is_number(value: Any) -> bool:

@@ -20,6 +20,8 @@ from torch_collate_kit.losses.model_outputs import check_floats, widened
 from torch_collate_kit.losses.token_logps import check_batch, trained_cells
 from torch_collate_kit.ragged import Ragged
 
+_HINT = "pass one value for each trained token, as token_logps returns"
+
 
 def segment_sums(
     values: Tensor, batch: Batch, *, weights: Tensor | None = None, mean: bool = False
@@ -51,7 +53,7 @@ def segment_sums(
     >>> segment_sums(torch.tensor([-1.0, -2.0, -4.0]), batch)
     tensor([-3., -4.])
     """
-    check_floats("values", values)
+    check_floats("values", values, _HINT)
     checked_bool("mean", mean)
     check_batch(batch)
     segments, num_segments = _segments_of_trained(batch)
@@ -145,7 +147,7 @@ def sums_by(
 
 def _sums_by_key(values: Any, batch: Any, name: str, per: str) -> list[tuple[Any, float, float]]:
     """Return key, sum and count of each example of a batch."""
-    check_floats("values", values)
+    check_floats("values", values, _HINT)
     check_batch(batch)
     keys, examples = _keys(batch, name)
     values, ones = values.detach().double(), torch.ones_like(values, dtype=torch.float64)
@@ -208,6 +210,8 @@ def _added(values: Tensor, segments: Tensor, num_segments: int) -> Tensor:
 
 
 def _check_shape(name: str, values: Any, number: int, of: str) -> None:
+    if not isinstance(values, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(values).__name__}")
     if tuple(values.shape) != (number,):
         raise ValueError(
             f"{name} have shape {list(values.shape)}, the batch has {number} {of}; pass [{number}]"

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torch_collate_kit.losses.model_outputs import widened
+from torch_collate_kit.losses.model_outputs import check_floats, widened
 from torch_collate_kit.ragged import Ragged
 
 
@@ -117,7 +117,8 @@ def kto(
     is_chosen, is_label = _checked_labels(labels, len(rated))
     if kl is None:
         kl = others.sum() / max(len(others), 1)
-    point = torch.as_tensor(kl, dtype=ratios.dtype, device=ratios.device).detach().clamp(min=0)
+    point = kl.to(ratios) if isinstance(kl, Tensor) else ratios.new_full((), kl)
+    point = point.detach().clamp(min=0)
     side = torch.where(is_chosen, 1, -1).to(ratios)
     margin = side * beta * (rated - point)
     weights = torch.where(is_chosen, desirable_weight, undesirable_weight).to(ratios)
@@ -176,11 +177,9 @@ def _log_ratios(sums: Any, ref_sums: Any) -> Tensor:
     return sums - reference.detach().reshape(-1).to(sums)
 
 
-def _checked_sums(name: str, sums: Any) -> Tensor:
+def _checked_sums(name: str, sums: Tensor) -> Tensor:
     """Return a sum per segment, two for each pair: float32 for half."""
-    if not isinstance(sums, Tensor) or not sums.is_floating_point():
-        found = sums.dtype if isinstance(sums, Tensor) else type(sums).__name__
-        raise TypeError(f"{name} must be a tensor of floats, got {found}")
+    check_floats(name, sums, "pass one number for each segment, as segment_sums returns")
     if sums.ndim != 1 or len(sums) % 2:
         raise ValueError(
             f"{name} must be [2P], two for each pair in turn, got shape {list(sums.shape)}; pass "
