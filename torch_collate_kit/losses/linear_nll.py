@@ -130,6 +130,7 @@ class _LinearLogps(torch.autograd.Function):
         with _without_autocast(grad.device.type):
             for part, states, used_weight, logits in _chunks(hidden, weight, bias, ctx.dtype):
                 _, slope = _nll_and_slope(logits, targets[part], -grad[part], ctx.softcap)
+                assert slope is not None
                 _add_gradients(gradients, part, slope.to(ctx.dtype), states, used_weight)
         return (*gradients, None, None)  # autograd casts them to the dtypes of the inputs
 
