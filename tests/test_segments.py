@@ -248,6 +248,11 @@ ONES = torch.ones(2)
         (lambda: segment_ends(ONES), TypeError, "got Tensor"),
         (lambda: trained_values(torch.ones(1, 3), BATCH), ValueError, r"loss_mask \[1, 4\]"),
         (lambda: trained_values([1], BATCH), TypeError, "tensor, got list"),
+        (
+            lambda: global_num_examples(Batch(dict(PaddedCollator(0)(PAIR)))),
+            ValueError,
+            "where examples begin; pass",
+        ),
         (lambda: global_num_examples([7]), TypeError, "got int; pass the Batch"),
         (lambda: sums_by(ONES, BATCH, "x"), ValueError, "no PerExample field 'x'; declare it"),
         (lambda: sums_by(ONES, BATCH, "x", per="row"), ValueError, "one of 'token', 'example'"),

@@ -61,7 +61,7 @@ def unpack(values: Values, batch: Batch | Mapping[str, Any]) -> list[Values]:
             f"{type(batch).__name__}"
         )
     if isinstance(batch, Batch):
-        width = checked_width(batch)
+        width = _checked_width(batch)
         values = in_rows(values, len(batch), width)
         _check_shape(values, len(batch), width)
         count: Count = "tokens" if values.shape[1] == width else "predicted"
@@ -76,7 +76,7 @@ def unpack(values: Values, batch: Batch | Mapping[str, Any]) -> list[Values]:
     return [picked[begin:end] for begin, end in pairwise(cells.offsets.tolist())]
 
 
-def checked_width(batch: Batch) -> int:
+def _checked_width(batch: Batch) -> int:
     """Return the cells of a row; refuse a batch that does not say where its examples lie."""
     if not all(isinstance(batch.row_metadata.get(name), Ragged) for name in _NEEDED):
         raise ValueError(
@@ -129,7 +129,7 @@ def cells_by_example(
     batch: Batch, num_columns: int, count: Count = "responses"
 ) -> tuple[np.ndarray, Ragged]:
     """Return the examples, int64 [E] ascending, and the cells of their tokens, ragged int64."""
-    width = checked_width(batch)
+    width = _checked_width(batch)
     per_row = batch.row_metadata["example_indices"].lengths  # 0 in an added row
     owners, firsts, responses = (np.asarray(batch.row_metadata[k].values) for k in _NEEDED)
     rows = np.repeat(np.arange(len(batch)), per_row)
@@ -141,7 +141,7 @@ def cells_by_example(
             f"a piece of example {owners[again[0]]} is in the batch twice, so its values have no "
             "order; take them before batches are joined or rows repeated"
         )
-    begins, lengths = pieces(batch, per_row)
+    begins, lengths = _pieces(batch, per_row)
     after = width - begins - lengths  # the cells of the row after a piece
     counts = {"responses": responses, "tokens": lengths, "predicted": lengths - 1}[count][order]
     cells = cells_of_spans(rows[order], after[order] + counts, counts, num_columns)
@@ -150,7 +150,7 @@ def cells_by_example(
     return owners[first_pieces], Ragged(cells, before[np.append(first_pieces, len(owners))])
 
 
-def pieces(batch: Batch, num_pieces: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _pieces(batch: Batch, num_pieces: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the first cell in its row, and the length, of each piece of an example: int64 [S]."""
     if (placement := batch.placement) is not None:
         starts, lengths = (placement.segments[name] for name in ("starts", "lengths"))
@@ -241,6 +241,14 @@ def values_of_cells(values: Tensor, cells: Ragged, dtype: torch.dtype) -> Ragged
     places = torch.from_numpy(cells.values).to(values.device)
     picked = values.detach().reshape(-1)[places].cpu().to(dtype)
     return Ragged(picked.numpy(), cells.offsets)
+
+
+def segment_spans(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+    """Return the first cell of each segment, over all rows, and its tokens: int64 [S]."""
+    width = _checked_width(batch)
+    per_row = batch.row_metadata["example_indices"].lengths  # 0 in an added row
+    firsts, lengths = _pieces(batch, per_row)
+    return np.repeat(np.arange(len(batch)), per_row) * width + firsts, lengths
 
 
 def response_cells(batch: Batch) -> Tensor | None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_collate_kit.batch import IGNORE_INDEX, Batch
-from torch_collate_kit.batch.unpacking import checked_width
+from torch_collate_kit.ragged import Ragged
 
 
 def global_num_loss_tokens(
@@ -115,8 +115,13 @@ def _num_examples(batch: Any) -> int:
             f"global_num_examples needs a Batch or a list of these, got {type(batch).__name__}; "
             "pass the Batch that the collator returned"
         )
-    checked_width(batch)
-    begins = np.asarray(batch.row_metadata["example_starts"].values) == 0
+    starts = batch.row_metadata.get("example_starts")
+    if not isinstance(starts, Ragged):
+        raise ValueError(
+            "the batch was built without the row metadata of a collator, so it does not say where "
+            "examples begin; pass the Batch that the collator returned"
+        )
+    begins = np.asarray(starts.values) == 0
     if (numbers := batch.row_metadata.get("segment_numbers")) is not None:
         begins &= np.asarray(numbers.values) == 0
     return int(begins.sum())

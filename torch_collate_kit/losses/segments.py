@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torch_collate_kit._checks import checked_bool, checked_choice
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.batch.unpacking import checked_width, pieces
+from torch_collate_kit.batch.unpacking import segment_spans
 from torch_collate_kit.losses.model_outputs import check_floats, widened
 from torch_collate_kit.losses.token_logps import check_batch, trained_cells
 from torch_collate_kit.ragged import Ragged
@@ -89,7 +89,7 @@ def segment_ends(batch: Batch) -> Tensor:
     tensor([2, 4])
     """
     check_batch(batch)
-    firsts, lengths = _spans(batch)
+    firsts, lengths = segment_spans(batch)
     device = batch["input_ids"].device
     return torch.from_numpy(firsts + lengths - 1).to(device, non_blocking=True)
 
@@ -184,17 +184,9 @@ def _keys(batch: Batch, name: str) -> tuple[list[Any], np.ndarray]:
     return keys, np.cumsum(is_first) - 1
 
 
-def _spans(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-    """Return the first cell of each segment, over all rows, and its tokens: int64 [S]."""
-    width = checked_width(batch)
-    per_row = batch.row_metadata["example_indices"].lengths  # 0 in an added row
-    firsts, lengths = pieces(batch, per_row)
-    return np.repeat(np.arange(len(batch)), per_row) * width + firsts, lengths
-
-
 def _segments_of_trained(batch: Batch) -> tuple[Tensor, int]:
     """Return the segment of each trained token, int64 [n] (S: none), and their number S."""
-    firsts, lengths = _spans(batch)
+    firsts, lengths = segment_spans(batch)
     cells, mask = trained_cells(batch), batch["loss_mask"]
     hidden = batch["input_ids"].shape[1] - mask.shape[1]
     cells = cells + (cells // max(mask.shape[1], 1) + 1) * hidden
