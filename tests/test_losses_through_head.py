@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from tests.test_losses import EXAMPLES, LAYOUTS, examples_strategy
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators import PackedCollator, PaddedCollator
 from torch_collate_kit.losses import linear_nll as module
-from torch_collate_kit.losses import token_loss
+from torch_collate_kit.losses import token_logps, token_loss
 
 VOCABULARY, HIDDEN = 11, 6
 
@@ -73,6 +74,73 @@ def test_it_is_the_loss_of_the_logits(
     rows = data.draw(st.lists(st.integers(0, len(batch) - 1), min_size=1))
     for part in (batch, batch.select(rows), batch.pad_rows(multiple_of=3)):
         assert_same(both(part, hidden_of(part), a_head(bias=bias), softcap), 1e-12)
+
+
+def logps_of(
+    batch: Batch, hidden: Tensor, head: torch.nn.Linear, softcap: float | None = None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Log-probs and gradients of a loss that weighs them unevenly, as ``both``."""
+    inputs = [hidden, *head.parameters()]
+    logits = head(hidden)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    expected = token_logps(logits, batch)
+    found = token_logps(hidden, batch, head=head, logit_softcap=softcap)
+    weights = torch.arange(len(found), device=found.device, dtype=found.dtype) / 4 - 1
+    return tuple(
+        [logps, *torch.autograd.grad((logps * weights).sum(), inputs)]
+        for logps in (found, expected)
+    )
+
+
+@given(
+    examples=examples_strategy,
+    name=st.sampled_from(list(LAYOUTS)),
+    bias=st.booleans(),
+    softcap=st.sampled_from([None, 0.7, 30.0]),
+)
+def test_log_probs_through_the_head_are_those_of_the_logits(
+    examples: Any, name: str, bias: bool, softcap: float | None
+) -> None:
+    if name in ("packed", "dummy rows"):
+        examples = [{key: row[:8] for key, row in example.items()} for example in examples]
+    batch = LAYOUTS[name](True)(examples)
+    assert_same(logps_of(batch, hidden_of(batch), a_head(bias=bias), softcap), 1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_log_probs_in_other_dtypes(dtype: torch.dtype) -> None:
+    """float16 computes in fp32; the others as the loss does."""
+    batch = PackedCollator(0, max_tokens=24)(EXAMPLES)
+    head, exact = a_head(dtype=dtype), a_head()
+    exact.load_state_dict(head.state_dict())
+    hidden = hidden_of(batch, dtype)
+    found, _ = logps_of(batch, hidden, head)
+    _, expected = logps_of(batch, hidden.detach().double().requires_grad_(), exact)
+    assert [value.dtype for value in found] == [torch.float32, dtype, dtype]
+    tolerance = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
+    assert_same(([v.double() for v in found], expected), tolerance)
+
+
+def test_log_probs_may_go_backward_twice_under_autocast_and_of_a_frozen_head() -> None:
+    batch, head = PackedCollator(0, max_tokens=24)(EXAMPLES), a_head(dtype=torch.float32)
+    hidden = hidden_of(batch, torch.float32)
+    expected = logps_of(batch, hidden, head)[1]
+    with torch.autocast("cpu", torch.bfloat16):
+        logps = token_logps(hidden, batch, head=head)
+    assert logps.dtype == torch.float32
+    assert not torch.equal(logps, expected[0])
+    torch.testing.assert_close(logps, expected[0], rtol=2e-2, atol=2e-2)
+    head.requires_grad_(False)
+    logps = token_logps(hidden, batch, head=head)
+    weights = torch.arange(len(logps)) / 4 - 1
+    for factor in (1, 3):
+        (gradient,) = torch.autograd.grad(
+            (factor * logps * weights).sum(), hidden, retain_graph=True
+        )
+        torch.testing.assert_close(gradient, factor * expected[1])
+    with torch.no_grad():
+        assert not token_logps(hidden, batch, head=head).requires_grad
 
 
 def test_per_token_outputs_are_those_of_the_logits() -> None:
@@ -188,35 +256,46 @@ def test_a_second_backward_pass_is_refused() -> None:
         loss.backward()
 
 
-class _Largest(TorchDispatchMode):
-    """The elements of the largest tensor that an operator returns, and the shapes of all."""
+class _Peak(TorchDispatchMode):
+    """The most bytes alive at once of tensors that operators returned."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.numel, self.shapes = 0, set()
+        self.alive: dict[int, int] = {}
+        self.most = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for value in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(value, Tensor):
-                self.numel = max(self.numel, value.numel())
-                self.shapes.add(value.shape)
+            if isinstance(value, Tensor) and value.untyped_storage()._cdata not in self.alive:
+                storage = value.untyped_storage()
+                self.alive[storage._cdata] = storage.nbytes()
+                weakref.finalize(storage, self.alive.pop, storage._cdata)
+        self.most = max(self.most, sum(self.alive.values()))
         return result
 
 
-def test_no_tensor_is_as_large_as_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_memory_than_of_two_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the forward and the backward pass; besides, the gradients and what has one per token."""
     monkeypatch.setattr(module, "_CHUNK", 16)
-    vocabulary, tokens = 400, 256
-    head = torch.nn.Linear(8, vocabulary, bias=False)
+    vocabulary, tokens, size = 4000, 256, 8
+    head = torch.nn.Linear(size, vocabulary, bias=False)
     example = {"input_ids": list(range(tokens)), "loss_mask": [0] + [1] * (tokens - 1)}
     batch = PackedCollator(0, max_tokens=tokens)([example])
-    hidden = torch.randn(1, tokens, 8, requires_grad=True)
-    with _Largest() as largest:
-        token_loss(hidden, batch, num_loss_tokens=255, head=head).backward()
-    assert largest.numel == 16 * vocabulary
-    with _Largest() as largest:
-        token_loss(head(hidden), batch, num_loss_tokens=255).backward()
-    assert largest.numel >= tokens * vocabulary
+    hidden = torch.randn(1, tokens, size, requires_grad=True)
+    calls: dict[str, Any] = {
+        "loss": lambda **of: token_loss(of.pop("x"), batch, num_loss_tokens=255, **of),
+        "logps": lambda **of: token_logps(of.pop("x"), batch, **of).sum(),
+    }
+    chunk, weight = 4 * 16 * vocabulary, 4 * size * vocabulary
+    for name, call in calls.items():
+        head.zero_grad()
+        with _Peak() as peak:
+            call(x=hidden, head=head).backward()
+        assert chunk < peak.most < 2.2 * chunk + 3 * weight + 40_000, name
+        with _Peak() as peak:
+            call(x=head(hidden)).backward()
+        assert peak.most > 4 * tokens * vocabulary, name
 
 
 @pytest.mark.parametrize(

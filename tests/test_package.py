@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import torch_collate_kit
-from torch_collate_kit import losses, rl, vision
+from torch_collate_kit import losses, preference, rl, vision
 
 IMPORT = """
 import sys, torch
@@ -49,7 +49,7 @@ def test_public_names_exist():
         assert not missing, f"{name} has no {missing}"
 
 
-PACKAGES = (torch_collate_kit, losses, rl, vision)
+PACKAGES = (torch_collate_kit, losses, preference, rl, vision)
 NAMES = sorted({(package, name) for package in PACKAGES for name in package.__all__}, key=str)
 
 

@@ -5,6 +5,7 @@ Importing the package loads torch and NumPy and nothing heavier.
 
 from __future__ import annotations
 
+from torch_collate_kit import preference as preference
 from torch_collate_kit import rl as rl
 from torch_collate_kit._version import __version__
 from torch_collate_kit.attention import check_isolation, isolate_mixers, register_torch_varlen
@@ -26,7 +27,12 @@ from torch_collate_kit.loading import (
     PrefetchLoader,
     TokenizedDataset,
 )
-from torch_collate_kit.losses import global_num_loss_tokens, token_loss
+from torch_collate_kit.losses import (
+    global_num_loss_tokens,
+    segment_sums,
+    token_logps,
+    token_loss,
+)
 from torch_collate_kit.packing import ModelCost, PackingOptions, ParallelLayout, pack
 from torch_collate_kit.reporting import audit, packing_report
 
@@ -61,6 +67,8 @@ __all__ = [
     "pack",
     "packing_report",
     "register_torch_varlen",
+    "segment_sums",
+    "token_logps",
     "token_loss",
     "tokenize_chat",
     "tokenize_chat_dataset",

@@ -258,6 +258,14 @@ def values_of_cells(values: Tensor, cells: Ragged, dtype: torch.dtype) -> Ragged
     return Ragged(picked.numpy(), cells.offsets)
 
 
+def segment_spans(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+    """Return the first cell of each segment, over all rows, and its tokens: int64 [S]."""
+    width = _checked_width(batch)
+    per_row = batch.row_metadata["example_indices"].lengths  # 0 in an added row
+    firsts, lengths = _pieces(batch, per_row)
+    return np.repeat(np.arange(len(batch)), per_row) * width + firsts, lengths
+
+
 def response_cells(batch: Batch) -> Tensor | None:
     """Return the flat cells of ``[R, A]`` that hold response tokens, int64 [n], on the device."""
     stored = batch.stored()

@@ -1,8 +1,8 @@
-"""The loss through the last linear layer, a few tokens at a time: [T, V] logits never exist."""
+"""Losses and log-probs through the last linear layer: [T, V] logits never exist at once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -38,6 +38,22 @@ def linear_nll(
     return apply(*inputs, targets_K, loss_weights_K, softcap, wanted)
 
 
+def linear_logps(
+    hidden_KH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    targets_K: Tensor,
+    softcap: float | None,
+) -> Tensor:
+    """Return the log-probability of each target, [K], with a graph; logits as ``linear_nll``.
+
+    What a log-prob weighs in the loss is known only after all of them, so the backward pass makes
+    the logits of a chunk again: one product more than ``linear_nll``, and the same memory.
+    """
+    apply: Callable[..., Tensor] = _LinearLogps.apply
+    return apply(hidden_KH, weight_VH, bias_V, targets_K, softcap)
+
+
 class _LinearNll(torch.autograd.Function):
     """``linear_nll`` with the gradients of its forward pass; its backward pass runs once."""
 
@@ -53,23 +69,15 @@ class _LinearNll(torch.autograd.Function):
         wanted: list[bool],
     ) -> tuple[Tensor, Tensor]:
         dtype = _product_dtype(hidden)
-        used_weight = weight.to(dtype)
-        used_bias = None if bias is None else bias.to(dtype)
         pairs = zip((hidden, weight, bias), wanted, strict=True)
         inputs = [x if want else None for x, want in pairs]
         ctx.dtypes = [None if x is None else x.dtype for x in inputs]
-        ctx.gradients = [
-            None if x is None else torch.zeros_like(x, dtype=_wide(x.dtype)) for x in inputs
-        ]
+        ctx.gradients = _no_gradients(inputs)
         nll = hidden.new_empty(len(hidden), dtype=torch.promote_types(dtype, torch.float32))
-        for start in range(0, len(hidden), _CHUNK):
-            part = slice(start, start + _CHUNK)
-            states = hidden[part].to(dtype)
-            with _without_autocast(hidden.device.type):
-                logits = F.linear(states, used_weight, used_bias).to(nll.dtype)
-                nll[part], slope = _nll_and_slope(
-                    logits, targets[part], loss_weights[part], softcap, any(wanted)
-                )
+        with _without_autocast(hidden.device.type):
+            for part, states, used_weight, logits in _chunks(hidden, weight, bias, dtype):
+                of_part = loss_weights[part] if any(wanted) else None
+                nll[part], slope = _nll_and_slope(logits, targets[part], of_part, softcap)
                 if slope is not None:
                     _add_gradients(ctx.gradients, part, slope.to(dtype), states, used_weight)
         ctx.mark_non_differentiable(nll)
@@ -90,6 +98,59 @@ class _LinearNll(torch.autograd.Function):
             for g, dtype in zip(gradients, ctx.dtypes, strict=True)
         ]
         return (*scaled, None, None, None, None)
+
+
+class _LinearLogps(torch.autograd.Function):
+    """``linear_logps``, whose backward pass makes the logits of each chunk again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        softcap: float | None,
+    ) -> Tensor:
+        ctx.dtype, ctx.softcap = _product_dtype(hidden), softcap
+        ctx.save_for_backward(hidden, weight, bias, targets)
+        logps = hidden.new_empty(len(hidden), dtype=torch.promote_types(ctx.dtype, torch.float32))
+        with _without_autocast(hidden.device.type):
+            for part, _, _, logits in _chunks(hidden, weight, bias, ctx.dtype):
+                nll, _ = _nll_and_slope(logits, targets[part], None, softcap)
+                logps[part] = nll.neg_()
+        return logps
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets = ctx.saved_tensors
+        pairs = zip((hidden, weight, bias), ctx.needs_input_grad[:3], strict=True)
+        gradients = _no_gradients([x if want else None for x, want in pairs])
+        with _without_autocast(grad.device.type):
+            for part, states, used_weight, logits in _chunks(hidden, weight, bias, ctx.dtype):
+                _, slope = _nll_and_slope(logits, targets[part], -grad[part], ctx.softcap)
+                assert slope is not None
+                _add_gradients(gradients, part, slope.to(ctx.dtype), states, used_weight)
+        return (*gradients, None, None)  # autograd casts them to the dtypes of the inputs
+
+
+def _chunks(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+    """Yield each part with its hidden states, the weight and its logits, fp32 for half."""
+    used_weight = weight.to(dtype)
+    used_bias = None if bias is None else bias.to(dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    for start in range(0, len(hidden), _CHUNK):
+        part = slice(start, start + _CHUNK)
+        states = hidden[part].to(dtype)
+        yield part, states, used_weight, F.linear(states, used_weight, used_bias).to(wide)
+
+
+def _no_gradients(inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return zeros for each input whose gradient is wanted, else None."""
+    return [None if x is None else torch.zeros_like(x, dtype=_wide(x.dtype)) for x in inputs]
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -113,7 +174,7 @@ def _without_autocast(device: str) -> AbstractContextManager[Any]:
 
 
 def _nll_and_slope(
-    logits: Tensor, targets: Tensor, loss_weights: Tensor, softcap: float | None, needs_slope: bool
+    logits: Tensor, targets: Tensor, loss_weights: Tensor | None, softcap: float | None
 ) -> tuple[Tensor, Tensor | None]:
     """Return the token losses and the gradient of their weighted sum; overwrites ``logits``."""
     capped = None
@@ -122,7 +183,7 @@ def _nll_and_slope(
         logits = capped * softcap
     log_sums = logits.logsumexp(dim=1)
     nll = log_sums - logits.gather(1, targets[:, None])[:, 0]
-    if not needs_slope:
+    if loss_weights is None:
         return nll, None
     slope = logits.sub_(log_sums[:, None]).exp_()  # the probabilities
     slope.scatter_add_(1, targets[:, None], slope.new_full((len(targets), 1), -1))

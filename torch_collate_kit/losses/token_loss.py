@@ -21,8 +21,15 @@ from torch_collate_kit.batch.unpacking import (
 )
 from torch_collate_kit.losses.linear_nll import linear_nll
 from torch_collate_kit.losses.loss_tokens import check_labels
+from torch_collate_kit.losses.model_outputs import (
+    check_fit,
+    check_floats,
+    check_head,
+    is_number,
+    predicting,
+    widened,
+)
 
-_HALF = (torch.float16, torch.bfloat16)
 _COUNT = "pass the loss tokens of the step, as global_num_loss_tokens(micro_batches) returns them"
 
 
@@ -121,7 +128,7 @@ def token_loss(
     1.3863
     """
     _check_types(logits, batch_or_labels, num_loss_tokens)
-    _check_head(logits, head, logit_softcap)
+    check_head(logits, head, logit_softcap)
     checked_bool("return_per_token_outputs", return_per_token_outputs)
     if isinstance(batch_or_labels, Tensor):
         if return_per_token_outputs:
@@ -130,7 +137,7 @@ def token_loss(
                 "examples lie; pass the Batch that the collator returned"
             )
         labels, mask = batch_or_labels, batch_or_labels[..., 1:] != IGNORE_INDEX
-        _check_fit(logits, labels, mask.shape[-1], from_batch=False)
+        check_fit(logits, labels, mask.shape[-1], from_batch=False)
         total, _ = _total_and_nll(logits, labels[..., 1:], mask, None, head, logit_softcap)
         return _divided(total, num_loss_tokens)
     batch = batch_or_labels
@@ -141,7 +148,7 @@ def token_loss(
         labels = batch["labels"]
     else:  # rollouts
         labels = torch.where(F.pad(mask, (hidden, 0)) != 0, ids, IGNORE_INDEX)
-    _check_fit(logits, labels, mask.shape[1], from_batch=True)
+    check_fit(logits, labels, mask.shape[1], from_batch=True)
     targets = labels[:, hidden:]
     if return_per_token_outputs:
         targets = torch.where(targets == IGNORE_INDEX, ids[:, hidden:], targets)
@@ -166,12 +173,10 @@ def _total_and_nll(
 
     The logits needed are selected before anything of the size of all logits is made.
     """
-    last, width = logits.shape[-2] - 1, targets.shape[-1]
-    flat, flat_targets = logits.reshape(-1, logits.shape[-1]), targets.long().flatten()
+    flat_targets = targets.long().flatten()
     if cells is None:
         cells = torch.arange(len(flat_targets), device=logits.device)
-    predicted_at = cells + cells // max(width, 1) * (last + 1 - width) + (last - width)
-    taken, wanted = flat.index_select(0, predicted_at), flat_targets[cells]
+    taken, wanted = predicting(logits, cells, targets.shape[-1]), flat_targets[cells]
     if head is not None:
         ignored = wanted == IGNORE_INDEX
         weights = mask.flatten()[cells].masked_fill(ignored, 0)
@@ -179,8 +184,7 @@ def _total_and_nll(
         total, nll = linear_nll(taken, head.weight, head.bias, wanted, weights, softcap)
         nll = nll.masked_fill(ignored, 0)
     else:
-        taken = taken.float() if taken.dtype in _HALF else taken
-        nll = F.cross_entropy(taken, wanted, ignore_index=IGNORE_INDEX, reduction="none")
+        nll = F.cross_entropy(widened(taken), wanted, ignore_index=IGNORE_INDEX, reduction="none")
     nll = nll.new_zeros(len(flat_targets)).index_copy(0, cells, nll).view(targets.shape)
     if head is None:
         # where() first: an infinite loss of a token that is not trained must not become 0 * inf.
@@ -201,9 +205,7 @@ def _divided(total: Tensor, num_loss_tokens: float | Tensor) -> Tensor:
 
 
 def _check_types(logits: Any, batch_or_labels: Any, num_loss_tokens: Any) -> None:
-    if not isinstance(logits, Tensor) or not logits.is_floating_point():
-        found = logits.dtype if isinstance(logits, Tensor) else type(logits).__name__
-        raise TypeError(f"logits must be a tensor of floats, got {found}; pass model(...).logits")
+    check_floats("logits", logits)
     if not isinstance(batch_or_labels, Batch | Tensor):
         raise TypeError(
             "the second argument must be the Batch or labels, got "
@@ -211,59 +213,9 @@ def _check_types(logits: Any, batch_or_labels: Any, num_loss_tokens: Any) -> Non
         )
     if isinstance(batch_or_labels, Tensor):
         check_labels(batch_or_labels)
-    if not (isinstance(num_loss_tokens, Tensor) or _is_number(num_loss_tokens)):
+    if not (isinstance(num_loss_tokens, Tensor) or is_number(num_loss_tokens)):
         found = type(num_loss_tokens).__name__
         raise TypeError(f"num_loss_tokens must be a number, got {found}; {_COUNT}")
     if isinstance(num_loss_tokens, Tensor) and num_loss_tokens.numel() != 1:
         shape = list(num_loss_tokens.shape)
         raise ValueError(f"num_loss_tokens must be one number, got shape {shape}; {_COUNT}")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float | np.number) and not isinstance(value, bool)
-
-
-def _check_head(hidden: Tensor, head: Any, softcap: float | None) -> None:
-    if head is None:
-        if softcap is not None:
-            raise ValueError(
-                f"logit_softcap={softcap} without head: logits of a model are capped already; "
-                "remove it, or pass hidden states and head=model.lm_head"
-            )
-        return
-    is_plain = isinstance(head, torch.nn.Linear) and "forward" not in vars(head)
-    is_plain = is_plain and type(head).forward is torch.nn.Linear.forward
-    if not is_plain or head._forward_hooks or head._forward_pre_hooks:
-        raise TypeError(
-            "head must be a torch.nn.Linear without hooks or a forward of its own (as adapters "
-            f"have), got {type(head).__name__}; without head pass the logits of the model"
-        )
-    if hidden.shape[-1] != head.in_features:
-        raise ValueError(
-            f"hidden states have shape {list(hidden.shape)}, head has {head.in_features} input "
-            "features; with head pass model.model(...).last_hidden_state, not logits"
-        )
-    if head.weight.device != hidden.device:
-        raise ValueError(
-            f"head is on {head.weight.device}, the hidden states are on {hidden.device}; move one "
-            "of them (on meta a head has no values: load its weights first)"
-        )
-    if softcap is not None and not (_is_number(softcap) and 0 < softcap < math.inf):
-        raise ValueError(f"logit_softcap must be a number above 0 or None, got {softcap!r}")
-
-
-def _check_fit(logits: Tensor, labels: Tensor, response_length: int, *, from_batch: bool) -> None:
-    fits = logits.ndim == labels.ndim + 1 and logits.shape[:-2] == labels.shape[:-1]
-    if fits and logits.shape[-2] != labels.shape[-1]:
-        fits = from_batch and response_length < logits.shape[-2] < labels.shape[-1]
-    if not fits:
-        also = f", or at least its last {response_length + 1} columns" if from_batch else ""
-        raise ValueError(
-            f"logits have shape {list(logits.shape)}, labels {list(labels.shape)}; pass logits of "
-            f"the same rows, not shifted: {[*labels.shape, 'V']}{also}"
-        )
-    if logits.device != labels.device:
-        raise ValueError(
-            f"logits are on {logits.device}, labels on {labels.device}; call batch.to(device) with "
-            "the device of the model first"
-        )

@@ -136,8 +136,8 @@ class ExampleColumns:
         others = [column.name for column in self.fields if column.spec.count != "lengths"]
         if self.num_actions is not None or others:
             raise DataError(
-                f"the examples have {[*others, 'num_actions'][0]}, which is of a whole example, and "
-                "isolate=False makes one example of a row; leave it out, or keep documents apart"
+                f"the examples have {[*others, 'num_actions'][0]}, which is of a whole example; "
+                "isolate=False makes one example of a row: leave it out, or keep documents apart"
             )
         ends = running_sum(pieces.lengths)[pieces.row_offsets]
         offsets = np.unique(ends)  # an empty row ends where it begins

@@ -1,0 +1,87 @@
+"""Outputs of a model: their checks, and the logits (or hidden states) that predict given cells."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def predicting(logits: Tensor, cells: Tensor, num_columns: int) -> Tensor:
+    """Return the logits [K, V] that predict cells of ``[R, num_columns]``, int64 [K].
+
+    Rows of logits end where the cells end, and each cell is predicted by the one before it.
+    """
+    last = logits.shape[-2] - 1
+    before = cells // max(num_columns, 1) * (last + 1 - num_columns) + (last - num_columns)
+    return logits.reshape(-1, logits.shape[-1]).index_select(0, cells + before)
+
+
+def widened(values: Tensor) -> Tensor:
+    """Return half precision as float32, everything else as it is."""
+    return values.float() if values.dtype in _HALF else values
+
+
+def check_floats(name: str, values: Any, hint: str = "pass model(...).logits") -> None:
+    """Refuse what is no tensor of floats."""
+    if not isinstance(values, Tensor) or not values.is_floating_point():
+        found = values.dtype if isinstance(values, Tensor) else type(values).__name__
+        raise TypeError(f"{name} must be a tensor of floats, got {found}; {hint}")
+
+
+def is_number(value: Any) -> bool:
+    """Tell whether a value is one number; a bool is none."""
+    return isinstance(value, int | float | np.number) and not isinstance(value, bool)
+
+
+def check_head(hidden: Tensor, head: Any, softcap: float | None) -> None:
+    """Refuse a head that is no plain linear layer, or not of these hidden states."""
+    if head is None:
+        if softcap is not None:
+            raise ValueError(
+                f"logit_softcap={softcap} without head: logits of a model are capped already; "
+                "remove it, or pass hidden states and head=model.lm_head"
+            )
+        return
+    is_plain = isinstance(head, torch.nn.Linear) and "forward" not in vars(head)
+    is_plain = is_plain and type(head).forward is torch.nn.Linear.forward
+    if not is_plain or head._forward_hooks or head._forward_pre_hooks:
+        raise TypeError(
+            "head must be a torch.nn.Linear without hooks or a forward of its own (as adapters "
+            f"have), got {type(head).__name__}; without head pass the logits of the model"
+        )
+    if hidden.shape[-1] != head.in_features:
+        raise ValueError(
+            f"hidden states have shape {list(hidden.shape)}, head has {head.in_features} input "
+            "features; with head pass model.model(...).last_hidden_state, not logits"
+        )
+    if head.weight.device != hidden.device:
+        raise ValueError(
+            f"head is on {head.weight.device}, the hidden states are on {hidden.device}; move one "
+            "of them (on meta a head has no values: load its weights first)"
+        )
+    if softcap is not None and not (is_number(softcap) and 0 < softcap < math.inf):
+        raise ValueError(f"logit_softcap must be a number above 0 or None, got {softcap!r}")
+
+
+def check_fit(logits: Tensor, labels: Tensor, response_length: int, *, from_batch: bool) -> None:
+    """Refuse logits of other rows or columns than the labels have."""
+    fits = logits.ndim == labels.ndim + 1 and logits.shape[:-2] == labels.shape[:-1]
+    if fits and logits.shape[-2] != labels.shape[-1]:
+        fits = from_batch and response_length < logits.shape[-2] < labels.shape[-1]
+    if not fits:
+        also = f", or at least its last {response_length + 1} columns" if from_batch else ""
+        raise ValueError(
+            f"logits have shape {list(logits.shape)}, labels {list(labels.shape)}; pass logits of "
+            f"the same rows, not shifted: {[*labels.shape, 'V']}{also}"
+        )
+    if logits.device != labels.device:
+        raise ValueError(
+            f"logits are on {logits.device}, labels on {labels.device}; call batch.to(device) with "
+            "the device of the model first"
+        )

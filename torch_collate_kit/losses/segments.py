@@ -1,0 +1,210 @@
+"""Reductions over the segments of a batch: sums, ends, and sums for each value of a field.
+
+Legend: S segments, one for each entry of ``sub_seq_lengths``, row by row; n trained tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torch_collate_kit._checks import checked_bool, checked_choice
+from torch_collate_kit.batch import Batch
+from torch_collate_kit.batch.unpacking import segment_spans
+from torch_collate_kit.losses.model_outputs import check_floats, widened
+from torch_collate_kit.losses.token_logps import check_batch, trained_cells
+from torch_collate_kit.ragged import Ragged
+
+_HINT = "pass one value for each trained token, as token_logps returns"
+
+
+def segment_sums(
+    values: Tensor, batch: Batch, *, weights: Tensor | None = None, mean: bool = False
+) -> Tensor:
+    """Return the sum of each segment's values, [S] in the order of the rows; gradients flow.
+
+    There is one sum for each entry of ``batch["sub_seq_lengths"]``: none for the pads of a packed
+    row, and none for rows that were added. The segments of an example are neighbours, so
+    ``sums[0::2]`` are those of the chosen answers of pairs.
+
+    Args:
+        values: ``[n]``, one for each trained token, as :func:`token_logps` returns.
+        batch: the Batch that these are of.
+        weights: ``[n]``, factors of the values.
+        mean: divide by the segment's trained tokens, or by the sum of its weights. A segment
+            without trained tokens has 0.
+
+    Nothing waits for the device, but as in ``token_logps``.
+
+    Raises:
+        ValueError: other numbers of values or weights than the batch has trained tokens; a Batch
+            that does not say where its segments are.
+        TypeError: values that are not a tensor of floats; no Batch.
+
+    >>> from torch_collate_kit import PackedCollator, segment_sums
+    >>> batch = PackedCollator(0, max_tokens=8)([{"input_ids": [1, 2]}, {"input_ids": [3, 1, 2]}])
+    >>> batch["sub_seq_lengths"].tolist()
+    [[3, 2]]
+    >>> segment_sums(torch.tensor([-1.0, -2.0, -4.0]), batch)
+    tensor([-3., -4.])
+    """
+    check_floats("values", values, _HINT)
+    checked_bool("mean", mean)
+    check_batch(batch)
+    segments, num_segments = _segments_of_trained(batch)
+    given = {"values": values} if weights is None else {"values": values, "weights": weights}
+    for name, of in given.items():
+        _check_shape(name, of, len(segments), "trained tokens")
+    values = widened(values)
+    if weights is not None:  # where() first: a token that weighs nothing may be infinite
+        weights = weights.to(values.dtype)
+        values = torch.where(weights != 0, values, 0) * weights
+    sums = _added(values, segments, num_segments)
+    if not mean:
+        return sums
+    totals = _added(torch.ones_like(values) if weights is None else weights, segments, num_segments)
+    return sums / torch.where(totals == 0, 1, totals)
+
+
+def segment_ends(batch: Batch) -> Tensor:
+    """Return the cell of each segment's last token, int64 [S], counted over all rows.
+
+    The cells index ``[R * W]``: ``values.flatten(0, 1)[segment_ends(batch)]`` of values
+    ``[R, W, ...]`` are the scores of a reward model, classes or embeddings. Pads that alignment or
+    padding put after a segment are not its end. The order is that of :func:`segment_sums`, on the
+    device of the batch.
+
+    Raises:
+        ValueError: a Batch that does not say where its segments are.
+        TypeError: no Batch.
+
+    >>> from torch_collate_kit import PackedCollator
+    >>> batch = PackedCollator(0, max_tokens=8)([{"input_ids": [1, 2]}, {"input_ids": [3, 1, 2]}])
+    >>> segment_ends(batch)
+    tensor([2, 4])
+    """
+    check_batch(batch)
+    firsts, lengths = segment_spans(batch)
+    device = batch["input_ids"].device
+    return torch.from_numpy(firsts + lengths - 1).to(device, non_blocking=True)
+
+
+def sums_by(
+    values: Tensor | Sequence[Tensor],
+    batches: Batch | Sequence[Batch],
+    name: str,
+    *,
+    per: Literal["token", "example"] = "token",
+    group: dist.ProcessGroup | None = None,
+) -> dict[Any, tuple[float, int]]:
+    """Return the sum and the count of values for each value of a PerExample field, over all ranks.
+
+    Such as the loss per source, the sum divided by the count: ``sums_by(-logps, batch, "source")``.
+    If ``torch.distributed`` is initialized, the sums of all ranks are gathered at once, and every
+    rank has the same result; each must call it, a rank without rows with empty lists. It waits for
+    the device.
+
+    Args:
+        values: ``[n]``, one for each trained token, as :func:`token_logps` returns, or one such
+            tensor for each micro-batch.
+        batches: the Batch that these are of, or the micro-batches.
+        name: a declared ``PerExample`` field, of numbers or strings.
+        per: "example" for values ``[P]``, one for each example in the order of the rows, as losses
+            of pairs are.
+        group: the data-parallel ranks, all ranks by default.
+
+    Raises:
+        ValueError: no such field; other numbers of values than trained tokens or examples.
+        TypeError: values that are not tensors; no Batch.
+
+    >>> from torch_collate_kit import PackedCollator, PerExample
+    >>> examples = [{"input_ids": [1, 2], "part": "a"}, {"input_ids": [3, 1, 2], "part": "b"}]
+    >>> batch = PackedCollator(0, max_tokens=8, fields={"part": PerExample(str)})(examples)
+    >>> sums_by(torch.tensor([1.0, 2.0, 4.0]), batch, "part")
+    {'a': (4.0, 1), 'b': (3.0, 2)}
+    """
+    checked_choice("per", per, ("token", "example"))
+    single = isinstance(batches, Batch)
+    given: Any = ([values], [batches]) if single else (values, batches)
+    parts: list[Any] = [
+        _sums_by_key(of, batch, name, per) for of, batch in zip(*given, strict=True)
+    ]
+    if dist.is_available() and dist.is_initialized():
+        of_ranks: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(of_ranks, parts, group=group)
+        parts = [part for of_rank in of_ranks for part in of_rank]
+    found: dict[Any, tuple[float, int]] = {}
+    for key, total, count in (entry for part in parts for entry in part):
+        before = found.get(key, (0.0, 0))
+        found[key] = before[0] + total, before[1] + int(count)
+    return {key: found[key] for key in sorted(found)}
+
+
+def _sums_by_key(values: Any, batch: Any, name: str, per: str) -> list[tuple[Any, float, float]]:
+    """Return key, sum and count of each example of a batch."""
+    check_floats("values", values, _HINT)
+    check_batch(batch)
+    keys, examples = _keys(batch, name)
+    values, ones = values.detach().double(), torch.ones_like(values, dtype=torch.float64)
+    if per == "example":
+        _check_shape("values", values, len(keys), "examples")
+        sums = torch.stack([values, ones])
+    else:
+        segments, num_segments = _segments_of_trained(batch)
+        _check_shape("values", values, len(segments), "trained tokens")
+        of_segments = torch.stack([_added(of, segments, num_segments) for of in (values, ones)])
+        to = torch.from_numpy(examples).to(values.device)
+        sums = of_segments.new_zeros(2, len(keys)).index_add(1, to, of_segments)
+    return list(zip(keys, *sums.tolist(), strict=True))
+
+
+def _keys(batch: Batch, name: str) -> tuple[list[Any], np.ndarray]:
+    """Return the field's value of each example, and the example of each segment, int64 [S]."""
+    per_row, numbers = (batch.row_metadata.get(k) for k in (name, "segment_numbers"))
+    counts = batch.row_metadata["example_indices"].lengths
+    num_segments = int(counts.sum())
+    if per_row is not None:  # strings: a tuple per packed row, else one per row
+        pairs = zip(per_row, counts.tolist(), strict=True)
+        keys = [k for row, n in pairs for k in (row if isinstance(row, tuple) else [row] * n)]
+    elif isinstance(batch.get(name), Ragged):
+        keys = batch[name].values.tolist()
+    else:
+        raise ValueError(
+            f"the batch has no PerExample field {name!r}; declare it in the collator, "
+            f"fields={{{name!r}: PerExample(str)}}"
+        )
+    is_first = np.ones(num_segments, bool) if numbers is None else np.asarray(numbers.values) == 0
+    if len(keys) == num_segments:
+        keys = [key for key, first in zip(keys, is_first.tolist(), strict=True) if first]
+    return keys, np.cumsum(is_first) - 1
+
+
+def _segments_of_trained(batch: Batch) -> tuple[Tensor, int]:
+    """Return the segment of each trained token, int64 [n] (S: none), and their number S."""
+    firsts, lengths = segment_spans(batch)
+    cells, mask = trained_cells(batch), batch["loss_mask"]
+    hidden = batch["input_ids"].shape[1] - mask.shape[1]
+    cells = cells + (cells // max(mask.shape[1], 1) + 1) * hidden
+    edges = np.stack([np.append(firsts, np.iinfo(np.int64).max), np.append(firsts + lengths, 0)])
+    starts, ends = torch.from_numpy(edges).to(cells.device, non_blocking=True)
+    found = torch.searchsorted(starts, cells, right=True) - 1
+    return torch.where(cells < ends[found], found, len(firsts)), len(firsts)
+
+
+def _added(values: Tensor, segments: Tensor, num_segments: int) -> Tensor:
+    """Return the sum of each segment, [S]; one more is for tokens of a mask of your own in pads."""
+    return values.new_zeros(num_segments + 1).index_add(0, segments, values)[:num_segments]
+
+
+def _check_shape(name: str, values: Any, number: int, of: str) -> None:
+    if not isinstance(values, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(values).__name__}")
+    if tuple(values.shape) != (number,):
+        raise ValueError(
+            f"{name} have shape {list(values.shape)}, the batch has {number} {of}; pass [{number}]"
+        )
