@@ -56,11 +56,21 @@ class Mixed:
                 times.append(Fraction(tokens) / weight)
         return min(times) if self.stop == "first_exhausted" else max(times)
 
+    def is_over(self):
+        """Whether a source ended with the stage before, which ends the epoch."""
+        targets = [(self.num_epochs + 1) * len(of) for of in self.lengths]
+        return self.stop == "first_exhausted" and any(
+            taken >= target and (limit is None or target <= limit)
+            for taken, target, limit in zip(self.taken, targets, self.limits, strict=True)
+        )
+
     def epoch(self, stages):
         """All examples of the next epoch; ``stages`` are (number of examples before, weights)."""
         exact = [(at, [Fraction(str(weight)) for weight in weights]) for at, weights in stages]
         found = []
         for (at, weights), (after, _) in zip(exact, [*exact[1:], (np.inf, None)], strict=True):
+            if self.is_over():
+                break
             end = self.end(weights)
             due = self.due(weights, end)
             due = due if after == np.inf else due[: after - at]

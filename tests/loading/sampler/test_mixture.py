@@ -301,12 +301,6 @@ def test_what_a_mixture_cannot_do():
     mixture = Mixture([3, 2])
     with pytest.raises(ValueError, match="a Mixture has an order of its own"):
         PrefetchingSampler(mixture, batch_size=2, order=lambda epoch, rng: [0])
-    tokenizer = SimpleNamespace(pad_token_id=0, eos_token_id=1)
-    collate = PackedCollator(tokenizer, max_tokens=8, strategy="wrapped", normalize_loss=False)
-    staged = Mixture([np.ones(9, dtype=int)] * 2, schedule=[(0, [1, 1]), (2, [1, 9])])
-    with pytest.raises(ValueError, match=r'schedule of a Mixture .* strategy="wrapped" cuts them'):
-        PackedBatchSampler(staged, collate, batch_rows=1)
-    assert len(PackedBatchSampler(staged, collate, batch_size=2)) == 6
     with pytest.raises(ValueError, match="a Mixture cannot be reshuffled"):
         PrefetchingSampler(mixture, batch_size=2).reshuffle()
     with pytest.raises(TypeError, match=r"source '0' of the mixture is 3, which has no examples"):
