@@ -18,7 +18,7 @@ from torch_collate_kit.collators.padded import PaddedCollator
 from torch_collate_kit.collators.trainer import ForTrainer
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing import PackingOptions
-from torch_collate_kit.packing.rank_plan import PlannedExamples
+from torch_collate_kit.packing.rank_plan import PlannedExamples, named_in_errors
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.entries import DeclaredFields
 from torch_collate_kit.reading.source import Examples, Source
@@ -144,8 +144,9 @@ class VisionLanguageCollator(ForTrainer):
                 raise TypeError(
                     "the examples come with a plan of packed rows; pass max_tokens= or packing="
                 )
-            processed = self._processed(examples.examples)
-            self._check_images(processed)
+            with named_in_errors(examples):
+                processed = self._processed(examples.examples)
+                self._check_images(processed)
             planned = replace(examples, examples=processed)
             return self.collator.make_batch(planned, for_trainer=for_trainer)
         processed = self._processed(examples, or_dropped=True)

@@ -247,7 +247,8 @@ class PlannedExamples:
     """A list or columns: the examples at ``plan.indices`` in that order; for a whole batch, all
     that the plan numbers."""
     name: Callable[[int], str] | None = None
-    """Returns what an error calls an example, from its place; by default "example" and this."""
+    """Returns what an error calls an example, from its place; by default its index in the dataset,
+    or of a whole batch its place."""
 
     @property
     def part(self) -> RankPlan:
@@ -257,15 +258,24 @@ class PlannedExamples:
 
 @contextmanager
 def named_in_errors(examples: Any) -> Iterator[None]:
-    """Let a DataError say ``PlannedExamples.name`` of an example in place of its place."""
+    """Let a DataError call an example what ``PlannedExamples.name`` does, in place of its place."""
     try:
         yield
     except DataError as error:
-        name = examples.name if isinstance(examples, PlannedExamples) else None
-        if name is None:
+        if not isinstance(examples, PlannedExamples):
             raise
-        message = re.sub(r"\bexample (\d+)\b", lambda found: name(int(found[1])), str(error))
-        raise DataError(message).with_traceback(error.__traceback__) from None
+        name, indices = examples.name, examples.part.indices
+
+        def named(found: re.Match[str]) -> str:
+            place = int(found[1])
+            if name is not None:
+                return name(place)
+            return f"example {indices[place]} of the dataset" if place < len(indices) else found[0]
+
+        message = re.sub(r"\bexample (\d+)\b(?! of the )", named, str(error))
+        if message == str(error):
+            raise
+        raise DataError(message).with_traceback(error.__traceback__) from error.__cause__
 
 
 class PlannedRow(ABC):
