@@ -40,9 +40,9 @@ class Mixed:
                 before += length
         return sorted(found)
 
-    def end(self, weights):
-        """The time at which the first source, or all, have been read once more."""
-        times = []
+    def end(self, weights, at):
+        """The time at which the first source, or all, have been read once more; None if now."""
+        targets = {}
         for source, weight in enumerate(weights):
             size, limit = len(self.lengths[source]), self.limits[source]
             target = (self.num_epochs + 1) * size
@@ -50,28 +50,32 @@ class Mixed:
                 if self.stop == "first_exhausted":
                     continue
                 target = limit
+            if self.taken[source] < target:
+                targets |= {source: target} if weight else {}
+            elif self.stop == "first_exhausted":
+                return None
+        for source, weight in enumerate(weights if not targets and not at else []):
+            size, limit = len(self.lengths[source]), self.limits[source]
+            once_more = (self.taken[source] // size + 1) * size
+            target = once_more if limit is None else min(once_more, limit)
             if weight and self.taken[source] < target:
-                numbers = range(self.taken[source], target)
-                tokens = sum(self.example(source, number)[1] for number in numbers)
-                times.append(Fraction(tokens) / weight)
+                targets[source] = target
+        times = [
+            Fraction(sum(self.example(i, n)[1] for n in range(self.taken[i], target))) / weights[i]
+            for i, target in targets.items()
+        ]
+        if not times:
+            return None
         return min(times) if self.stop == "first_exhausted" else max(times)
-
-    def is_over(self):
-        """Whether a source ended with the stage before, which ends the epoch."""
-        targets = [(self.num_epochs + 1) * len(of) for of in self.lengths]
-        return self.stop == "first_exhausted" and any(
-            taken >= target and (limit is None or target <= limit)
-            for taken, target, limit in zip(self.taken, targets, self.limits, strict=True)
-        )
 
     def epoch(self, stages):
         """All examples of the next epoch; ``stages`` are (number of examples before, weights)."""
         exact = [(at, [Fraction(str(weight)) for weight in weights]) for at, weights in stages]
         found = []
         for (at, weights), (after, _) in zip(exact, [*exact[1:], (np.inf, None)], strict=True):
-            if self.is_over():
+            end = self.end(weights, at)
+            if end is None:
                 break
-            end = self.end(weights)
             due = self.due(weights, end)
             due = due if after == np.inf else due[: after - at]
             for _, source, index in due:

@@ -171,6 +171,9 @@ def test_what_was_read_oftener_goes_on_alone_after_the_others_are_used_up():
     sampler = PrefetchingSampler(mixture, batch_size=2)
     counts = [mixture.source_counts(np.concatenate(list(sampler))) for _ in range(3)]
     assert counts == [{"0": 20, "1": 5}, {"0": 0, "1": 1}, {"0": 0, "1": 2}]
+    mixture = Mixture([20, 2], weights=[4, 1], stop="all_exhausted", max_passes=[1, 3.5])
+    found = epochs_of(PrefetchingSampler(mixture, batch_size=2), 3)
+    assert list(map(len, found)) == [25, 1, 1], "one more pass at a time, not all that are left"
 
 
 def test_a_batch_says_what_came_from_which_source():

@@ -30,7 +30,7 @@ def drawn(seed: int) -> dict[str, Any]:
         "schedule": list(zip([0, *breaks], weights, strict=True)),
         "by": str(rng.choice(["examples", "tokens"])),
         "stop": str(rng.choice(["first_exhausted", "all_exhausted"])),
-        "limited": bool(rng.random() < 0.3),
+        "passes": [None, [4, None, None], [2, 2.5, 1]][int(rng.choice(3, p=[0.6, 0.2, 0.2]))],
         "batch_rows": int(rng.choice([2, 4, 6])),
         "window": int(rng.integers(1, 6)),
         "tail": str(rng.choice(["keep", "drop", "wrap"])),
@@ -41,7 +41,8 @@ def drawn(seed: int) -> dict[str, Any]:
 def documents_of(case: dict[str, Any], num_epochs: int) -> list[list[int]]:
     """The documents of each epoch; a stage begins at the first one that begins in its steps."""
     sources, lengths = [of.tolist() for of in case["sources"]], np.concatenate(case["sources"])
-    limits = [4 * len(sources[0]), None, None] if case["limited"] else None
+    passes = case["passes"] or [None] * 3
+    limits = [n and int(n * len(of)) for n, of in zip(passes, sources, strict=True)]
     mixed = Mixed(sources, case["by"], case["stop"], limits, seed=case["seed"])
     found, per_step = [], case["batch_rows"] * ROW
     for _ in range(num_epochs):
@@ -81,11 +82,10 @@ def windows_of(case: dict[str, Any], num_epochs: int) -> list[tuple[int, int, li
 
 
 def made(case: dict[str, Any], dp: int = 1, rank: int = 0) -> PackedBatchSampler:
-    limits = [4, None, None] if case["limited"] else None
     mixture = Mixture(
         case["sources"],
         schedule=case["schedule"],
-        max_passes=limits,
+        max_passes=case["passes"],
         **{name: case[name] for name in ("by", "stop")},
     )
     collate = PackedCollator(
@@ -118,12 +118,15 @@ SEEDS = [*range(8), *(pytest.param(seed, marks=pytest.mark.release) for seed in 
 def test_stages_windows_and_positions_are_those_of_the_loops(seed: int) -> None:
     case = drawn(seed)
     running = made(case)
+    num_epochs = sum(map(bool, documents_of(case, 2)))  # 1 if all passes are used up in the first
     served = {
-        (epoch, step): rows_of(part) for epoch in range(2) for step, part in enumerate(running)
+        (epoch, step): rows_of(part)
+        for epoch in range(num_epochs)
+        for step, part in enumerate(running)
     }
     places = sorted(served)
     left = iter(places)
-    for epoch, first, rows in windows_of(case, 2):
+    for epoch, first, rows in windows_of(case, num_epochs):
         found: Rows = []
         while len(found) < len(rows):
             at = next(left)
