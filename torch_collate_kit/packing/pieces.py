@@ -178,16 +178,23 @@ def wrapped_pieces(
     total = int(ends[-1]) if len(ends) else 0
     num_rows = max(1, -(-total // capacity))
     num_rows = -(-num_rows // packing.row_multiple) * packing.row_multiple
-    bounds = np.union1d(np.append(0, ends), np.arange(0, total, capacity))
-    examples = np.searchsorted(ends, bounds[:-1], side="right")
+    cuts = np.arange(0, total, capacity)
+    of_cuts, begins = np.searchsorted(ends, cuts, side="right"), ends - lengths
+    is_inside = cuts > begins[of_cuts]
+    counts = np.bincount(of_cuts[is_inside], minlength=len(lengths)) + 1
+    examples = np.repeat(np.arange(len(lengths)), counts)
+    is_first = np.zeros(len(examples), dtype=bool)
+    is_first[np.cumsum(counts) - counts] = True
+    bounds = np.empty(len(examples) + 1, dtype=np.int64)
+    bounds[:-1][is_first], bounds[:-1][~is_first], bounds[-1] = begins, cuts[is_inside], total
     rows = np.searchsorted(bounds[:-1], np.arange(num_rows + 1) * capacity)
     whole = _whole_examples(lengths, packing, ImageLoad.none(len(lengths)))
     pieces = whole.in_rows(Rows(examples, rows))
     return replace(
         pieces,
-        starts=bounds[:-1] - (ends - lengths)[examples],
+        starts=bounds[:-1] - begins[examples],
         lengths=np.diff(bounds),
-        cut=np.flatnonzero(np.bincount(examples, minlength=len(lengths)) > 1),
+        cut=np.flatnonzero(counts > 1),
     )
 
 

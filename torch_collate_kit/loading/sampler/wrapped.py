@@ -12,7 +12,7 @@ from torch_collate_kit.loading.orders.order import Order
 from torch_collate_kit.loading.orders.token_sums import TokenSums
 from torch_collate_kit.loading.sampler.budgets import Budget, Step, Windows
 from torch_collate_kit.packing import PackingOptions
-from torch_collate_kit.packing.steps import plan_wrapped
+from torch_collate_kit.packing.steps import WindowPlan, plan_wrapped
 
 
 class ByTokens(Budget):
@@ -37,6 +37,7 @@ class ByTokens(Budget):
         self._mean = max(1.0, float(lengths[:1_000_000].mean()))
         self._breaks = [0, *(order.breaks if isinstance(order, MixedOrder) else [])]
         self._kept_sums: dict[int, TokenSums] = {}
+        self._planned: tuple[tuple[int, int, int], Indices, WindowPlan] | None = None
 
     def num_steps(self, epoch: int) -> int:
         """Return the number of steps of an epoch."""
@@ -50,9 +51,16 @@ class ByTokens(Budget):
     def step(self, epoch: int, step: int) -> Step:
         """Return a step that the epoch has."""
         first, last = self._window_of(epoch, step)
-        num_steps = last - first
-        start = first * self._per_step - self._carried(epoch)
-        stop = start + num_steps * self._per_step
+        documents, window = self._plan(epoch, first, last)
+        chosen, plan = window.step(step - first, self._packing)
+        return Step(documents[chosen], plan)
+
+    def _plan(self, epoch: int, first: int, last: int) -> tuple[Indices, WindowPlan]:
+        """Return the documents of a window of steps, and its rows."""
+        kept = self._planned  # one read: another thread may be at another window
+        if kept is not None and kept[0] == (epoch, first, last):
+            return kept[1:]
+        start, stop = (k * self._per_step - self._carried(epoch) for k in (first, last))
         if self.tail == "keep":
             stop = min(stop, self._total(epoch))
         place, skipped = self._document_at(epoch, start)
@@ -64,12 +72,12 @@ class ByTokens(Budget):
             lengths,
             self._packing,
             skipped=skipped,
-            num_steps=num_steps,
+            num_steps=last - first,
             batch_rows=self.batch_rows,
             group=self.group,
         )
-        chosen, plan = window.step(step - first, self._packing)
-        return Step(documents[chosen], plan)
+        self._planned = (epoch, first, last), documents, window
+        return documents, window
 
     def steps_of(self, epoch: int, example: int) -> list[int]:
         """Return the steps of an epoch that have an example, ascending."""
