@@ -221,7 +221,10 @@ SPLIT = [part.to_iterable_dataset() for part in map(datasets.Dataset.from_list, 
     ("options", "message"),
     [
         ({"schedule": [(5, [1, 2])]}, "schedule= counts steps over all ranks, and a shard of a st"),
-        ({"max_passes": 2}, "max_passes= counts passes over the whole run, and how large a stream"),
+        (
+            {"max_passes": 2},
+            "max_passes= counts passes over the whole run, and a pass over streams",
+        ),
         ({"on_error": "skip"}, "on_error='skip' names examples by their position in the stream, a"),
         ({"weights": [0, 0]}, "weights are all 0; at least one source must be read"),
         ({"weights": [1]}, "weights must have one number for each of the 2 sources, got 1"),

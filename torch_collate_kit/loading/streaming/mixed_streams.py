@@ -287,8 +287,8 @@ def _check_mixture(mixture: Mixture) -> None:
         )
     if any(passes is not None for passes in mixture.max_passes):
         raise ValueError(
-            "max_passes= counts passes over the whole run, and how large a stream is shows only at "
-            'its end; leave it out: stop="first_exhausted" reads no example twice in a pass'
+            "max_passes= counts passes over the whole run, and a pass over streams begins all of "
+            'them anew; leave it out: stop="first_exhausted" reads no example twice in a pass'
         )
     if len({id(source) for source in mixture.sources}) < len(mixture.sources):
         raise ValueError("the mixture has one stream twice, which has one position; give it once")
