@@ -37,6 +37,7 @@ class ByTokens(Budget):
         self._mean = max(1.0, float(lengths[:1_000_000].mean()))
         self._breaks = [0, *(order.breaks if isinstance(order, MixedOrder) else [])]
         self._kept_sums: dict[int, TokenSums] = {}
+        self._totals: dict[int, int] = {}  # tokens of each epoch
         self._planned: tuple[tuple[int, int, int], Indices, WindowPlan] | None = None
 
     def num_steps(self, epoch: int) -> int:
@@ -126,14 +127,22 @@ class ByTokens(Budget):
             order.begin_stage(epoch, place)
 
     def _sums(self, epoch: int) -> TokenSums:
-        if epoch not in self._kept_sums:
+        kept = self._kept_sums  # one read: another thread may be at another epoch
+        if epoch not in kept:
             self._place_stages(epoch)
             take, size = partial(self.order.take, epoch), self.order.size(epoch)
-            self._kept_sums[epoch] = TokenSums(take, size, self._lengths)
-        return self._kept_sums[epoch]
+            kept = {**dict(list(kept.items())[-2:]), epoch: TokenSums(take, size, self._lengths)}
+            self._kept_sums = kept
+        return kept[epoch]
 
     def _total(self, epoch: int) -> int:
-        return self._sums(epoch).total
+        if epoch not in self._totals:
+            if self.order.is_permutation:
+                total = int(self._lengths[: self.order.size(epoch)].sum())
+            else:
+                total = self._sums(epoch).total
+            self._totals[epoch] = total
+        return self._totals[epoch]
 
     def _before(self, epoch: int) -> int:
         return sum(map(self._total, range(epoch)))
