@@ -43,7 +43,7 @@ class MixedStream:
         }
         for number, stream in self.streams.items():
             is_asked = mixture._is_named and "source" in stream.collator.fields
-            stream.added = {"source": number} if is_asked else {}
+            stream.added = {"source": mixture.names[number]} if is_asked else {}
         whole = math.lcm(*(weights[number].denominator for number in self.streams))
         exact = {number: int(weights[number] * whole) for number in self.streams}
         common = math.lcm(*exact.values())
