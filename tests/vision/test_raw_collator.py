@@ -102,6 +102,15 @@ def test_records_have_weights_and_declared_fields() -> None:
     assert counts[0] == 0
 
 
+def test_a_declared_field_may_be_called_like_a_weight() -> None:
+    given = [{**record, "sample_weight": i / 4} for i, record in enumerate(records())]
+    fields = {"sample_weight": PerExample(torch.float32)}
+    batch = VisionLanguageCollator(QWEN.processor(), fields=fields)(given)
+    assert batch["sample_weight"].tolist() == [[i / 4] for i in range(len(given))]
+    with pytest.raises(DataError, match="has 'sample_weight', which is not read; name it weight"):
+        VisionLanguageCollator(QWEN.processor())(given)
+
+
 def test_sizes_read_a_dataset_in_parts() -> None:
     collate = VisionLanguageCollator(QWEN.processor())
     expected = collate.sizes(records())

@@ -21,6 +21,7 @@ from torch_collate_kit.packing import PackingOptions
 from torch_collate_kit.packing.rank_plan import PlannedExamples, named_in_errors
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.entries import DeclaredFields
+from torch_collate_kit.reading.keys import is_other_weight
 from torch_collate_kit.reading.source import Examples, Source
 from torch_collate_kit.vision import VisionLayout
 
@@ -192,8 +193,10 @@ class VisionLanguageCollator(ForTrainer):
         source, setup = Source(examples), self._setup
         if not pixels:
             setup = ChatSetup(self._processor, replace(self.chat, pixels=False))
-        records = source.records(0, len(source))
-        tokenized = tokenize_records(records, setup, from_arrow=source.is_arrow)
+        records = texts = source.records(0, len(source))
+        if declared := {key for key in self.fields if is_other_weight(key)}:  # no weights then
+            texts = [{k: of for k, of in row.items() if k not in declared} for row in records]
+        tokenized = tokenize_records(texts, setup, from_arrow=source.is_arrow)
         processed = []
         for i, found in enumerate(tokenized, start):
             if isinstance(found, DataError):
