@@ -16,6 +16,7 @@ from torch_collate_kit import (
     Mixture,
     PackedBatchSampler,
     PackedCollator,
+    PackedRows,
     PaddedCollator,
     ParallelLayout,
     PerExample,
@@ -195,6 +196,20 @@ def test_a_batch_says_what_came_from_which_source():
                 "math": 9 * counts["math"],
             }
         assert sum(counts.values()) == len(found) > 4
+
+
+def test_rows_for_a_trainer_say_it_too():
+    sources = [TokenizedDataset([{"input_ids": [5] * n}] * 40) for n in (3, 9)]
+    mixture = Mixture(sources, weights=[1, 1], names=["web", "math"])
+    collate = packed_collator(0, max_tokens=32, train_all=True)
+    rows = PackedRows(mixture, collate)
+    batch = collate([rows[1], rows[0], rows[1]])
+    examples = [*rows[0].examples, *rows[1].examples, *rows[1].examples]
+    counts = mixture.source_counts(examples)
+    assert batch.metadata["source_examples"] == counts
+    tokens = {name: n * size for (name, n), size in zip(counts.items(), (3, 9), strict=True)}
+    assert batch.metadata["source_tokens"] == tokens
+    assert sum(tokens.values()) == batch.num_tokens
 
 
 def test_it_is_a_dataset_of_its_sources_end_to_end():
