@@ -12,7 +12,13 @@ import numpy as np
 import pytest
 
 from tests.loading.sampler.mixture_oracle import Mixed
-from torch_collate_kit import Mixture, PackedBatchSampler, PackedCollator, ParallelLayout
+from torch_collate_kit import (
+    Mixture,
+    PackedBatchSampler,
+    PackedCollator,
+    ParallelLayout,
+    PrefetchingSampler,
+)
 
 TOKENIZER = SimpleNamespace(pad_token_id=0, eos_token_id=1)
 ROW = 16
@@ -162,3 +168,18 @@ def check_position(
     document = min(documents[epoch, step])
     having = [at for at in sorted(served) if at[0] == epoch and document in documents[at]]
     assert made(case).when(document, epoch) == having
+
+
+@pytest.mark.parametrize("tail", ["keep", "wrap"])
+def test_a_jump_finds_the_stages_of_the_epochs_before(tail: str) -> None:
+    case = {**drawn(0), "passes": None, "stop": "all_exhausted", "tail": tail}
+    case["schedule"] = [(0, [8, 1, 1]), (2, [1, 8, 1]), (5, [1, 1, 8])]
+    mixture = Mixture(case["sources"], schedule=case["schedule"], stop="all_exhausted")
+    for make in (
+        lambda: made(case),
+        lambda: PrefetchingSampler(mixture, batch_size=5, tail=tail),
+    ):
+        jumped, stepwise = make(), make()
+        for epoch in range(3):
+            stepwise.count_steps(epoch)
+        assert jumped.examples(3, 1).tolist() == stepwise.examples(3, 1).tolist()
