@@ -55,7 +55,7 @@ class PlannedRecords:
         return plan.with_examples([self.rows[i] for i in plan.indices])
 
 
-def under_a_plan(rank: int, **options: Any) -> list[Any]:
+def under_a_plan(rank: int, without_images: int | None = None, **options: Any) -> list[Any]:
     packing = PackingOptions(200, parallel=ParallelLayout(dp=2))
     collate = VisionLanguageCollator(QWEN.processor(), packing=packing, **options)
     dataset = PlannedRecords(records())
@@ -69,6 +69,8 @@ def under_a_plan(rank: int, **options: Any) -> list[Any]:
         dp_rank=rank,
         shuffle=False,
     )
+    if without_images is not None:
+        dataset.rows[without_images]["images"] = []
     return list(DataLoader(dataset, batch_sampler=sampler, collate_fn=collate))
 
 
@@ -86,6 +88,17 @@ def test_ranks_get_their_chunks_of_the_batch_of_a_controller() -> None:
                     assert np.array_equal(one.offsets, other.offsets), name
                     one, other = one.values, other.values
                 assert torch.equal(torch.as_tensor(one), torch.as_tensor(other)), name
+
+
+def test_under_a_plan_an_error_names_the_example_of_the_dataset() -> None:
+    said = []
+    for rank in range(2):
+        try:
+            under_a_plan(rank, without_images=7)
+        except DataError as error:
+            said.append(str(error))
+    assert len(said) == 1
+    assert said[0].startswith("example 7 of the dataset: the messages have 1 image parts")
 
 
 def test_records_have_weights_and_declared_fields() -> None:
