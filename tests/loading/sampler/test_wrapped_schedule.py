@@ -31,7 +31,7 @@ def drawn(seed: int) -> dict[str, Any]:
     longest = int(rng.choice([9, 40, 150]))  # above a step: two stages begin at one document
     breaks = np.unique(rng.integers(1, 30, int(rng.integers(1, 4)))).tolist()
     weights = [rng.integers(1, 9, 3).tolist() for _ in range(len(breaks) + 1)]
-    return {
+    case = {
         "sources": [rng.integers(1, longest, int(n)) for n in rng.integers(20, 60, 3)],
         "schedule": list(zip([0, *breaks], weights, strict=True)),
         "by": str(rng.choice(["examples", "tokens"])),
@@ -42,6 +42,9 @@ def drawn(seed: int) -> dict[str, Any]:
         "tail": str(rng.choice(["keep", "drop", "wrap"])),
         "seed": int(rng.integers(99)),
     }
+    if case["passes"] and case["tail"] == "drop":
+        case["tail"] = "keep"  # what is left for an epoch may fill no step
+    return case
 
 
 def documents_of(case: dict[str, Any], num_epochs: int) -> list[list[int]]:

@@ -32,6 +32,14 @@ class Windows(NamedTuple):
     """Rows that cost alike, for ranks to compute at the same time."""
 
 
+def no_step(epoch: int, batch_rows: int) -> ValueError:
+    """Return the error of an epoch by rows that a dropped tail leaves without a step."""
+    return ValueError(
+        f"epoch {epoch} fills fewer than batch_rows={batch_rows} rows, and tail='drop' leaves no "
+        "step; lower batch_rows, or use tail='keep' or 'wrap'"
+    )
+
+
 class Budget(ABC):
     """The steps of the epochs of an order."""
 

@@ -10,7 +10,7 @@ from torch_collate_kit.loading.orders.checks import Indices
 from torch_collate_kit.loading.orders.mixed_order import MixedOrder
 from torch_collate_kit.loading.orders.order import Order
 from torch_collate_kit.loading.orders.token_sums import TokenSums
-from torch_collate_kit.loading.sampler.budgets import Budget, Step, Windows
+from torch_collate_kit.loading.sampler.budgets import Budget, Step, Windows, no_step
 from torch_collate_kit.packing import PackingOptions
 from torch_collate_kit.packing.steps import WindowPlan, plan_wrapped
 
@@ -46,6 +46,8 @@ class ByTokens(Budget):
             return self._before(epoch + 1) // self._per_step - self._before(epoch) // self._per_step
         tokens = self._total(epoch)
         if self.tail == "drop":
+            if tokens < self._per_step:
+                raise no_step(epoch, self.batch_rows)
             return tokens // self._per_step
         return -(-tokens // self._per_step)
 
