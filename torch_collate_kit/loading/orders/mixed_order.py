@@ -76,7 +76,8 @@ class MixedOrder(Order):
         other = copy.copy(self)
         other._sources = list(map(copy.copy, self._sources))
         other.taken, other._sizes = dict(self.taken), dict(self._sizes)
-        other.stage_places = {of: list(places) for of, places in self.stage_places.items()}
+        known = list(self.stage_places.items())  # at once: another thread may add an epoch
+        other.stage_places = {of: list(places) for of, places in known}
         return other
 
     @property
