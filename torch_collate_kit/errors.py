@@ -51,7 +51,10 @@ def examples_named(name: Callable[[int], str] | None) -> Iterator[None]:
     try:
         yield
     except DataError as error:
-        if name is None:
+        message = str(error)
+        if name is not None:
+            numbered = r"\bexample (\d+)\b(?! of the )"
+            message = re.sub(numbered, lambda found: name(int(found[1])), message)
+        if message == str(error):
             raise
-        message = re.sub(r"\bexample (\d+)\b", lambda found: name(int(found[1])), str(error))
-        raise DataError(message).with_traceback(error.__traceback__) from None
+        raise DataError(message).with_traceback(error.__traceback__) from error.__cause__

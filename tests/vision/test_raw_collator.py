@@ -55,7 +55,7 @@ class PlannedRecords:
         return plan.with_examples([self.rows[i] for i in plan.indices])
 
 
-def under_a_plan(rank: int, **options: Any) -> list[Any]:
+def under_a_plan(rank: int, without_images: int | None = None, **options: Any) -> list[Any]:
     packing = PackingOptions(200, parallel=ParallelLayout(dp=2))
     collate = VisionLanguageCollator(QWEN.processor(), packing=packing, **options)
     dataset = PlannedRecords(records())
@@ -69,6 +69,8 @@ def under_a_plan(rank: int, **options: Any) -> list[Any]:
         dp_rank=rank,
         shuffle=False,
     )
+    if without_images is not None:
+        dataset.rows[without_images]["images"] = []
     return list(DataLoader(dataset, batch_sampler=sampler, collate_fn=collate))
 
 
@@ -88,6 +90,17 @@ def test_ranks_get_their_chunks_of_the_batch_of_a_controller() -> None:
                 assert torch.equal(torch.as_tensor(one), torch.as_tensor(other)), name
 
 
+def test_under_a_plan_an_error_names_the_example_of_the_dataset() -> None:
+    said = []
+    for rank in range(2):
+        try:
+            under_a_plan(rank, without_images=7)
+        except DataError as error:
+            said.append(str(error))
+    assert len(said) == 1
+    assert said[0].startswith("example 7 of the dataset: the messages have 1 image parts")
+
+
 def test_records_have_weights_and_declared_fields() -> None:
     fields = {"rating": PerExample(torch.float32), "name": PerExample(str)}
     given = [{**r, "weight": i / 2, "rating": i, "name": f"r{i}"} for i, r in enumerate(records())]
@@ -100,6 +113,15 @@ def test_records_have_weights_and_declared_fields() -> None:
     counts = batch.row_metadata["num_trained"].values.tolist()
     assert collate.sizes(given).num_loss_tokens.tolist() == counts
     assert counts[0] == 0
+
+
+def test_a_declared_field_may_be_called_like_a_weight() -> None:
+    given = [{**record, "sample_weight": i / 4} for i, record in enumerate(records())]
+    fields = {"sample_weight": PerExample(torch.float32)}
+    batch = VisionLanguageCollator(QWEN.processor(), fields=fields)(given)
+    assert batch["sample_weight"].tolist() == [[i / 4] for i in range(len(given))]
+    with pytest.raises(DataError, match="has 'sample_weight', which is not read; name it weight"):
+        VisionLanguageCollator(QWEN.processor())(given)
 
 
 def test_sizes_read_a_dataset_in_parts() -> None:

@@ -18,9 +18,10 @@ from torch_collate_kit.collators.padded import PaddedCollator
 from torch_collate_kit.collators.trainer import ForTrainer
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing import PackingOptions
-from torch_collate_kit.packing.rank_plan import PlannedExamples
+from torch_collate_kit.packing.rank_plan import PlannedExamples, named_in_errors
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.entries import DeclaredFields
+from torch_collate_kit.reading.keys import is_other_weight
 from torch_collate_kit.reading.source import Examples, Source
 from torch_collate_kit.vision import VisionLayout
 
@@ -144,8 +145,9 @@ class VisionLanguageCollator(ForTrainer):
                 raise TypeError(
                     "the examples come with a plan of packed rows; pass max_tokens= or packing="
                 )
-            processed = self._processed(examples.examples)
-            self._check_images(processed)
+            with named_in_errors(examples):
+                processed = self._processed(examples.examples)
+                self._check_images(processed)
             planned = replace(examples, examples=processed)
             return self.collator.make_batch(planned, for_trainer=for_trainer)
         processed = self._processed(examples, or_dropped=True)
@@ -191,8 +193,10 @@ class VisionLanguageCollator(ForTrainer):
         source, setup = Source(examples), self._setup
         if not pixels:
             setup = ChatSetup(self._processor, replace(self.chat, pixels=False))
-        records = source.records(0, len(source))
-        tokenized = tokenize_records(records, setup, from_arrow=source.is_arrow)
+        records = texts = source.records(0, len(source))
+        if declared := {key for key in self.fields if is_other_weight(key)}:  # no weights then
+            texts = [{k: of for k, of in row.items() if k not in declared} for row in records]
+        tokenized = tokenize_records(texts, setup, from_arrow=source.is_arrow)
         processed = []
         for i, found in enumerate(tokenized, start):
             if isinstance(found, DataError):

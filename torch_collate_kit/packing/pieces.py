@@ -10,13 +10,12 @@ import numpy as np
 import numpy.typing as npt
 from numpy.ma import MaskedArray
 
-from torch_collate_kit._reprs import plural
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing.cost import ModelCost
 from torch_collate_kit.packing.options import PackingOptions
 from torch_collate_kit.packing.plan import PackingPlan
 from torch_collate_kit.packing.rows import Ints, Rows, row_sums
-from torch_collate_kit.packing.segments import Segments
+from torch_collate_kit.packing.segments import Segments, check_not_cut, unfit_segments
 
 _MOST_PATCHES = 2**28 - 1  # of an image; the cost of more would not fit int64
 
@@ -135,7 +134,7 @@ def cut_to_fit(lengths: Ints, packing: PackingOptions, images: Load | None = Non
     if images.segments is None:
         does_not_fit = lengths > most
     else:
-        _check_not_cut(packing)
+        check_not_cut(packing)
         does_not_fit = images.segments.cells > most
         if packing.max_sequences_per_row is not None:
             does_not_fit |= images.segments.counts > packing.max_sequences_per_row
@@ -179,7 +178,7 @@ def wrapped_pieces(
     The last row may be shorter; empty rows follow up to a multiple of the ranks.
     """
     if images is not None and images.segments is not None:
-        _check_not_cut(packing)
+        check_not_cut(packing)
     if images is not None and images.patches.any():
         i = int(images.patches.argmax())
         raise DataError(
@@ -189,16 +188,23 @@ def wrapped_pieces(
     total = int(ends[-1]) if len(ends) else 0
     num_rows = max(1, -(-total // capacity))
     num_rows = -(-num_rows // packing.row_multiple) * packing.row_multiple
-    bounds = np.union1d(np.append(0, ends), np.arange(0, total, capacity))
-    examples = np.searchsorted(ends, bounds[:-1], side="right")
+    cuts = np.arange(0, total, capacity)
+    of_cuts, begins = np.searchsorted(ends, cuts, side="right"), ends - lengths
+    is_inside = cuts > begins[of_cuts]
+    counts = np.bincount(of_cuts[is_inside], minlength=len(lengths)) + 1
+    examples = np.repeat(np.arange(len(lengths)), counts)
+    is_first = np.zeros(len(examples), dtype=bool)
+    is_first[np.cumsum(counts) - counts] = True
+    bounds = np.empty(len(examples) + 1, dtype=np.int64)
+    bounds[:-1][is_first], bounds[:-1][~is_first], bounds[-1] = begins, cuts[is_inside], total
     rows = np.searchsorted(bounds[:-1], np.arange(num_rows + 1) * capacity)
     whole = _whole_examples(lengths, packing, Load.none(len(lengths)))
     pieces = whole.in_rows(Rows(examples, rows))
     return replace(
         pieces,
-        starts=bounds[:-1] - (ends - lengths)[examples],
+        starts=bounds[:-1] - begins[examples],
         lengths=np.diff(bounds),
-        cut=np.flatnonzero(np.bincount(examples, minlength=len(lengths)) > 1),
+        cut=np.flatnonzero(counts > 1),
     )
 
 
@@ -271,19 +277,6 @@ def _cut_before_images(
     return lengths, left
 
 
-def _check_not_cut(packing: PackingOptions) -> None:
-    """Refuse to cut examples whose segments stay together."""
-    name, value = "overflow", packing.overflow
-    if packing.strategy == "wrapped":
-        name, value = "strategy", packing.strategy
-    elif value in ("raise", "drop"):
-        return
-    raise ValueError(
-        f"{name}={value!r} cuts examples, and these have several segments, which stay together: "
-        'cut them when they are tokenized, and pass overflow="raise" or "drop"'
-    )
-
-
 def _unfit_error(
     unfit: Ints, lengths: Ints, limits: Ints, packing: PackingOptions, images: Load
 ) -> DataError:
@@ -292,7 +285,7 @@ def _unfit_error(
     limit, has_image = int(limits[i]), bool(images.patches[i] > 0)
     segments = images.segments
     if segments is not None:
-        return _unfit_segments(i, len(unfit) - 1, lengths, limit, packing, segments)
+        return unfit_segments(i, len(unfit) - 1, lengths, limit, packing, segments)
     if lengths[i] > limit:
         what = (
             f"{int(lengths[i])} tokens, more than the {limit} that fit in a row with max_tokens="
@@ -321,24 +314,3 @@ def _unfit_error(
     else:
         choices = "'drop'" if has_image else "'truncate', 'drop' or 'split'"
     return DataError(f"example {i} has {what}; {way_out}, or pass overflow={choices}")
-
-
-def _unfit_segments(
-    i: int, others: int, lengths: Ints, limit: int, packing: PackingOptions, segments: Segments
-) -> DataError:
-    """Return the error for an example whose segments do not fit in one row."""
-    cells, count = int(segments.cells[i]), int(segments.counts[i])
-    most, way_out = packing.max_sequences_per_row, "raise max_tokens, cut it when tokenizing"
-    what = (
-        f"{plural(count, 'segment')} of {lengths[i]} tokens in all, {cells} cells with align="
-        f"{packing.parallel.align}, more than the {limit} that fit in a row with max_tokens="
-        f"{packing.max_tokens}"
-    )
-    if cells <= limit:
-        what = f"{count} segments, more than max_sequences_per_row={most}"
-        way_out = "raise it, leave some out"
-    more = f" ({others} more do not fit)" if others else ""
-    return DataError(
-        f"example {i} has {what}{more}; its segments stay in one row: {way_out}, or pass "
-        "overflow='drop'"
-    )

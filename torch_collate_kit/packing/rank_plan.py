@@ -279,7 +279,8 @@ class PlannedExamples:
     """A list or columns: the examples at ``plan.indices`` in that order; for a whole batch, all
     that the plan numbers."""
     name: Callable[[int], str] | None = None
-    """Returns what an error calls an example, from its place; by default "example" and this."""
+    """Returns what an error calls an example, from its place; by default its index in the dataset,
+    or of a whole batch its place."""
 
     @property
     def part(self) -> RankPlan:
@@ -288,8 +289,16 @@ class PlannedExamples:
 
 
 def named_in_errors(examples: Any) -> AbstractContextManager[None]:
-    """Let a DataError say ``PlannedExamples.name`` of an example in place of its place."""
-    return examples_named(examples.name if isinstance(examples, PlannedExamples) else None)
+    """Let a DataError call an example what ``PlannedExamples.name`` does, in place of its place."""
+    if not isinstance(examples, PlannedExamples):
+        return examples_named(None)
+    indices = examples.part.indices
+
+    def named(place: int) -> str:
+        is_known = place < len(indices)
+        return f"example {indices[place]} of the dataset" if is_known else f"example {place}"
+
+    return examples_named(examples.name or named)
 
 
 class PlannedRow(ABC):

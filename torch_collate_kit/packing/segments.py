@@ -9,8 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from torch_collate_kit._checks import checked_lengths
+from torch_collate_kit._reprs import plural
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing.cost import ModelCost
+from torch_collate_kit.packing.options import PackingOptions
 from torch_collate_kit.packing.rows import Ints, row_sums, running_sum
 
 
@@ -100,3 +102,36 @@ def place_of(segment: int, offsets: npt.NDArray[np.integer]) -> tuple[int, int]:
     """Return the example of a segment, counted over all, and its number there."""
     example = int(np.searchsorted(offsets, segment, side="right")) - 1
     return example, segment - int(offsets[example])
+
+
+def check_not_cut(packing: PackingOptions) -> None:
+    """Refuse to cut examples whose segments stay together."""
+    name, value = "overflow", packing.overflow
+    if packing.strategy == "wrapped":
+        name, value = "strategy", packing.strategy
+    elif value in ("raise", "drop"):
+        return
+    raise ValueError(
+        f"{name}={value!r} cuts examples, and these have several segments, which stay together: "
+        'cut them when they are tokenized, and pass overflow="raise" or "drop"'
+    )
+
+
+def unfit_segments(
+    i: int, others: int, lengths: Ints, limit: int, packing: PackingOptions, segments: Segments
+) -> DataError:
+    """Return the error for an example whose segments do not fit in one row."""
+    cells, count = segments.cells[i], segments.counts[i]
+    way_out = "raise max_tokens, cut it when tokenizing"
+    what = (
+        f"{plural(int(count), 'segment')} of {lengths[i]} tokens in all, {cells} cells with align="
+        f"{packing.parallel.align}, more than the {limit} that fit in a row with max_tokens="
+        f"{packing.max_tokens}"
+    )
+    if cells <= limit:
+        what = f"{count} segments, more than max_sequences_per_row={packing.max_sequences_per_row}"
+        way_out = "raise it, leave some out"
+    what += f" ({others} more do not fit)" if others else ""
+    return DataError(
+        f"example {i} has {what}; its segments stay in one row: {way_out}, or pass overflow='drop'"
+    )

@@ -200,8 +200,8 @@ class ExampleColumns:
         whole = pieces
         if numbers is not None:  # what is of an example stands where its first segment is
             is_first = numbers == 0
-            offsets = running_sum(is_first)[pieces.row_offsets]
-            whole = Pieces(*np.broadcast_arrays(examples[is_first], 0, 0), offsets)
+            first, offsets = examples[is_first], running_sum(is_first)[pieces.row_offsets]
+            whole = Pieces(first, 0 * first, 0 * first, offsets)
         for column in self.fields:
             if isinstance(column.spec, PerExample):
                 values, entries = column.place(whole, whole)

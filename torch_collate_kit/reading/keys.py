@@ -240,12 +240,17 @@ def check_keys(
 def check_no_other_weight(owners: Mapping[str, str], others: Iterable[str]) -> None:
     """Refuse the weight of an example under another name."""
     for key in others:
-        if bare_key(str(key)) in _OTHER_WEIGHTS and "weight" not in owners:
+        if is_other_weight(key) and "weight" not in owners:
             raise DataError(
                 f"{owners[key]} has {key!r}, which is not read; name it weight if it is one number "
                 "per example that multiplies its loss weights, put a weight per token into "
                 "loss_mask, or remove it"
             )
+
+
+def is_other_weight(key: Any) -> bool:
+    """Return whether a key looks like the weight of an example under another name."""
+    return bare_key(str(key)) in _OTHER_WEIGHTS
 
 
 def _check_rollout_keys(raw: Mapping[str, Any], given: list[str]) -> None:

@@ -40,9 +40,9 @@ class Mixed:
                 before += length
         return sorted(found)
 
-    def end(self, weights):
-        """The time at which the first source, or all, have been read once more."""
-        times = []
+    def end(self, weights, at):
+        """The time at which the first source, or all, have been read once more; None if now."""
+        targets = {}
         for source, weight in enumerate(weights):
             size, limit = len(self.lengths[source]), self.limits[source]
             target = (self.num_epochs + 1) * size
@@ -50,10 +50,22 @@ class Mixed:
                 if self.stop == "first_exhausted":
                     continue
                 target = limit
+            if self.taken[source] < target:
+                targets |= {source: target} if weight else {}
+            elif self.stop == "first_exhausted":
+                return None
+        for source, weight in enumerate(weights if not targets and not at else []):
+            size, limit = len(self.lengths[source]), self.limits[source]
+            once_more = (self.taken[source] // size + 1) * size
+            target = once_more if limit is None else min(once_more, limit)
             if weight and self.taken[source] < target:
-                numbers = range(self.taken[source], target)
-                tokens = sum(self.example(source, number)[1] for number in numbers)
-                times.append(Fraction(tokens) / weight)
+                targets[source] = target
+        times = [
+            Fraction(sum(self.example(i, n)[1] for n in range(self.taken[i], target))) / weights[i]
+            for i, target in targets.items()
+        ]
+        if not times:
+            return None
         return min(times) if self.stop == "first_exhausted" else max(times)
 
     def epoch(self, stages):
@@ -61,7 +73,9 @@ class Mixed:
         exact = [(at, [Fraction(str(weight)) for weight in weights]) for at, weights in stages]
         found = []
         for (at, weights), (after, _) in zip(exact, [*exact[1:], (np.inf, None)], strict=True):
-            end = self.end(weights)
+            end = self.end(weights, at)
+            if end is None:
+                break
             due = self.due(weights, end)
             due = due if after == np.inf else due[: after - at]
             for _, source, index in due:

@@ -16,6 +16,7 @@ from torch_collate_kit import (
     Mixture,
     PackedBatchSampler,
     PackedCollator,
+    PackedRows,
     PaddedCollator,
     ParallelLayout,
     PerExample,
@@ -171,6 +172,9 @@ def test_what_was_read_oftener_goes_on_alone_after_the_others_are_used_up():
     sampler = PrefetchingSampler(mixture, batch_size=2)
     counts = [mixture.source_counts(np.concatenate(list(sampler))) for _ in range(3)]
     assert counts == [{"0": 20, "1": 5}, {"0": 0, "1": 1}, {"0": 0, "1": 2}]
+    mixture = Mixture([20, 2], weights=[4, 1], stop="all_exhausted", max_passes=[1, 3.5])
+    found = epochs_of(PrefetchingSampler(mixture, batch_size=2), 3)
+    assert list(map(len, found)) == [25, 1, 1], "one more pass at a time, not all that are left"
 
 
 def test_a_batch_says_what_came_from_which_source():
@@ -192,6 +196,20 @@ def test_a_batch_says_what_came_from_which_source():
                 "math": 9 * counts["math"],
             }
         assert sum(counts.values()) == len(found) > 4
+
+
+def test_rows_for_a_trainer_say_it_too():
+    sources = [TokenizedDataset([{"input_ids": [5] * n}] * 40) for n in (3, 9)]
+    mixture = Mixture(sources, weights=[1, 1], names=["web", "math"])
+    collate = packed_collator(0, max_tokens=32, train_all=True)
+    rows = PackedRows(mixture, collate)
+    batch = collate([rows[1], rows[0], rows[1]])
+    examples = [*rows[0].examples, *rows[1].examples, *rows[1].examples]
+    counts = mixture.source_counts(examples)
+    assert batch.metadata["source_examples"] == counts
+    tokens = {name: n * size for (name, n), size in zip(counts.items(), (3, 9), strict=True)}
+    assert batch.metadata["source_tokens"] == tokens
+    assert sum(tokens.values()) == batch.num_tokens
 
 
 def test_it_is_a_dataset_of_its_sources_end_to_end():
@@ -301,12 +319,6 @@ def test_what_a_mixture_cannot_do():
     mixture = Mixture([3, 2])
     with pytest.raises(ValueError, match="a Mixture has an order of its own"):
         PrefetchingSampler(mixture, batch_size=2, order=lambda epoch, rng: [0])
-    tokenizer = SimpleNamespace(pad_token_id=0, eos_token_id=1)
-    collate = PackedCollator(tokenizer, max_tokens=8, strategy="wrapped", normalize_loss=False)
-    staged = Mixture([np.ones(9, dtype=int)] * 2, schedule=[(0, [1, 1]), (2, [1, 9])])
-    with pytest.raises(ValueError, match=r'schedule of a Mixture .* strategy="wrapped" cuts them'):
-        PackedBatchSampler(staged, collate, batch_rows=1)
-    assert len(PackedBatchSampler(staged, collate, batch_size=2)) == 6
     with pytest.raises(ValueError, match="a Mixture cannot be reshuffled"):
         PrefetchingSampler(mixture, batch_size=2).reshuffle()
     with pytest.raises(TypeError, match=r"source '0' of the mixture is 3, which has no examples"):

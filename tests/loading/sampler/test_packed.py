@@ -283,6 +283,19 @@ def test_lengths_and_counts_that_are_not_those_of_the_dataset():
         make_collator()(part.with_examples(EXAMPLES[:1]))
 
 
+@pytest.mark.parametrize("form", [list, TokenizedDataset])
+def test_an_error_names_the_example_of_the_dataset(form):
+    rows = [{**e, "loss_mask": [9, -1]} if i == 7 else e for i, e in enumerate(EXAMPLES)]
+    parts = [next(iter(make_sampler(batch_size=13, dp_rank=rank))) for rank in (0, 1)]
+    (part,) = [of for of in parts if 7 in of.indices]
+    assert part.indices.index(7) < 7, "its place in the rank's batch is another number"
+    planned = TokenizedDataset(rows).__getitems__(part)
+    if form is list:
+        planned = part.with_examples([rows[i] for i in part.indices])
+    with pytest.raises(DataError, match=r"^example 7 of the dataset: loss_mask has 2 entries, inp"):
+        make_collator()(planned)
+
+
 def test_what_a_worker_is_sent_is_small():
     rng = np.random.default_rng(0)
     lengths = rng.integers(1, 2048, size=20_000)

@@ -161,6 +161,14 @@ def test_a_state_of_other_rows_is_refused() -> None:
         sampler.load_state_dict(other.state_at(0, 4))
 
 
+def test_an_epoch_without_a_step_is_an_error() -> None:
+    with pytest.raises(
+        ValueError, match="epoch 0 fills fewer than batch_rows=600 rows, and tail='"
+    ):
+        part_of_rank(1, 0, batch_rows=600, tail="drop")
+    assert len(part_of_rank(1, 0, batch_rows=600)[1]) == 1
+
+
 NO_ROOM: list[tuple[dict[str, Any], str]] = [
     (
         {"parallel": ParallelLayout(tp=2)},

@@ -167,25 +167,29 @@ def test_ends_by_the_same_rule_on_any_ranks_and_workers(kind: str, stop: str) ->
     assert sorted(found) == whole
 
 
-def test_the_number_of_the_source_is_a_field() -> None:
+def test_the_name_of_the_source_is_row_metadata() -> None:
     for source in ("lists", "columns and callable"):
         dataset = mixed(
             KINDS[source](),
             [1, 1],
             names=["web", "math"],
-            fields={"source": PerExample(torch.int64)},
+            fields={"source": PerExample(str)},
             overflow="split",
             max_tokens=5,
         )
         for batch in dataset:
             firsts = [{1000 * (i + 1) for i in range(*of)} for of in ((0, 30), (30, 49))]
             of = [
-                int(any(token - token % 1000 in firsts[1] for token in row.tolist()))
+                (
+                    "math"
+                    if any(token - token % 1000 in firsts[1] for token in row.tolist())
+                    else "web",
+                )
                 for row in batch["input_ids"]
             ]
             assert set(batch.metadata["source_examples"]) == {"web", "math"}
             if len(batch["sub_seq_lengths"].values) == 1:
-                assert batch["source"].values.tolist() == of
+                assert batch.row_metadata["source"] == of
 
 
 # --- refusals ---
@@ -221,7 +225,10 @@ SPLIT = [part.to_iterable_dataset() for part in map(datasets.Dataset.from_list, 
     ("options", "message"),
     [
         ({"schedule": [(5, [1, 2])]}, "schedule= counts steps over all ranks, and a shard of a st"),
-        ({"max_passes": 2}, "max_passes= counts passes over the whole run, and how large a stream"),
+        (
+            {"max_passes": 2},
+            "max_passes= counts passes over the whole run, and a pass over streams",
+        ),
         ({"on_error": "skip"}, "on_error='skip' names examples by their position in the stream, a"),
         ({"weights": [0, 0]}, "weights are all 0; at least one source must be read"),
         ({"weights": [1]}, "weights must have one number for each of the 2 sources, got 1"),

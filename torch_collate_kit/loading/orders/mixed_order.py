@@ -76,7 +76,8 @@ class MixedOrder(Order):
         other = copy.copy(self)
         other._sources = list(map(copy.copy, self._sources))
         other.taken, other._sizes = dict(self.taken), dict(self._sizes)
-        other.stage_places = {of: list(places) for of, places in self.stage_places.items()}
+        known = list(self.stage_places.items())  # at once: another thread may add an epoch
+        other.stage_places = {of: list(places) for of, places in known}
         return other
 
     @property
@@ -280,15 +281,11 @@ class MixedOrder(Order):
                 return place
         if not ends and not place:  # the rest was read oftener than epochs count: one more pass
             for of, n, weight in zip(self._sources, before, weights, strict=True):
-                if weight and of.limit is None:
-                    ends.append(of.end((n // of.size + 1) * of.size, n, weight))
+                limit = MAX_COUNT if of.limit is None else of.limit
+                if weight and n < limit:
+                    ends.append(of.end(min((n // of.size + 1) * of.size, limit), n, weight))
         if not ends:
-            left = [
-                MAX_COUNT if of.limit is None else of.limit - n
-                for of, n, weight in zip(self._sources, before, weights, strict=True)
-                if weight
-            ]
-            return place + sum(left) if all(n < MAX_COUNT for n in left) else place
+            return place
         pick = min if self.mixture.stop == "first_exhausted" else max
         return place + sum(self._until(pick(ends), before, weights)) - sum(before)
 

@@ -33,6 +33,7 @@ class SourcePasses:
         self.mean_units = self._num_units / size
         self._orders: dict[int, EpochOrder] = {}
         self._kept_sums: dict[int, TokenSums] = {}
+        self._kept_firsts: dict[int, int] = {}
 
     def read(self, start: int, stop: int) -> Indices:
         """Return the indices within the source of its examples ``start`` to ``stop`` - 1."""
@@ -49,7 +50,7 @@ class SourcePasses:
             middles = 2 * np.arange(start - first, stop - first) + 1
         else:
             lengths = self._lengths[self.read(start, stop)]
-            ends = self._before(start) - self._before(first) + np.cumsum(lengths)
+            ends = self._before(start) - self._before_stage(first) + np.cumsum(lengths)
             middles = 2 * ends - lengths
         return middles / weight
 
@@ -57,7 +58,7 @@ class SourcePasses:
         """Return the virtual time at which the share reaches the end of so many examples."""
         if self._lengths is None:
             return 2 * (number - first) / weight
-        return 2 * (self._before(number) - self._before(first)) / weight
+        return 2 * (self._before(number) - self._before_stage(first)) / weight
 
     def until(self, time: float, first: int, weight: float) -> int:
         """Count the examples that are due by a virtual time, those before ``first`` included."""
@@ -65,7 +66,7 @@ class SourcePasses:
         if self._lengths is None:
             count = first + (twice + 1) // 2
         else:
-            units = self._before(first) + twice // 2
+            units = self._before_stage(first) + twice // 2
             turn, rest = divmod(units, self._num_units)
             count = max(first, turn * self.size + self._sums(turn).place(rest))
         limit = 2**62 if self.limit is None else self.limit
@@ -102,3 +103,11 @@ class SourcePasses:
         """Return the tokens before an example."""
         turn, at = divmod(number, self.size)
         return turn * self._num_units + (self._sums(turn).before(at) if at else 0)
+
+    def _before_stage(self, first: int) -> int:
+        """Return the tokens before a stage, also long after the pass in which it began."""
+        kept = self._kept_firsts  # one read: another thread may be at another stage
+        if first not in kept:
+            kept = {**dict(list(kept.items())[-7:]), first: self._before(first)}
+            self._kept_firsts = kept
+        return kept[first]

@@ -32,6 +32,14 @@ class Windows(NamedTuple):
     """Rows that cost alike, for ranks to compute at the same time."""
 
 
+def no_step(epoch: int, batch_rows: int) -> ValueError:
+    """Return the error of an epoch by rows that a dropped tail leaves without a step."""
+    return ValueError(
+        f"epoch {epoch} fills fewer than batch_rows={batch_rows} rows, and tail='drop' leaves no "
+        "step; lower batch_rows, or use tail='keep' or 'wrap'"
+    )
+
+
 class Budget(ABC):
     """The steps of the epochs of an order."""
 
@@ -69,6 +77,22 @@ class Budget(ABC):
     def state(self, epoch: int, step: int) -> dict[str, Any]:
         """Return what a state of this position holds besides it."""
         return {}
+
+    def _place_stages(self, epoch: int) -> None:
+        """Tell a mixture where its later stages begin in the epochs up to this one."""
+        order = self.order
+        if not isinstance(order, MixedOrder) or not order.breaks:
+            return
+        since = max(at for at in list(order.taken) if at <= epoch)
+        for at in range(0 if self.tail == "wrap" else since, epoch + 1):
+            if at not in order.stage_places:
+                own = order.apart()  # as another thread may read the order
+                self._begin_stages(own, at)
+                order.stage_places[at] = own.stage_places.get(at, [])
+
+    def _begin_stages(self, order: MixedOrder, epoch: int) -> None:
+        """Begin the later stages of an epoch, of a budget that knows their places beforehand."""
+        raise NotImplementedError
 
     def load(self, state: Mapping[str, Any], epoch: int, step: int) -> None:
         """Check the places of reshuffles, and restore what ``state`` returned into a new budget.
@@ -138,18 +162,11 @@ class ByExamples(Budget):
         self._place_stages(epoch)
         return self.order.before(epoch) % self._size if self.tail == "wrap" else 0
 
-    def _place_stages(self, epoch: int) -> None:
-        """Tell a mixture where its later stages begin in the epochs up to this one."""
-        order = self.order
-        if not isinstance(order, MixedOrder) or not order.breaks:
-            return
-        for at in range(min(order.taken), epoch + 1):
-            if at in order.stage_places:
-                continue
-            carried = order.before(at) % self._size if self.tail == "wrap" else 0
-            order.stage_places[at] = []
-            for step in order.breaks:
-                place = max(step * self._size - carried, 0)
-                if place >= order.size(at):
-                    break
-                order.stage_places[at].append(place)
+    def _begin_stages(self, order: MixedOrder, epoch: int) -> None:
+        """Begin the later stages of an epoch at the first example of their steps."""
+        carried = order.before(epoch) % self._size if self.tail == "wrap" else 0
+        for step in order.breaks:
+            place = max(step * self._size - carried, 0)
+            if place >= order.size(epoch):
+                return
+            order.begin_stage(epoch, place)

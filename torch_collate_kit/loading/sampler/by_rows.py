@@ -19,7 +19,7 @@ from torch_collate_kit.loading.orders.checks import (
 from torch_collate_kit.loading.orders.mixed_order import MixedOrder
 from torch_collate_kit.loading.orders.order import Order
 from torch_collate_kit.loading.sampler import long_epochs
-from torch_collate_kit.loading.sampler.budgets import Budget, Step, Windows
+from torch_collate_kit.loading.sampler.budgets import Budget, Step, Windows, no_step
 from torch_collate_kit.packing import PackingOptions
 from torch_collate_kit.packing.pieces import Load
 from torch_collate_kit.packing.steps import WindowPlan, num_rows_needed, num_that_fit, plan_window
@@ -274,10 +274,7 @@ class ByRows(Budget):
                 stop, num_steps = self._end(epoch, start, most)
             if not num_steps:
                 if not first:
-                    raise ValueError(
-                        f"epoch {epoch} fills fewer than batch_rows={self.batch_rows} rows, and "
-                        "tail='drop' leaves no step; lower batch_rows, or use tail='keep' or 'wrap'"
-                    )
+                    raise no_step(epoch, self.batch_rows)
                 return None
             if isinstance(order, MixedOrder) and first + num_steps in following:
                 number = len(breaks) - len(following)

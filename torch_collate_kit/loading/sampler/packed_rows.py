@@ -24,7 +24,7 @@ from torch_collate_kit.loading.sampler.sizes import is_tokenized
 from torch_collate_kit.packing import PackingPlan
 from torch_collate_kit.packing.pieces import cut_to_fit
 from torch_collate_kit.packing.planner import plan_rows, sizes_of
-from torch_collate_kit.packing.rank_plan import PlannedExamples, PlannedRow
+from torch_collate_kit.packing.rank_plan import PlannedExamples, PlannedRow, RankPlan
 from torch_collate_kit.packing.rows import Rows, running_sum
 from torch_collate_kit.packing.segments import Segments
 
@@ -175,7 +175,10 @@ class PackedRows(Dataset[PlannedRow]):
             others = len(set(_Row(self, row).examples)) - 1
             return f"example {examples[place]} of the dataset (in row {row} with {others} others)"
 
-        return PlannedExamples(part, self._examples.__getitems__(examples), name)
+        planned, of = RankPlan(part), self._examples
+        if isinstance(of, Mixture):
+            planned.metadata = of.counts_in(of.source_of(examples), part)
+        return PlannedExamples(planned, of.__getitems__(examples), name)
 
     def fingerprint(self, num_rows: int | None = None) -> dict[str, Any]:
         """Return a fingerprint of the rows, or of the first so many: small JSON.

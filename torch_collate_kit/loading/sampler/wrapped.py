@@ -10,9 +10,9 @@ from torch_collate_kit.loading.orders.checks import Indices
 from torch_collate_kit.loading.orders.mixed_order import MixedOrder
 from torch_collate_kit.loading.orders.order import Order
 from torch_collate_kit.loading.orders.token_sums import TokenSums
-from torch_collate_kit.loading.sampler.budgets import Budget, Step, Windows
+from torch_collate_kit.loading.sampler.budgets import Budget, Step, Windows, no_step
 from torch_collate_kit.packing import PackingOptions
-from torch_collate_kit.packing.steps import plan_wrapped
+from torch_collate_kit.packing.steps import WindowPlan, plan_wrapped
 
 
 class ByTokens(Budget):
@@ -31,15 +31,14 @@ class ByTokens(Budget):
         windows: Windows,
     ) -> None:
         super().__init__(order, tail)
-        if isinstance(order, MixedOrder) and order.breaks:
-            raise ValueError(
-                'the schedule of a Mixture begins its stages at examples, and strategy="wrapped" '
-                "cuts them; leave the schedule out, use another strategy, or batch_size="
-            )
         self.batch_rows, self.window, self.group = windows
         self._lengths, self._packing = lengths, packing
         self._per_step = self.batch_rows * packing.capacity
+        self._mean = max(1.0, float(lengths[:1_000_000].mean()))
+        self._breaks = [0, *(order.breaks if isinstance(order, MixedOrder) else [])]
         self._kept_sums: dict[int, TokenSums] = {}
+        self._totals: dict[int, int] = {}  # tokens of each epoch
+        self._planned: tuple[tuple[int, int, int], Indices, WindowPlan] | None = None
 
     def num_steps(self, epoch: int) -> int:
         """Return the number of steps of an epoch."""
@@ -47,16 +46,24 @@ class ByTokens(Budget):
             return self._before(epoch + 1) // self._per_step - self._before(epoch) // self._per_step
         tokens = self._total(epoch)
         if self.tail == "drop":
+            if tokens < self._per_step:
+                raise no_step(epoch, self.batch_rows)
             return tokens // self._per_step
         return -(-tokens // self._per_step)
 
     def step(self, epoch: int, step: int) -> Step:
         """Return a step that the epoch has."""
-        first = step // self.window * self.window
-        num_steps = min(self.window, self.num_steps(epoch) - first)
-        carried = self._before(epoch) % self._per_step if self.tail == "wrap" else 0
-        start = first * self._per_step - carried
-        stop = start + num_steps * self._per_step
+        first, last = self._window_of(epoch, step)
+        documents, window = self._plan(epoch, first, last)
+        chosen, plan = window.step(step - first, self._packing)
+        return Step(documents[chosen], plan)
+
+    def _plan(self, epoch: int, first: int, last: int) -> tuple[Indices, WindowPlan]:
+        """Return the documents of a window of steps, and its rows."""
+        kept = self._planned  # one read: another thread may be at another window
+        if kept is not None and kept[0] == (epoch, first, last):
+            return kept[1:]
+        start, stop = (k * self._per_step - self._carried(epoch) for k in (first, last))
         if self.tail == "keep":
             stop = min(stop, self._total(epoch))
         place, skipped = self._document_at(epoch, start)
@@ -68,50 +75,83 @@ class ByTokens(Budget):
             lengths,
             self._packing,
             skipped=skipped,
-            num_steps=num_steps,
+            num_steps=last - first,
             batch_rows=self.batch_rows,
             group=self.group,
         )
-        chosen, plan = window.step(step - first, self._packing)
-        return Step(documents[chosen], plan)
+        self._planned = (epoch, first, last), documents, window
+        return documents, window
 
     def steps_of(self, epoch: int, example: int) -> list[int]:
         """Return the steps of an epoch that have an example, ascending."""
-        found: set[int] = set()
-        carried = self._before(epoch) % self._per_step if self.tail == "wrap" else 0
-        windows = set()
+        num_steps, carried = self.num_steps(epoch), self._carried(epoch)
+        tokens = [(-carried, -1)] if carried else []
         for place in self.order.places(epoch, example):
-            start = self._sums(epoch).before(place) + carried
-            stop = start + int(self._lengths[example]) - 1
-            per_window = self._per_step * self.window
-            windows |= set(range(start // per_window, stop // per_window + 1))
-        windows |= {0} if carried else set()
-        for window in windows:
-            steps = range(window * self.window, (window + 1) * self.window)
-            steps = range(steps.start, min(steps.stop, self.num_steps(epoch)))
-            found |= {k for k in steps if (self.step(epoch, k).examples == example).any()}
-        return sorted(found)
+            start = self._sums(epoch).before(place)
+            tokens.append((start, start + int(self._lengths[example]) - 1))
+        steps: set[int] = set()
+        for ends in tokens:
+            first, last = ((token + carried) // self._per_step for token in ends)
+            if first < num_steps:
+                windows = (self._window_of(epoch, min(k, num_steps - 1)) for k in (first, last))
+                (begin, _), (_, stop) = windows
+                steps |= set(range(begin, stop))
+        return sorted(k for k in steps if (self.step(epoch, k).examples == example).any())
 
     def place(self, epoch: int, step: int) -> int:
         """Return the place of the order from which on a reshuffle may change it."""
         if not step:
             return 0
-        stop = -(-step // self.window) * self.window * self._per_step
-        carried = self._before(epoch) % self._per_step if self.tail == "wrap" else 0
-        place, used = self._document_at(epoch, min(stop - carried, self._total(epoch)))
+        stop = self._window_of(epoch, step - 1)[1] * self._per_step - self._carried(epoch)
+        place, used = self._document_at(epoch, min(stop, self._total(epoch)))
         return place + (used > 0)
 
+    def _window_of(self, epoch: int, step: int) -> tuple[int, int]:
+        """Return the first step of the window that has a step, and the one after its last."""
+        begin = max(at for at in self._breaks if at <= step)
+        first = begin + (step - begin) // self.window * self.window
+        following = [at for at in self._breaks if at > first]
+        return first, min(first + self.window, self.num_steps(epoch), *following)
+
+    def _begin_stages(self, order: MixedOrder, epoch: int) -> None:
+        """Begin the later stages of an epoch at the first document that begins in their steps."""
+        place = tokens = 0
+        for step in order.breaks:
+            start = step * self._per_step - self._carried(epoch)
+            while tokens < start and place < order.size(epoch):
+                num_read = min(int((start - tokens) / self._mean) + 64, 1 << 16)
+                documents = order.take(epoch, place, min(place + num_read, order.size(epoch)))
+                ends = tokens + np.cumsum(self._lengths[documents])
+                number = min(int(np.searchsorted(ends, start)) + 1, len(ends))
+                place, tokens = place + number, int(ends[number - 1])
+            if place >= order.size(epoch):
+                return
+            order.begin_stage(epoch, place)
+
     def _sums(self, epoch: int) -> TokenSums:
-        if epoch not in self._kept_sums:
+        kept = self._kept_sums  # one read: another thread may be at another epoch
+        if epoch not in kept:
+            self._place_stages(epoch)
             take, size = partial(self.order.take, epoch), self.order.size(epoch)
-            self._kept_sums[epoch] = TokenSums(take, size, self._lengths)
-        return self._kept_sums[epoch]
+            kept = {**dict(list(kept.items())[-2:]), epoch: TokenSums(take, size, self._lengths)}
+            self._kept_sums = kept
+        return kept[epoch]
 
     def _total(self, epoch: int) -> int:
-        return self._sums(epoch).total
+        if epoch not in self._totals:
+            if self.order.is_permutation:
+                total = int(self._lengths[: self.order.size(epoch)].sum())
+            else:
+                total = self._sums(epoch).total
+            self._totals[epoch] = total
+        return self._totals[epoch]
 
     def _before(self, epoch: int) -> int:
         return sum(map(self._total, range(epoch)))
+
+    def _carried(self, epoch: int) -> int:
+        """Return the number of tokens of earlier epochs in the first step of an epoch."""
+        return self._before(epoch) % self._per_step if self.tail == "wrap" else 0
 
     def _document_at(self, epoch: int, token: int) -> tuple[int, int]:
         """Return the place of the document that has a token, and its tokens before that one.

@@ -43,7 +43,7 @@ class MixedStream:
         }
         for number, stream in self.streams.items():
             is_asked = mixture._is_named and "source" in stream.collator.fields
-            stream.added = {"source": number} if is_asked else {}
+            stream.added = {"source": mixture.names[number]} if is_asked else {}
         whole = math.lcm(*(weights[number].denominator for number in self.streams))
         exact = {number: int(weights[number] * whole) for number in self.streams}
         common = math.lcm(*exact.values())
@@ -287,8 +287,8 @@ def _check_mixture(mixture: Mixture) -> None:
         )
     if any(passes is not None for passes in mixture.max_passes):
         raise ValueError(
-            "max_passes= counts passes over the whole run, and how large a stream is shows only at "
-            'its end; leave it out: stop="first_exhausted" reads no example twice in a pass'
+            "max_passes= counts passes over the whole run, and a pass over streams begins all of "
+            'them anew; leave it out: stop="first_exhausted" reads no example twice in a pass'
         )
     if len({id(source) for source in mixture.sources}) < len(mixture.sources):
         raise ValueError("the mixture has one stream twice, which has one position; give it once")
