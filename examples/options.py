@@ -16,7 +16,7 @@ from trained_model import NAMES
 # Options that a resumed run may change; its losses depend on all others.
 MAY_CHANGE = {
     *("--output-dir", "--checkpoint-every", "--keep-checkpoints", "--resume"),
-    *("--num-workers", "--prefetch", "--threads", "--log-with"),
+    *("--num-workers", "--prefetch", "--threads", "--log-with", "--loss-per"),
 }
 # Options that must be 1 or more; other numbers must be 0 or more.
 COUNTS = {
