@@ -33,10 +33,11 @@ def checked_optional_int(name: str, value: Any, *, hint: str) -> int | None:
     return None if value is None else checked_int(name, value, hint=hint)
 
 
-def checked_bool(name: str, value: Any) -> bool:
+def checked_bool(name: str, value: Any, others: str = "") -> bool:
     """Return ``value`` if it is True or False; refuse what is only truthy or falsy."""
     if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {value!r}")
+        choices = f"True, False or {others}" if others else "True or False"
+        raise TypeError(f"{name} must be {choices}, got {value!r}")
     return value
 
 

@@ -46,6 +46,14 @@ def cells_of_responses(columns: Columns, made: dict[str, Tensor]) -> Tensor:
         return maker.cells("responses", maker.hidden)
 
 
+def cells_of_tokens(columns: Columns) -> Tensor:
+    """Return the cell of every token of rows that share prefixes, int64 [T] over all rows."""
+    column = columns.values["tree_cells"]
+    rows = torch.from_numpy(np.repeat(np.arange(columns.num_rows), column.lengths))
+    first = rows.to(column.values.device, non_blocking=True) * columns.placement.tree_width
+    return first + column.values
+
+
 class _Maker:
     """Dense fields of a batch: those without a column are methods of their names."""
 
@@ -105,10 +113,26 @@ class _Maker:
             dense.scatter_(0, cells, _as(values, dtype))
         return dense.view(self.num_rows, width, *shape)
 
+    def in_cells(self, values: Tensor | int, pad: Any) -> Tensor:
+        """Return values per token, or one for all, in the cells of the tokens: int64 [R, W].
+
+        Tokens that share a cell have the same value.
+        """
+        width = self.placement.tree_width
+        if not width:
+            return self.dense(values, "lengths", pad, torch.int64)
+        cells = cells_of_tokens(self.columns)
+        dense = _full(self.num_rows * width, pad, torch.int64, self.device)
+        if isinstance(values, int):
+            values = dense.new_full((1,), values).expand(len(cells))
+        return dense.scatter_(0, cells, _as(values, torch.int64)).view(self.num_rows, width)
+
     def own(self, name: str) -> Field:
         """Return a field that has a column of its own."""
         spec, values = self.columns.specs[name], self.flat[name]
         if isinstance(spec, PerToken):
+            if name == "input_ids":
+                return self.in_cells(values, spec.pad)
             return self.dense(values, "lengths", spec.pad, spec.dtype)
         if isinstance(spec, PerResponseToken):
             return self.dense(values, "responses", spec.pad, spec.dtype, hidden=self.hidden)
@@ -126,13 +150,13 @@ class _Maker:
         return Ragged(values, self.columns.values[name].offsets)
 
     def position_ids(self) -> Tensor:
-        if self.placement.is_packed:  # segments cover their rows
+        if self.placement.is_packed and not self.placement.tree_width:  # segments cover their rows
             starts, size = self.starts(), self.num_rows * self.width
             return _counted_up(-starts, starts, size).view(self.num_rows, self.width)
         lengths = self.per_segment["lengths"]
         before = torch.cumsum(lengths, 0) - lengths
         positions = _counted_up(-before, before, len(self.cells("lengths")))
-        return self.dense(positions, "lengths", 0, torch.int64)
+        return self.in_cells(positions, 0)
 
     def mrope_position_ids(self) -> Tensor:
         positions = self.position_ids()[:, None].repeat(1, 4, 1)
@@ -154,7 +178,7 @@ class _Maker:
         return self.dense(is_image, "lengths", 0, torch.int64)
 
     def attention_mask(self) -> Tensor:
-        return self.dense(1, "lengths", 0, torch.int64)
+        return self.in_cells(1, 0)
 
     def labels(self) -> Tensor:
         ids, count = self.flat["input_ids"], str(self.columns.specs["loss_weights"].count)

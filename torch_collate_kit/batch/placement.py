@@ -34,7 +34,9 @@ class Placement:
     - ``"lengths"``: its tokens;
     - ``"responses"``: how many of them, the last ones, are the response;
     - ``"routed"``: how many of them, the first ones, have expert routes;
-    - ``"examples"``: 1, and 0 of a dummy image; only in packed batches of images.
+    - ``"examples"``: 1, and 0 of a dummy image; only in packed batches of images;
+    - ``"firsts"`` and ``"own"``: the first cell that no earlier segment of its example has, and how
+      many of these there are; only where segments share prefixes.
     """
 
     width: int
@@ -44,6 +46,9 @@ class Placement:
     segments: dict[str, Ragged]
     vision: VisionLayout | None = None
     """The layout of images as tokens; None for a text model."""
+    tree_width: int = 0
+    """Cells of a row whose segments share prefixes: then ``width`` and the segments count tokens,
+    of which several may be in one cell, and the column ``tree_cells`` has the cell of each."""
 
     def rows(self) -> np.ndarray:
         """Return the row of each segment, int64 [Q]."""

@@ -125,7 +125,8 @@ class Storage:
         shapes: dict[str, list[int]] = {}
         if self.columns:
             placement = self.columns.placement
-            shapes = {"input_ids": [placement.width], "loss_mask": [placement.response_length]}
+            width = placement.tree_width or placement.width
+            shapes = {"input_ids": [width], "loss_mask": [placement.response_length]}
         tensors = {k: v for k, v in self.given.items() if isinstance(v, Tensor)}
         return shapes | {name: list(tensor.shape[1:]) for name, tensor in tensors.items()}
 

@@ -28,12 +28,13 @@ from torch_collate_kit.collators.packed_checks import (
     refuse_unpacked,
 )
 from torch_collate_kit.collators.trainer import ForTrainer, check_targets
+from torch_collate_kit.collators.tree_rows import first_cells, place_in_trees, shared_trees
 from torch_collate_kit.packing import PackingOptions, PackingPlan, RankPlan
 from torch_collate_kit.packing.options import ParallelLayout, common_options
 from torch_collate_kit.packing.pieces import Load, Patches, image_load
 from torch_collate_kit.packing.planner import pack, plan_rows, sizes_of
 from torch_collate_kit.packing.rank_plan import PlannedExamples, joined_rows, named_in_errors
-from torch_collate_kit.packing.rows import running_sum
+from torch_collate_kit.packing.rows import row_sums, running_sum
 from torch_collate_kit.ragged import span_indices, unchecked
 from torch_collate_kit.reading.entries import DeclaredFields
 from torch_collate_kit.reading.examples import ExampleColumns
@@ -68,7 +69,9 @@ class PackedCollator(Collator, ForTrainer):
         parallel: the :class:`~torch_collate_kit.ParallelLayout` of the run; one device by default.
         max_patches: the most image patches of a row; no limit by default.
         isolate: False makes one segment of a row, as in pretraining; needs "wrapped".
-        packing: a :class:`~torch_collate_kit.PackingOptions` in place of the six options above.
+        share_prefixes: let segments of an example share the cells of what they begin with; "auto"
+            where that saves at least 13% of the cells. See docs/guide/trees.md.
+        packing: a :class:`~torch_collate_kit.PackingOptions` in place of the seven options above.
         fixed_width: make every batch ``max_tokens`` wide, not as wide as its fullest row.
         normalize_loss: divide ``loss_mask`` by the batch's number of loss tokens.
         train_all: train every token of examples that have no loss target.
@@ -99,6 +102,7 @@ class PackedCollator(Collator, ForTrainer):
         parallel: ParallelLayout | None = None,
         max_patches: int | None = None,
         isolate: bool | None = None,
+        share_prefixes: bool | Literal["auto"] | None = None,
         packing: PackingOptions | None = None,
         fixed_width: bool = False,
         normalize_loss: bool = True,
@@ -116,6 +120,7 @@ class PackedCollator(Collator, ForTrainer):
             parallel=parallel,
             max_patches=max_patches,
             isolate=isolate,
+            share_prefixes=share_prefixes,
         )
         if self.packing.strategy is None:
             self.packing = replace(self.packing, strategy="balanced")
@@ -123,6 +128,11 @@ class PackedCollator(Collator, ForTrainer):
         if self.packing.strategy == "wrapped":
             self.eos_token_id = eos_token_id_of(tokenizer)
         if self.vision is not None:
+            if self.packing.share_prefixes:
+                raise ValueError(
+                    "share_prefixes is for text: equal placeholders of images may stand for "
+                    "different pixels; leave it out"
+                )
             refuse_unpacked(self.vision)
             if not self.packing.dummy_image_tokens:
                 tokens = self.vision.smallest_tokens
@@ -160,7 +170,8 @@ class PackedCollator(Collator, ForTrainer):
         else:
             columns = self._read(examples, rollouts=None)
             patches = None if columns.images is None else self._image_load(columns, columns.images)
-            lengths, load = sizes_of(columns.example_lengths, self.packing, patches)
+            trees = shared_trees(columns, self.packing)
+            lengths, load = sizes_of(columns.example_lengths, self.packing, patches, trees=trees)
             part = RankPlan(plan_rows(lengths, self.packing, load))
         if for_trainer:
             check_targets(columns, self.train_all)
@@ -191,7 +202,9 @@ class PackedCollator(Collator, ForTrainer):
             columns = self._read(examples)
         else:
             columns = ExampleColumns.of_none(self.fields, self.vision)
-        lengths, load = sizes_of(columns.example_lengths, self.packing)
+        planned = part.plan.segments
+        trees = columns.trees if part.indices and planned and planned.shares else None
+        lengths, load = sizes_of(columns.example_lengths, self.packing, trees=trees)
         part.check_lengths(lengths, None if load is None else load.segments)
         is_limited = part.plan.max_patches is not None or part.plan.rows_multiple_of > 1
         if columns.images is not None and is_limited:
@@ -261,15 +274,25 @@ class PackedCollator(Collator, ForTrainer):
             firsts = indices.values[indices.offsets[:-1][np.diff(indices.offsets) > 0]]
             indices = unchecked(firsts, pieces.row_offsets)
         placed = columns.place(pieces)
+        shares = plan.segments is not None and plan.segments.shares
+        if shares:
+            first = first_cells(plan.aligned_lengths[part.numbers], part.pieces.row_offsets)
+            place_in_trees(placed, columns, np.repeat(first, per_piece))
         num_trained = int(placed.num_trained.sum())
         if self.vision is not None:
             placed.counts["examples"] = (placed.examples < num_examples).astype(np.int64)
-        segments = packed(placed.counts, pieces.row_offsets, width=width, align=plan.align)
-        names = (*_FIELDS, *self._of_images, *columns.names, "sub_seq_lengths", "cu_seq_lens")
+        names = [*_FIELDS, *self._of_images, *columns.names, "sub_seq_lengths"]
+        tree_width, align = 0, plan.align
+        if shares:  # a row of tokens, and where they are in a row of cells
+            per_row_tokens = row_sums(pieces.lengths, pieces.row_offsets)
+            tree_width, width, align = width, max(1, int(per_row_tokens.max(initial=1))), 1
+        else:
+            names.append("cu_seq_lens")
+        segments = packed(placed.counts, pieces.row_offsets, width=width, align=align)
         longest = longest_segments(segments["starts"], width)
         return self._batch(
             placed,
-            Placement(width, width - 1, self.pad_token_id, True, segments, self.vision),
+            Placement(width, width - 1, self.pad_token_id, True, segments, self.vision, tree_width),
             tuple(dict.fromkeys(names)),
             num_loss_tokens_elsewhere=part.num_loss_tokens_elsewhere(num_trained),
             row_metadata={"example_indices": indices, "max_segment_length": longest, **per_row},
@@ -310,4 +333,5 @@ class PackedCollator(Collator, ForTrainer):
         changed = changed_settings(packing)
         del own["packing"]
         common = {"max_tokens", "strategy", "overflow", "parallel", "max_patches", "isolate"}
+        common.add("share_prefixes")
         return {**(changed if changed.keys() <= common else {"packing": packing}), **own}

@@ -26,6 +26,7 @@ from torch_collate_kit.packing.strategies import (
     first_fit_decreasing,
     sequential,
 )
+from torch_collate_kit.packing.trees import Trees
 from torch_collate_kit.packing.two_budgets import fill_two_budgets
 
 
@@ -93,9 +94,16 @@ def pack(
 
 
 def sizes_of(
-    lengths: Any, packing: PackingOptions, patches: Patches | Load | None = None
+    lengths: Any,
+    packing: PackingOptions,
+    patches: Patches | Load | None = None,
+    *,
+    trees: Trees | None = None,
 ) -> tuple[Ints, Load | None]:
-    """Return the checked tokens of each example, int64 [N], and what else it holds, if anything."""
+    """Return the checked tokens of each example, int64 [N], and what else it holds, if anything.
+
+    ``trees`` are those of the examples if they share prefixes.
+    """
     if not are_nested(lengths):
         checked = checked_lengths(lengths)
         return checked, None if patches is None else image_load(patches, len(checked), packing.cost)
@@ -105,7 +113,10 @@ def sizes_of(
     if patches is not None:
         load = image_load(patches, len(checked), packing.cost)
     if load.segments is None:
-        segments = Segments.of(values, offsets, packing.parallel.align, packing.cost)
+        align, cost = packing.parallel.align, packing.cost
+        segments = Segments.of(values, offsets, align, cost)
+        if trees is not None:
+            segments = Segments.of_trees(trees, offsets, align, cost)
         load = load._replace(segments=segments)
     return checked, load
 

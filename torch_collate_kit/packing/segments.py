@@ -14,23 +14,42 @@ from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing.cost import ModelCost
 from torch_collate_kit.packing.options import PackingOptions
 from torch_collate_kit.packing.rows import Ints, row_sums, running_sum
+from torch_collate_kit.packing.trees import Trees
 
 
 class Segments:
     """What the segments of each example take together in one row: int64 [N] each.
 
-    ``cells`` count each segment rounded up to the alignment, ``counts`` are their numbers, and
-    ``costs`` those in the language model, which are computed when they are first needed.
+    ``cells`` count each segment rounded up to the alignment, or with ``shares`` what is left of the
+    tree of all; ``counts`` are their numbers, and ``costs`` those in the language model, which are
+    computed when they are first needed.
     """
 
-    def __init__(self, cells: Ints, counts: Ints, costs: Ints | tuple[Ints, ModelCost]) -> None:
-        self.cells, self.counts, self._costs = cells, counts, costs
+    def __init__(
+        self,
+        cells: Ints,
+        counts: Ints,
+        costs: Ints | tuple[Ints, ModelCost],
+        *,
+        shares: bool = False,
+    ) -> None:
+        self.cells, self.counts, self._costs, self.shares = cells, counts, costs, shares
 
     @classmethod
     def of(cls, values: Ints, offsets: Ints, align: int, cost: ModelCost) -> Segments:
         """Return those of examples i with the segment lengths ``values[offsets[i:i + 2]]``."""
         aligned = -(-values // align) * align if align > 1 else values
         return cls(sums_of(aligned, offsets), np.diff(offsets), (aligned, cost))
+
+    @classmethod
+    def of_trees(cls, trees: Trees, offsets: Ints, align: int, cost: ModelCost) -> Segments:
+        """Return those of examples that share prefixes; a tree is aligned as a whole.
+
+        A token of a segment attends to its path, so its own ones cost what they add to that.
+        """
+        cells = -(-trees.num_cells // align) * align
+        costs = cost.language(trees.depths + trees.own) - cost.language(trees.depths)
+        return cls(cells, np.diff(offsets), row_sums(costs, offsets), shares=True)
 
     @property
     def costs(self) -> Ints:
@@ -42,13 +61,14 @@ class Segments:
 
     def take(self, examples: Ints) -> Segments:
         """Return those of these examples, in that order. A copy."""
-        return Segments(self.cells[examples], self.counts[examples], self.costs[examples])
+        columns = (of[examples] for of in (self.cells, self.counts, self.costs))
+        return Segments(*columns, shares=self.shares)
 
     @classmethod
     def cat(cls, parts: Sequence[Segments]) -> Segments:
         """Return those of all parts. A copy."""
         columns = zip(*((of.cells, of.counts, of.costs) for of in parts), strict=True)
-        return cls(*map(np.concatenate, columns))
+        return cls(*map(np.concatenate, columns), shares=parts[0].shares)
 
 
 def sums_of(values: Ints, offsets: Ints) -> Ints:

@@ -18,6 +18,7 @@ from torch_collate_kit.batch.fields import FieldSpec, PerExample, PerResponseTok
 from torch_collate_kit.batch.placement import whole_examples
 from torch_collate_kit.errors import DataError, examples_named
 from torch_collate_kit.packing.rows import Pieces, row_sums, running_sum
+from torch_collate_kit.packing.trees import Trees, trees_of
 from torch_collate_kit.ragged import Ragged, span_indices, unchecked
 from torch_collate_kit.reading.arrays import read_images
 from torch_collate_kit.reading.columns import Numbers
@@ -167,6 +168,13 @@ class ExampleColumns:
         if self.segment_offsets is None:
             return self.lengths
         return unchecked(self.lengths, self.segment_offsets)
+
+    @cached_property
+    def trees(self) -> Trees:
+        """What the segments of each example have in common."""
+        assert self.segment_offsets is not None
+        ids = joined(self.input_ids)
+        return trees_of(ids.values, ids.offsets, self.segment_offsets)
 
     def patches(self) -> list[list[int]]:
         """Return the patches of each image of every example, in lists."""

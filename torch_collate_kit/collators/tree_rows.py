@@ -1,0 +1,56 @@
+"""Rows whose segments share prefixes: the cell of every token of their trees."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import torch
+
+from torch_collate_kit.batch.fields import PerToken
+from torch_collate_kit.packing import PackingOptions
+from torch_collate_kit.packing.rows import running_sum
+from torch_collate_kit.packing.trees import Trees
+from torch_collate_kit.ragged import take_spans, unchecked
+from torch_collate_kit.reading.entries import joined
+from torch_collate_kit.reading.examples import ExampleColumns, PlacedColumns
+
+LEAST_FACTOR = 1.15  # tokens for each cell, below which "auto" packs plainly
+_logger = logging.getLogger("torch_collate_kit.collators")
+
+
+def shared_trees(columns: ExampleColumns, packing: PackingOptions) -> Trees | None:
+    """Return the trees of the examples, if their segments are to share prefixes."""
+    if not packing.share_prefixes or columns.segment_offsets is None:
+        return None
+    trees = columns.trees
+    if packing.share_prefixes == "auto" and trees.factor < LEAST_FACTOR:
+        _logger.info(
+            "prefixes are not shared: %.2f tokens for each cell, fewer than %.2f",
+            trees.factor,
+            LEAST_FACTOR,
+        )
+        return None
+    return trees
+
+
+def first_cells(cells: np.ndarray, row_offsets: np.ndarray) -> np.ndarray:
+    """Return the first cell in its row of each tree, int64 [P]; ``cells`` are those of each."""
+    before = running_sum(cells)
+    return before[:-1] - np.repeat(before[row_offsets[:-1]], np.diff(row_offsets))
+
+
+def place_in_trees(placed: PlacedColumns, columns: ExampleColumns, first: np.ndarray) -> None:
+    """Add the cell of every token, and the cells of its own of every segment.
+
+    ``first`` int64 [S] is the first cell in its row of the tree of each segment.
+    """
+    trees, pieces = columns.trees, placed.pieces
+    starts = joined(columns.input_ids).offsets[:-1][pieces.examples]
+    cells = take_spans(trees.cells, starts, pieces.lengths)
+    cells = cells + np.repeat(first.astype(np.int32), pieces.lengths)
+    offsets = running_sum(pieces.lengths)[pieces.row_offsets]
+    placed.columns["tree_cells"] = unchecked(torch.from_numpy(cells), offsets)
+    placed.specs["tree_cells"] = PerToken(torch.int32)
+    placed.counts["own"] = trees.own[pieces.examples]
+    placed.counts["firsts"] = first + trees.firsts[pieces.examples]
