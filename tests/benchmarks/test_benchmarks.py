@@ -35,6 +35,16 @@ def test_committed_pages_are_those_of_the_committed_figures(pages: Any) -> None:
     assert text == pages.readme(text, every)
 
 
+def test_the_page_on_isolation_has_the_figures_of_hybrids() -> None:
+    found = results_of("hybrids")
+    steps = [found[f"leaking {width}"] for width in (2048, 8192)]
+    ratios = sorted(each["isolated"]["median"] / each["leaking"]["median"] for each in steps)
+    times = found["padded"]["padded"]["median"] / found["padded"]["packed"]["median"]
+    text = (FOLDER.parent / "docs" / "isolation.md").read_text(encoding="utf-8")
+    assert f"takes {ratios[0]:.2f} to {ratios[1]:.2f} of that" in text
+    assert f"bring {times:.1f} times\nthe real tokens per second of right-padded" in text
+
+
 def test_a_report_keeps_all_that_its_page_needs(pages: Any, tmp_path: Path) -> None:
     harness = importlib.import_module("harness")
     report = harness.Report("sums", "Quick.")
