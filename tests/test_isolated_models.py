@@ -240,6 +240,7 @@ def test_undo_restores_everything():
 
 def test_mixed_precision_of_accelerate_and_back():
     accelerate = pytest.importorskip("accelerate")
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # of a Trainer before
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
     inputs = rows_with_a_pad(*TWO_ROWS)
     model = isolated("lfm2", scale=5.0)
