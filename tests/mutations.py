@@ -201,6 +201,7 @@ FAULTS = [
     Fault("batch/showing/explanation.py", 'f"field {name}" if name in own else name', "name", "test_batch_explain.py"),
     # commands
     Fault("commands/dataset.py", "train_on=options.train_on", "train_on='all'", "test_command_line.py test_command_options.py test_command_errors.py"),
+    Fault("commands/dataset.py", "model=_model_config(options)", "model=None", "test_command_options.py"),
     Fault("commands/dataset.py", "image_root=options.image_root", "image_root=None", "test_command_line.py test_command_options.py test_command_errors.py"),
     Fault("commands/dataset.py", "cp=options.cp", "cp=1", "test_command_line.py test_command_options.py"),
     Fault("commands/dataset.py", "lengths[: options.limit]", "lengths", "test_command_line.py test_command_options.py"),
