@@ -74,8 +74,8 @@ FORMS: dict[str, tuple[Record, Any, Any, Any]] = {  # record, its prompt, chosen
         *([USER], [YO], [NO]),
     ),
     "keys of other messages": (
-        {"chosen": [USER, YO], "rejected": [USER, {**NO, "tool_calls": None, "name": None}]},
-        *([USER], [YO], [NO]),
+        {"chosen": [USER, YO, USER, YO], "rejected": [USER, YO, USER, {**NO, "name": None}]},
+        *([USER, YO, USER], [YO], [NO]),
     ),
     "strings": ({"prompt": "1+1=", "chosen": "2.", "rejected": "11"}, "1+1=", "2.", "11"),
     "implicit strings": ({"chosen": "Q: A: be", "rejected": "Q: A: bad"}, "Q: A: b", "e", "ad"),
@@ -213,6 +213,10 @@ def test_a_token_over_the_boundary_belongs_to_the_answer() -> None:
     assert example["loss_mask"] == [[0, 0, 1], [0, 0, 0, 1, 1]]
     [example], _ = both([record], tokenizer, "prompt_end", max_length=4)
     assert example["input_ids"] == [[vocab["y"], vocab["qa"]], [vocab[c] for c in "yqbb"]]
+    [example], _ = both(
+        [record | {"chosen": "bb", "rejected": "a"}], tokenizer, "prompt_end", max_length=4
+    )
+    assert example["input_ids"] == [[vocab[c] for c in "yqbb"], [vocab["y"], vocab["qa"]]]
     short = {"prompt": "x", "chosen": "y", "rejected": "q"}
     assert both([record, short], tokenizer, "prompt_end", max_length=3)[1] == {"too_long": 1}
 
