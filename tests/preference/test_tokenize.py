@@ -10,13 +10,23 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models
+from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.chat.chats import TAGS, TOOL, USER, YO, byte_tokenizer, with_call
 from tests.chat.families import templates, tokenizer_for
-from torch_collate_kit import ChatOptions, DataError, tokenize_chat
+from torch_collate_kit import (
+    ChatOptions,
+    DataError,
+    PackedBatchSampler,
+    PackedCollator,
+    PerExample,
+    TokenizedDataset,
+    tokenize_chat,
+)
 from torch_collate_kit.preference import tokenize_preferences
 
 PAIR = ("prompt", "chosen", "rejected")
@@ -394,3 +404,18 @@ def test_the_prompt_of_trl(tagged: Any) -> None:
         [ours], _ = both([record], tagged)
         [expected], _ = both([theirs], tagged)
         assert ours == expected
+
+
+def test_labelled_answers_in_a_sampler(tagged: Any) -> None:
+    """A label beside a loss mask is no misspelt `labels`."""
+    examples, _ = tokenize_preferences(Dataset.from_list(labelled([2] * 4)), tagged)
+    kept = TokenizedDataset(examples, columns=examples.column_names)
+    tagged.pad_token = "<s>"
+    collate = PackedCollator(tagged, max_tokens=64, fields={"label": PerExample(torch.bool)})
+    sampler = PackedBatchSampler(kept, collate, batch_size=4, shuffle=False)
+    batches = list(DataLoader(kept, batch_sampler=sampler, collate_fn=collate))
+    labels = [value for batch in batches for value in batch["label"].values.tolist()]
+    assert sorted(labels) == sorted(examples["label"])
+    assert [batch.metadata["num_examples"] for batch in batches] == [4, 4]
+    with pytest.raises(DataError, match="'label' looks like it"):
+        TokenizedDataset({"input_ids": [[1, 2]], "label": [1]})
