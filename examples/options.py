@@ -38,7 +38,7 @@ def argument_parser() -> argparse.ArgumentParser:
         "--arch",
         default="qwen3",
         choices=["qwen3", "qwen3_5"],
-        help="of the small one; hybrid: 3_5",
+        help="of the small one; qwen3_5 is a hybrid",
     )
     add("--chat-template", type=Path, help="Jinja file, for a tokenizer that has no template")
     add = parser.add_argument_group("layout").add_argument

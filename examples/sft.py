@@ -84,8 +84,8 @@ def load_tokenizer(args: argparse.Namespace, conversations: datasets.Dataset) ->
 
 def make_collator(tokenizer: Any, model: Any, args: argparse.Namespace) -> Any:
     """Pack rows so that all ranks have equal work, by the cost of this model; or pad."""
-    if args.no_packing:
-        return kit.PaddedCollator(tokenizer)
+    if args.no_packing:  # on the right: some recurrent models read pads on the left as tokens
+        return kit.PaddedCollator(tokenizer, padding_side="right")
     options = {"max_tokens": args.max_tokens, "parallel": kit.ParallelLayout(dp=args.num_ranks)}
     options |= {"strategy": "balanced", "rows_multiple_of": args.rows_multiple_of}
     with contextlib.suppress(ValueError):  # sizes under other names: the cost of a usual model
@@ -204,7 +204,7 @@ def padded_line(
     model = trained_model.ModelWithLoss(alone).train()
     optimizer = trained_model.make_optimizer(model, padded)
     steps, tokens, cells = min(20, args.num_steps), 0, 0
-    collate = kit.PaddedCollator(tokenizer)
+    collate = make_collator(tokenizer, alone, padded)
     with make_loader(examples, collate, accelerator, padded, shuffle=True) as loader:
         began = time.perf_counter()
         for batch in loader.steps(steps):

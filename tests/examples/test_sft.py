@@ -94,7 +94,7 @@ def test_the_examples_of_a_step_are_printed(base: Path, capsys: Any) -> None:
         assert all(one["text"].strip() for one in found)
 
 
-@pytest.mark.parametrize("trained", ["weights", "adapters"])
+@pytest.mark.parametrize("trained", ["weights", "adapters", "hybrid"])
 def test_rows_one_by_one_all_at_once_or_padded_train_alike(
     trained: str, base: Path, tmp_path: Path
 ) -> None:
@@ -102,6 +102,8 @@ def test_rows_one_by_one_all_at_once_or_padded_train_alike(
     if trained == "adapters":
         pytest.importorskip("peft")
         still += f" --model {base / 'model'} --lora 2 --gradient-checkpointing"
+    if trained == "hybrid":
+        still += " --arch qwen3_5"
     packed = run(still, tmp_path / "packed")
     at_once = run(f"{still} --rows-per-micro-batch 100", tmp_path / "all")
     padded = run(f"{still} --no-packing", tmp_path / "padded")
