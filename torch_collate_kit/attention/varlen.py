@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from torch_collate_kit._checks import needed_package
 from torch_collate_kit.attention.kernels import Segments, attend, load_kernel, same_dtype
+from torch_collate_kit.attention.tree_kernels import attend_along_paths
 from torch_collate_kit.batch.model_kind import config_of
 from torch_collate_kit.families import sliding_window
 
@@ -166,6 +168,7 @@ def _attention_forward(
     cu_seq_lens_k: Tensor | None = None,
     max_length_q: int | None = None,
     max_length_k: int | None = None,
+    path_cells: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attend from query [B, H, T, D] to key and value [B, Hkv, T, D]: [B, T, H, D]."""
@@ -186,7 +189,8 @@ def _attention_forward(
         width if max_length_q is None else int(max_length_q),
         width if max_length_k is None else int(max_length_k),
     )
-    return attend(query, key, value, segments, scale=scaling, window=sliding_window), None
+    run = attend if path_cells is None else partial(attend_along_paths, path_cells)
+    return run(query, key, value, segments, scale=scaling, window=sliding_window), None
 
 
 def _refuse_unsupported(

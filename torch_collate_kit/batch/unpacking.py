@@ -13,6 +13,7 @@ from torch import Tensor
 from torch_collate_kit.batch.batch import Batch
 from torch_collate_kit.batch.dense import cells_of_responses
 from torch_collate_kit.batch.fields import IGNORE_INDEX
+from torch_collate_kit.batch.trees import cells_of_rows
 from torch_collate_kit.ragged import Ragged, span_indices
 
 Count = Literal["responses", "tokens", "predicted"]
@@ -63,7 +64,9 @@ def unpack(values: Values, batch: Batch | Mapping[str, Any]) -> list[Values]:
         )
     if isinstance(batch, Batch):
         width = _checked_width(batch)
-        values = in_rows(values, len(batch), width)
+        values = in_rows(values, len(batch), batch["input_ids"].shape[1])
+        if batch.placement is not None and batch.placement.tree_width:
+            values = _of_tokens(values, batch)
         _check_shape(values, len(batch), width)
         count: Count = "tokens" if values.shape[1] == width else "predicted"
         cells = cells_of_every_example(batch, values.shape[1], count)
@@ -87,6 +90,20 @@ def _checked_width(batch: Batch) -> int:
         )
     placement = batch.placement
     return int(batch["input_ids"].shape[1]) if placement is None else placement.width
+
+
+def _of_tokens(values: Values, batch: Batch) -> Values:
+    """Return values of cells ``[R, W, ...]``, which segments share, per token: [R, U, ...]."""
+    given: Any = values
+    if given.ndim < 2 or tuple(given.shape[:2]) != tuple(batch["input_ids"].shape):
+        raise ValueError(
+            f"values have shape {list(given.shape)}, and the batch, whose segments share prefixes, "
+            f"has cells {list(batch['input_ids'].shape)}; give one entry per cell"
+        )
+    cells = cells_of_rows(batch)
+    flat = given.reshape(-1, *given.shape[2:])
+    picked = flat[cells.to(flat.device) if isinstance(flat, Tensor) else cells.cpu().numpy()]
+    return cast("Values", picked)
 
 
 def in_rows(values: Values, num_rows: int, width: int) -> Values:

@@ -9,17 +9,32 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torch_collate_kit.batch import Batch
+from torch_collate_kit.batch.trees import before_and_at, cells_of_rows, shares_prefixes
+
 _HALF = (torch.float16, torch.bfloat16)
 
 
-def predicting(logits: Tensor, cells: Tensor, num_columns: int) -> Tensor:
-    """Return the logits [K, V] that predict cells of ``[R, num_columns]``, int64 [K].
+def predicting(
+    logits: Tensor, tokens: Tensor, num_columns: int, batch: Batch | None = None
+) -> Tensor:
+    """Return the logits [K, V] that predict tokens of ``[R, num_columns]``, int64 [K].
 
-    Rows of logits end where the cells end, and each cell is predicted by the one before it.
+    Rows of logits end where those of the tokens end, and each token is predicted by the cell before
+    it: where segments of the batch share prefixes, by that on its path.
     """
+    flat = logits.reshape(-1, logits.shape[-1])
+    if batch is not None and shares_prefixes(batch):
+        return flat.index_select(0, before_and_at(batch, tokens)[0])
     last = logits.shape[-2] - 1
-    before = cells // max(num_columns, 1) * (last + 1 - num_columns) + (last - num_columns)
-    return logits.reshape(-1, logits.shape[-1]).index_select(0, cells + before)
+    before = tokens // max(num_columns, 1) * (last + 1 - num_columns) + (last - num_columns)
+    return flat.index_select(0, tokens + before)
+
+
+def ids_of_tokens(batch: Batch) -> Tensor:
+    """Return the id of every token, int64 [R, U]; where no cell is shared, ``input_ids``."""
+    ids: Tensor = batch["input_ids"]
+    return ids.flatten()[cells_of_rows(batch)] if shares_prefixes(batch) else ids
 
 
 def widened(values: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from torch_collate_kit._checks import checked_bool, checked_choice
 from torch_collate_kit.batch import Batch
+from torch_collate_kit.batch.trees import cells_of_rows, shares_prefixes, token_width
 from torch_collate_kit.batch.unpacking import segment_spans
 from torch_collate_kit.losses.model_outputs import check_floats, widened
 from torch_collate_kit.losses.token_logps import check_batch, trained_cells
@@ -91,7 +92,8 @@ def segment_ends(batch: Batch) -> Tensor:
     check_batch(batch)
     firsts, lengths = segment_spans(batch)
     device = batch["input_ids"].device
-    return torch.from_numpy(firsts + lengths - 1).to(device, non_blocking=True)
+    ends = torch.from_numpy(firsts + lengths - 1).to(device, non_blocking=True)
+    return cells_of_rows(batch).flatten()[ends] if shares_prefixes(batch) else ends
 
 
 def sums_by(
@@ -188,7 +190,7 @@ def _segments_of_trained(batch: Batch) -> tuple[Tensor, int]:
     """Return the segment of each trained token, int64 [n] (S: none), and their number S."""
     firsts, lengths = segment_spans(batch)
     cells, mask = trained_cells(batch), batch["loss_mask"]
-    hidden = batch["input_ids"].shape[1] - mask.shape[1]
+    hidden = token_width(batch) - mask.shape[1]
     cells = cells + (cells // max(mask.shape[1], 1) + 1) * hidden
     edges = np.stack([np.append(firsts, np.iinfo(np.int64).max), np.append(firsts + lengths, 0)])
     starts, ends = torch.from_numpy(edges).to(cells.device, non_blocking=True)

@@ -9,12 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_collate_kit.batch import IGNORE_INDEX, Batch
+from torch_collate_kit.batch.trees import shares_prefixes, token_width
 from torch_collate_kit.batch.unpacking import in_rows
 from torch_collate_kit.losses.linear_nll import linear_logps
 from torch_collate_kit.losses.model_outputs import (
     check_fit,
     check_floats,
     check_head,
+    ids_of_tokens,
     predicting,
     widened,
 )
@@ -60,10 +62,10 @@ def token_logps(
     check_head(logits, head, logit_softcap)
     mask, ids = batch["loss_mask"], batch["input_ids"]
     logits = in_rows(logits, *ids.shape)
-    check_fit(logits, ids, mask.shape[1], from_batch=True)
+    check_fit(logits, ids, mask.shape[1], from_batch=not shares_prefixes(batch))
     cells = trained_cells(batch)
-    taken = predicting(logits, cells, mask.shape[1])
-    targets = trained_values(ids, batch)
+    taken = predicting(logits, cells, mask.shape[1], batch)
+    targets = trained_values(ids_of_tokens(batch), batch)
     if "labels" in batch:
         labels = trained_values(batch["labels"], batch)
         targets = torch.where(labels == IGNORE_INDEX, targets, labels)
@@ -92,7 +94,7 @@ def trained_values(values: Tensor, batch: Batch) -> Tensor:
         raise TypeError(f"values must be a tensor, got {type(values).__name__}")
     check_batch(batch)
     num_rows, num_columns = batch["loss_mask"].shape
-    values = in_rows(values, *batch["input_ids"].shape)
+    values = in_rows(values, num_rows, token_width(batch))
     if values.ndim < 2 or len(values) != num_rows or values.shape[1] < num_columns:
         raise ValueError(
             f"values have shape {list(values.shape)}, loss_mask [{num_rows}, {num_columns}]; pass "

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from torch_collate_kit._checks import checked_bool
 from torch_collate_kit.batch import IGNORE_INDEX, Batch
+from torch_collate_kit.batch.trees import shares_prefixes
 from torch_collate_kit.batch.unpacking import (
     cells_by_example,
     in_rows,
@@ -25,6 +26,7 @@ from torch_collate_kit.losses.model_outputs import (
     check_fit,
     check_floats,
     check_head,
+    ids_of_tokens,
     is_number,
     predicting,
     widened,
@@ -141,19 +143,20 @@ def token_loss(
         total, _ = _total_and_nll(logits, labels[..., 1:], mask, None, head, logit_softcap)
         return _divided(total, num_loss_tokens)
     batch = batch_or_labels
-    mask, ids = batch["loss_mask"], batch["input_ids"]
+    mask, ids = batch["loss_mask"], ids_of_tokens(batch)
     hidden = ids.shape[1] - mask.shape[1]
-    logits = in_rows(logits, *ids.shape)
+    cells_RW = batch["input_ids"]
+    logits = in_rows(logits, *cells_RW.shape)
     if "labels" in batch:
         labels = batch["labels"]
     else:  # rollouts
         labels = torch.where(F.pad(mask, (hidden, 0)) != 0, ids, IGNORE_INDEX)
-    check_fit(logits, labels, mask.shape[1], from_batch=True)
+    check_fit(logits, cells_RW, mask.shape[1], from_batch=not shares_prefixes(batch))
     targets = labels[:, hidden:]
     if return_per_token_outputs:
         targets = torch.where(targets == IGNORE_INDEX, ids[:, hidden:], targets)
     cells = response_cells(batch)
-    total, nll = _total_and_nll(logits, targets, mask, cells, head, logit_softcap)
+    total, nll = _total_and_nll(logits, targets, mask, cells, head, logit_softcap, batch)
     loss = _divided(total * batch.metadata.get("loss_mask_divisor", 1), num_loss_tokens)
     if not return_per_token_outputs:
         return loss
@@ -168,6 +171,7 @@ def _total_and_nll(
     cells: Tensor | None,
     head: torch.nn.Linear | None,
     softcap: float | None,
+    batch: Batch | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the weighted sum, and the nll [R, A] of the targets in ``cells`` (None: all), else 0.
 
@@ -176,7 +180,7 @@ def _total_and_nll(
     flat_targets = targets.long().flatten()
     if cells is None:
         cells = torch.arange(len(flat_targets), device=logits.device)
-    taken, wanted = predicting(logits, cells, targets.shape[-1]), flat_targets[cells]
+    taken, wanted = predicting(logits, cells, targets.shape[-1], batch), flat_targets[cells]
     if head is not None:
         ignored = wanted == IGNORE_INDEX
         weights = mask.flatten()[cells].masked_fill(ignored, 0)
