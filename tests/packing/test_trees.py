@@ -4,33 +4,54 @@ from __future__ import annotations
 
 import logging
 import re
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.oracle import trie
-from torch_collate_kit import ModelCost, PackedCollator, PackingOptions, ParallelLayout, pack
+from torch_collate_kit import (
+    ModelCost,
+    PackedBatchSampler,
+    PackedCollator,
+    PackingOptions,
+    ParallelLayout,
+    TokenizedDataset,
+    pack,
+    unpack,
+)
 from torch_collate_kit.packing import PackingPlan
-from torch_collate_kit.packing.planner import plan_rows, sizes_of
-from torch_collate_kit.packing.trees import Trees, depths_of, is_shared, trees_of
 
 Example = list[list[int]]
 LARGE = 2**31  # above int32
 
 
-def flat(examples: list[Example], dtype: Any = np.int64) -> tuple[Any, Any, Any]:
-    """The tokens of all segments, where each begins, and the first segment of each example."""
-    segments = [of for example in examples for of in example]
-    ids = np.array([token for of in segments for token in of], dtype=dtype)
-    return (
-        ids,
-        np.cumsum([0, *map(len, segments)]),
-        np.cumsum([0, *map(len, examples)]),
-    )
+def depths_of(examples: list[Any]) -> list[list[int]]:
+    """The tokens that each segment shares with an earlier one of its example."""
+    dataset = TokenizedDataset([{"input_ids": of} for of in examples], train_all=True)
+    shared = dataset.shared_lengths
+    assert shared is not None
+    return shared.tolist()
+
+
+def cells_of(examples: list[Example]) -> list[list[list[int]]]:
+    """The cell of every token, counted from the first of its example, and checked to hold it."""
+    rows = [{"input_ids": of} for of in examples]
+    batch = PackedCollator(0, max_tokens=10_000, share_prefixes=True, train_all=True)(rows)
+    assert len(batch) == 1
+    numbers = torch.arange(batch["input_ids"].shape[1])[None]
+    cells, ids = unpack(numbers, batch), unpack(batch["input_ids"], batch)
+    assert [of.tolist() for of in ids] == [of for example in examples for of in example]
+    found = iter(cells)
+    per_example = [[next(found) for _ in example] for example in examples]
+    firsts = [min(int(of[0]) for of in own) for own in per_example]
+    return [
+        [(of - first).tolist() for of in own]
+        for own, first in zip(per_example, firsts, strict=True)
+    ]
 
 
 def random_example(rng: np.random.Generator, num_ids: int = 3) -> Example:
@@ -46,20 +67,10 @@ def random_example(rng: np.random.Generator, num_ids: int = 3) -> Example:
     return segments
 
 
-def assert_equals_trie(examples: list[Example], trees: Trees) -> None:
-    _, offsets, firsts = flat(examples)
-    for i, example in enumerate(examples):
-        own = slice(firsts[i], firsts[i + 1])
-        paths, depths, parents, num_cells = trie(example)
-        bounds = offsets[firsts[i] : firsts[i + 1] + 1]
-        cells = [trees.cells[a:b].tolist() for a, b in pairwise(bounds)]
-        assert cells == paths, example
-        assert trees.depths[own].tolist() == depths
-        assert trees.parents[own].tolist() == parents
-        assert trees.num_cells[i] == num_cells
-        assert (trees.depths + trees.own)[own].tolist() == [*map(len, example)]
-        for path, depth, first in zip(paths, depths, trees.firsts[own].tolist(), strict=True):
-            assert path[depth:] == [*range(first, first + len(path) - depth)]
+def assert_equals_tries(examples: list[Example]) -> None:
+    tries = [trie(of) for of in examples]
+    assert depths_of(examples) == [depths for _, depths, *_ in tries]
+    assert cells_of(examples) == [paths for paths, *_ in tries]
 
 
 BY_HAND: dict[str, tuple[Example, list[int], int]] = {
@@ -77,17 +88,16 @@ BY_HAND: dict[str, tuple[Example, list[int], int]] = {
 
 @pytest.mark.parametrize(("example", "depths", "num_cells"), BY_HAND.values(), ids=BY_HAND)
 def test_trees_by_hand(example: Example, depths: list[int], num_cells: int) -> None:
-    trees = trees_of(*flat([example, example]))
-    assert trees.depths.tolist() == depths * 2
-    assert trees.num_cells.tolist() == [num_cells] * 2
-    assert_equals_trie([example, example], trees)
+    assert depths_of([example, example]) == [depths] * 2
+    assert_equals_tries([example, example])
+    assert trie(example)[-1] == num_cells
 
 
 @given(st.integers(0, 2**32))
 def test_trees_equal_a_dictionary(seed: int) -> None:
     rng = np.random.default_rng(seed)
     examples = [random_example(rng) for _ in range(rng.integers(1, 5))]
-    assert_equals_trie(examples, trees_of(*flat(examples)))
+    assert_equals_tries(examples)
 
 
 @pytest.mark.parametrize(
@@ -107,19 +117,16 @@ def test_trees_equal_a_dictionary(seed: int) -> None:
 def test_ids_of_every_dtype(dtype: Any, shift: int) -> None:
     rng = np.random.default_rng(1)
     examples = [random_example(rng) for _ in range(20)]
-    shifted = [[[token + shift for token in of] for of in example] for example in examples]
-    ids, offsets, firsts = flat(shifted, dtype)
-    assert_equals_trie(examples, trees_of(ids, offsets, firsts))
-    twice = np.repeat(ids, 2)[::2]
-    assert not twice.flags.c_contiguous
-    assert (
-        depths_of(twice, offsets, firsts).tolist() == trees_of(ids, offsets, firsts).depths.tolist()
-    )
+    shifted = [[np.array(of, dtype=np.int64) for of in example] for example in examples]
+    shifted = [
+        [np.array([token + shift for token in of.tolist()], dtype=dtype) for of in example]
+        for example in shifted
+    ]
+    assert depths_of(shifted) == [trie(of)[1] for of in examples]
 
 
 def test_ids_that_differ_above_32_bits_are_others() -> None:
-    ids, offsets, firsts = flat([[[5, 2**32 + 5], [5, 5], [2**32 + 5, 5]]])
-    assert depths_of(ids, offsets, firsts).tolist() == [0, 1, 0]
+    assert depths_of([[[5, 2**32 + 5], [5, 5], [2**32 + 5, 5]]]) == [[0, 1, 0]]
 
 
 # --- plans
@@ -144,10 +151,11 @@ def random_plan(rng: np.random.Generator) -> tuple[list[Example], PackingOptions
 
 
 def planned(examples: list[Example], packing: PackingOptions) -> PackingPlan:
-    lengths, load = sizes_of(
-        [[*map(len, of)] for of in examples], packing, depths=depths_of(*flat(examples))
-    )
-    return plan_rows(lengths, packing, load)
+    dataset = TokenizedDataset([{"input_ids": of} for of in examples])
+    collate = PackedCollator(0, packing=packing, normalize_loss=False)
+    number = len(examples)
+    sampler = PackedBatchSampler(dataset, collate, batch_size=number, shuffle=False)
+    return next(iter(sampler)).plan
 
 
 def assert_laws(examples: list[Example], packing: PackingOptions, plan: PackingPlan) -> None:
@@ -192,24 +200,20 @@ def test_laws_of_a_hundred_thousand_plans() -> None:
 
 
 @pytest.mark.parametrize(
-    ("choice", "tokens_and_shared", "shared"),
-    [
-        ("auto", (115, 15), True),
-        ("auto", (114, 14), False),
-        (True, (10, 0), True),
-        (False, (9, 8), False),
-    ],
+    ("choice", "num_shared", "shared"),
+    [("auto", 15, True), ("auto", 14, False), (True, 1, True), (False, 90, False)],
 )
 def test_auto_says_the_factor(
-    choice: Any, tokens_and_shared: tuple[int, int], shared: bool, caplog: pytest.LogCaptureFixture
+    choice: Any, num_shared: int, shared: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "torch_collate_kit")
-    tokens, depths = (np.array([n]) for n in tokens_and_shared)
-    assert is_shared(PackingOptions(9, share_prefixes=choice), tokens, depths) is shared
+    segments = [[*range(100)], [*range(num_shared)]]
+    batch = PackedCollator(0, max_tokens=999, share_prefixes=choice)([{"input_ids": segments}])
+    assert batch["input_ids"].shape == (1, 100 if shared else 100 + num_shared)
     what = "at least the least factor 1.15; prefixes are shared"
     if not shared:
         what = "below the least factor 1.15; prefixes are not shared"
-    said = [f'share_prefixes="auto": {tokens_and_shared[0] / 100:.2f} tokens for each cell, {what}']
+    said = [f'share_prefixes="auto": {1 + num_shared / 100:.2f} tokens for each cell, {what}']
     assert caplog.messages == (said if choice == "auto" else [])
 
 

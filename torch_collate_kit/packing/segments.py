@@ -142,9 +142,12 @@ def check_not_cut(packing: PackingOptions) -> None:
         name, value = "strategy", packing.strategy
     elif value in ("raise", "drop"):
         return
+    way_out = "cut them when they are tokenized"
+    if packing.share_prefixes:
+        way_out = "cut large trees between their segments first (loading.split_trees)"
     raise ValueError(
         f"{name}={value!r} cuts examples, and these have several segments, which stay together: "
-        'cut them when they are tokenized, and pass overflow="raise" or "drop"'
+        f'{way_out}, and pass overflow="raise" or "drop"'
     )
 
 
