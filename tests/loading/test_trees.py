@@ -386,3 +386,22 @@ def test_what_cannot_be_split_is_named(source: Any, error: type[Exception], mess
     dataset = TokenizedDataset(source, columns=[*source[0]], train_all=True)
     with pytest.raises(error, match=f"^{re.escape(message)}"):
         split_trees(dataset, max_tokens=4)
+
+
+@pytest.mark.parametrize("number", [{"batch_size": 16}, {"batch_rows": 4, "window": 3}])
+def test_wrong_examples_are_left_out_alone(number: dict[str, int]) -> None:
+    wrong = [dict(pair) for pair in PAIRS]
+    wrong[7]["loss_mask"] = [of[:-1] for of in wrong[7]["loss_mask"]]
+    wrong[20]["input_ids"] = [[-5, *of[1:]] for of in wrong[20]["input_ids"]]
+    left = {key: segments for key, segments in WHOLE.items() if key not in (107, 120)}
+    dataset, found = TokenizedDataset(wrong), []
+    for rank in range(2):
+        collate = collator(2)
+        sampler = PackedBatchSampler(dataset, collate, dp_rank=rank, **number)
+        loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=collate)
+        with PrefetchLoader(loader, on_error="skip") as batches:
+            found.append(read(assert_in_trees(batches)))
+    assert joined(found) == left
+    for source in (wrong, dataset):
+        stream = PackedIterableDataset(source, collator(), on_error="skip")
+        assert read(assert_in_trees(stream)) == left  # type: ignore[arg-type]
