@@ -215,8 +215,8 @@ class PackedCollator(Collator, ForTrainer):
     def _check_part(self, part: RankPlan, *, normalize_loss: bool) -> None:
         """Refuse a plan that was made with another collator."""
         plan, own = part.plan, self.packing
-        given = {"max_tokens": plan.max_tokens, "align": plan.align}
-        mine = {"max_tokens": own.max_tokens, "align": own.parallel.align}
+        given: dict[str, Any] = {"max_tokens": plan.max_tokens, "align": plan.align}
+        mine: dict[str, Any] = {"max_tokens": own.max_tokens, "align": own.parallel.align}
         is_by_rows = plan.rows_multiple_of == own.parallel.dp
         given["rows_multiple_of"], mine["rows_multiple_of"] = (
             plan.rows_multiple_of,

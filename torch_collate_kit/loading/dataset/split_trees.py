@@ -39,8 +39,8 @@ def split_trees(dataset: TokenizedDataset, *, max_tokens: int) -> TokenizedDatas
             "split_trees needs a TokenizedDataset whose examples are lists of segments, got "
             f"{KindAndSize(dataset)!r}; others are cut by overflow='split'"
         )
-    ids, every = dataset._tokens, np.arange(len(dataset))
-    lengths = ids.lengths_at(dataset._rows(every)[1], every)
+    every, lengths = np.arange(len(dataset)), dataset.lengths
+    assert isinstance(lengths, Ragged), "shared lengths of segments"
     firsts = [np.zeros(0, dtype=np.int64)]  # of each example, the first segment of each run
     cells = sums_of(lengths.values - shared.values, shared.offsets)
     for i, num_cells in enumerate(cells.tolist()):
