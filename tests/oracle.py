@@ -437,6 +437,31 @@ def _num_actions(example: Mapping[str, Any], start: int, length: int) -> int:
     return sum(1 for token in range(start + 1, start + length) if token >= first)
 
 
+def trie(segments: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[int], list[int], int]:
+    """The cells of every segment's tokens, its depth and parent, and the cells of all.
+
+    A token gets a cell of its own where no earlier segment has begun with all up to it.
+
+    >>> trie([[5, 6, 7], [5, 6, 8, 9], [5, 6]])
+    ([[0, 1, 2], [0, 1, 3, 4], [0, 1]], [0, 2, 2], [-1, 1, 1], 5)
+    """
+    cells: dict[tuple[int, ...], int] = {}
+    paths, depths, parents = [], [], []
+    for segment in segments:
+        depth, path = 0, []
+        for end in range(1, len(segment) + 1):
+            beginning = tuple(int(token) for token in segment[:end])
+            if beginning in cells:
+                depth = end
+            else:
+                cells[beginning] = len(cells)
+            path.append(cells[beginning])
+        paths.append(path)
+        depths.append(depth)
+        parents.append(path[depth - 1] if depth else -1)
+    return paths, depths, parents, len(cells)
+
+
 def _empty_row(width: int, pad_token_id: int) -> dict[str, list[Any]]:
     return {
         "input_ids": [pad_token_id] * width,

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.batch.unpacking import unpack
+from torch_collate_kit.batch.trees import shares_prefixes
+from torch_collate_kit.batch.unpacking import cells_of_every_example, unpack
 from torch_collate_kit.packing import RankPlan
 from torch_collate_kit.ragged import Ragged
 
@@ -239,7 +240,13 @@ def _examples_of(part: Any) -> list[Any]:
     """Return digests or indices of the examples of a batch."""
     if isinstance(part, Batch):
         ids = unpack(part["input_ids"], part)
-        labels = unpack(part["labels"], part) if "labels" in part else [None] * len(ids)
+        labels: list[Any] = [None] * len(ids)
+        if "labels" in part and shares_prefixes(part):  # per token, where ids are per cell
+            dense = part["labels"]
+            cells = cells_of_every_example(part, dense.shape[1], "tokens")
+            labels = [dense.flatten()[torch.from_numpy(of)] for of in cells]
+        elif "labels" in part:
+            labels = unpack(part["labels"], part)
         return [batch_digest([i, row]) for i, row in zip(ids, labels, strict=True) if len(i)]
     if isinstance(part, RankPlan):
         return list(part.indices)

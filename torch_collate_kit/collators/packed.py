@@ -28,7 +28,7 @@ from torch_collate_kit.collators.packed_checks import (
     refuse_unpacked,
 )
 from torch_collate_kit.collators.trainer import ForTrainer, check_targets
-from torch_collate_kit.collators.tree_rows import first_cells, place_in_trees, shared_trees
+from torch_collate_kit.collators.tree_rows import first_cells, place_in_trees, shared_depths
 from torch_collate_kit.packing import PackingOptions, PackingPlan, RankPlan
 from torch_collate_kit.packing.options import ParallelLayout, common_options
 from torch_collate_kit.packing.pieces import Load, Patches, image_load
@@ -170,8 +170,8 @@ class PackedCollator(Collator, ForTrainer):
         else:
             columns = self._read(examples, rollouts=None)
             patches = None if columns.images is None else self._image_load(columns, columns.images)
-            trees = shared_trees(columns, self.packing)
-            lengths, load = sizes_of(columns.example_lengths, self.packing, patches, trees=trees)
+            depths = shared_depths(columns, self.packing)
+            lengths, load = sizes_of(columns.example_lengths, self.packing, patches, depths=depths)
             part = RankPlan(plan_rows(lengths, self.packing, load))
         if for_trainer:
             check_targets(columns, self.train_all)
@@ -203,8 +203,9 @@ class PackedCollator(Collator, ForTrainer):
         else:
             columns = ExampleColumns.of_none(self.fields, self.vision)
         planned = part.plan.segments
-        trees = columns.trees if part.indices and planned and planned.shares else None
-        lengths, load = sizes_of(columns.example_lengths, self.packing, trees=trees)
+        shares = planned is not None and planned.shares and columns.segment_offsets is not None
+        depths = columns.trees.depths if shares else None
+        lengths, load = sizes_of(columns.example_lengths, self.packing, depths=depths)
         part.check_lengths(lengths, None if load is None else load.segments)
         is_limited = part.plan.max_patches is not None or part.plan.rows_multiple_of > 1
         if columns.images is not None and is_limited:
@@ -214,8 +215,8 @@ class PackedCollator(Collator, ForTrainer):
     def _check_part(self, part: RankPlan, *, normalize_loss: bool) -> None:
         """Refuse a plan that was made with another collator."""
         plan, own = part.plan, self.packing
-        given = {"max_tokens": plan.max_tokens, "align": plan.align}
-        mine = {"max_tokens": own.max_tokens, "align": own.parallel.align}
+        given: dict[str, Any] = {"max_tokens": plan.max_tokens, "align": plan.align}
+        mine: dict[str, Any] = {"max_tokens": own.max_tokens, "align": own.parallel.align}
         is_by_rows = plan.rows_multiple_of == own.parallel.dp
         given["rows_multiple_of"], mine["rows_multiple_of"] = (
             plan.rows_multiple_of,
@@ -224,6 +225,11 @@ class PackedCollator(Collator, ForTrainer):
         if self.vision is not None:
             for name in ("max_patches", "dummy_image_tokens"):
                 given[name], mine[name] = getattr(plan, name), getattr(own, name)
+        if plan.segments is not None and own.share_prefixes != "auto":
+            given["share_prefixes"], mine["share_prefixes"] = (
+                plan.segments.shares,
+                own.share_prefixes,
+            )
         if given != mine:
             raise ValueError(
                 f"the batch was planned for {given}, this collator has {mine}; give the sampler "

@@ -2,36 +2,24 @@
 
 from __future__ import annotations
 
-import logging
-
 import numpy as np
 import torch
 
 from torch_collate_kit.batch.fields import PerToken
 from torch_collate_kit.packing import PackingOptions
 from torch_collate_kit.packing.rows import running_sum
-from torch_collate_kit.packing.trees import Trees
+from torch_collate_kit.packing.trees import is_shared
 from torch_collate_kit.ragged import take_spans, unchecked
 from torch_collate_kit.reading.entries import joined
 from torch_collate_kit.reading.examples import ExampleColumns, PlacedColumns
 
-LEAST_FACTOR = 1.15  # tokens for each cell, below which "auto" packs plainly
-_logger = logging.getLogger("torch_collate_kit.collators")
 
-
-def shared_trees(columns: ExampleColumns, packing: PackingOptions) -> Trees | None:
-    """Return the trees of the examples, if their segments are to share prefixes."""
+def shared_depths(columns: ExampleColumns, packing: PackingOptions) -> np.ndarray | None:
+    """Return the tokens that each segment shares, if it is to share its beginning."""
     if not packing.share_prefixes or columns.segment_offsets is None:
         return None
-    trees = columns.trees
-    if packing.share_prefixes == "auto" and trees.factor < LEAST_FACTOR:
-        _logger.info(
-            "prefixes are not shared: %.2f tokens for each cell, fewer than %.2f",
-            trees.factor,
-            LEAST_FACTOR,
-        )
-        return None
-    return trees
+    depths = columns.trees.depths
+    return depths if is_shared(packing, columns.lengths, depths) else None
 
 
 def first_cells(cells: np.ndarray, row_offsets: np.ndarray) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch_collate_kit.loading.dataset import TokenizedDataset, read_records
+from torch_collate_kit.loading.dataset import TokenizedDataset, read_records, split_trees
 from torch_collate_kit.loading.orders import Mixture
 from torch_collate_kit.loading.prefetch import AsyncBatchCollator, PrefetchLoader
 from torch_collate_kit.loading.sampler import (
@@ -25,4 +25,5 @@ __all__ = [
     "TokenizedDataset",
     "merge_states",
     "read_records",
+    "split_trees",
 ]

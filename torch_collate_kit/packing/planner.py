@@ -20,13 +20,18 @@ from torch_collate_kit.packing.pieces import (
 )
 from torch_collate_kit.packing.plan import PackingPlan
 from torch_collate_kit.packing.rows import Ints, Limits, Rows, Sizes
-from torch_collate_kit.packing.segments import Segments, are_nested, checked_segments, sums_of
+from torch_collate_kit.packing.segments import (
+    Segments,
+    are_nested,
+    bare_lengths,
+    checked_segments,
+    sums_of,
+)
 from torch_collate_kit.packing.strategies import (
     best_fit_decreasing,
     first_fit_decreasing,
     sequential,
 )
-from torch_collate_kit.packing.trees import Trees
 from torch_collate_kit.packing.two_budgets import fill_two_budgets
 
 
@@ -89,6 +94,8 @@ def pack(
         parallel=parallel,
         max_patches=max_patches,
     )
+    if packing.share_prefixes and are_nested(lengths):
+        raise bare_lengths(packing)
     checked, load = sizes_of(lengths, packing, patches)
     return plan_rows(checked, packing, load)
 
@@ -98,11 +105,11 @@ def sizes_of(
     packing: PackingOptions,
     patches: Patches | Load | None = None,
     *,
-    trees: Trees | None = None,
+    depths: Ints | None = None,
 ) -> tuple[Ints, Load | None]:
     """Return the checked tokens of each example, int64 [N], and what else it holds, if anything.
 
-    ``trees`` are those of the examples if they share prefixes.
+    ``depths``, int64 for each segment, are the tokens that it shares, if prefixes are shared.
     """
     if not are_nested(lengths):
         checked = checked_lengths(lengths)
@@ -114,9 +121,10 @@ def sizes_of(
         load = image_load(patches, len(checked), packing.cost)
     if load.segments is None:
         align, cost = packing.parallel.align, packing.cost
-        segments = Segments.of(values, offsets, align, cost)
-        if trees is not None:
-            segments = Segments.of_trees(trees, offsets, align, cost)
+        if depths is None:
+            segments = Segments.of(values, offsets, align, cost)
+        else:
+            segments = Segments.of_trees(values, offsets, depths, align, cost)
         load = load._replace(segments=segments)
     return checked, load
 
@@ -207,7 +215,9 @@ def measured(
     the same rows, and no sum overflows.
     """
     patches, most_pieces = pieces.patches, packing.max_sequences_per_row
-    cells = pieces.aligned_lengths if packing.parallel.align > 1 else pieces.lengths
+    shares = pieces.segments is not None and pieces.segments.shares
+    has_gaps = packing.parallel.align > 1
+    cells = pieces.aligned_lengths if shares or has_gaps else pieces.lengths
     if pieces.segments is not None and most_pieces is not None:
         counts = pieces.segments.counts[pieces.example_indices]
         most_pieces //= max(1, int(counts.max(initial=1)))  # as if all had as many segments

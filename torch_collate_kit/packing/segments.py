@@ -14,7 +14,6 @@ from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing.cost import ModelCost
 from torch_collate_kit.packing.options import PackingOptions
 from torch_collate_kit.packing.rows import Ints, row_sums, running_sum
-from torch_collate_kit.packing.trees import Trees
 
 
 class Segments:
@@ -42,14 +41,17 @@ class Segments:
         return cls(sums_of(aligned, offsets), np.diff(offsets), (aligned, cost))
 
     @classmethod
-    def of_trees(cls, trees: Trees, offsets: Ints, align: int, cost: ModelCost) -> Segments:
+    def of_trees(
+        cls, values: Ints, offsets: Ints, depths: Ints, align: int, cost: ModelCost
+    ) -> Segments:
         """Return those of examples that share prefixes; a tree is aligned as a whole.
 
-        A token of a segment attends to its path, so its own ones cost what they add to that.
+        ``depths`` int64 [Q] are the tokens that each segment shares. A token attends to its path,
+        so the own ones of a segment cost what they add to that.
         """
-        cells = -(-trees.num_cells // align) * align
-        costs = cost.language(trees.depths + trees.own) - cost.language(trees.depths)
-        return cls(cells, np.diff(offsets), row_sums(costs, offsets), shares=True)
+        cells = -(-sums_of(values - depths, offsets) // align) * align
+        costs = cost.language(values) - cost.language(depths)
+        return cls(cells, np.diff(offsets), sums_of(costs, offsets), shares=True)
 
     @property
     def costs(self) -> Ints:
@@ -124,6 +126,15 @@ def place_of(segment: int, offsets: npt.NDArray[np.integer]) -> tuple[int, int]:
     return example, segment - int(offsets[example])
 
 
+def bare_lengths(packing: PackingOptions) -> ValueError:
+    """Return the error for prefixes that are to be shared where no token is known."""
+    return ValueError(
+        f"share_prefixes={packing.share_prefixes!r} depends on the tokens of the segments, and "
+        "lengths do not tell how many they share; pass a sampler the TokenizedDataset (or a "
+        "Mixture of such), or call the collator with the examples"
+    )
+
+
 def check_not_cut(packing: PackingOptions) -> None:
     """Refuse to cut examples whose segments stay together."""
     name, value = "overflow", packing.overflow
@@ -131,9 +142,12 @@ def check_not_cut(packing: PackingOptions) -> None:
         name, value = "strategy", packing.strategy
     elif value in ("raise", "drop"):
         return
+    way_out = "cut them when they are tokenized"
+    if packing.share_prefixes:
+        way_out = "cut large trees between their segments first (loading.split_trees)"
     raise ValueError(
         f"{name}={value!r} cuts examples, and these have several segments, which stay together: "
-        'cut them when they are tokenized, and pass overflow="raise" or "drop"'
+        f'{way_out}, and pass overflow="raise" or "drop"'
     )
 
 

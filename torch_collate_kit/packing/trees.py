@@ -6,12 +6,17 @@ given shares the most with the nearest of the earlier ones on either side of it 
 
 from __future__ import annotations
 
+import logging
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
+from torch_collate_kit.packing.options import PackingOptions
 from torch_collate_kit.packing.rows import Ints, running_sum
+
+LEAST_FACTOR = 1.15  # tokens for each cell, below which "auto" packs plainly
+_logger = logging.getLogger("torch_collate_kit.packing")
 
 
 class Trees(NamedTuple):
@@ -34,11 +39,6 @@ class Trees(NamedTuple):
     cells: np.ndarray
     """int32 [T], the cell of every token of every segment."""
 
-    @property
-    def factor(self) -> float:
-        """Tokens for each cell: 1 where nothing is shared."""
-        return len(self.cells) / max(1, int(self.num_cells.sum()))
-
 
 def trees_of(ids: np.ndarray, offsets: Ints, examples: Ints) -> Trees:
     """Return the trees of examples.
@@ -48,15 +48,13 @@ def trees_of(ids: np.ndarray, offsets: Ints, examples: Ints) -> Trees:
         offsets: int64 [Q + 1], where each segment begins.
         examples: int64 [N + 1], the first segment of each example.
     """
-    lengths = np.diff(offsets)
-    narrow = np.ascontiguousarray(ids) if ids.dtype.itemsize <= 4 else _narrowed(ids)
-    depths, sharers = _shared(narrow, offsets, examples)
-    own = lengths - depths
+    depths, sharers = _shared(ids, offsets, examples)
+    own = np.diff(offsets) - depths
     before = running_sum(own)
     per_example = before[examples]
     firsts = before[:-1] - np.repeat(per_example[:-1], np.diff(examples))
     cells = np.empty(int(offsets[-1]), dtype=np.int32)
-    parents = np.full(len(lengths), -1, dtype=np.int64)
+    parents = np.full(len(own), -1, dtype=np.int64)
     spans = zip(
         offsets[:-1].tolist(), depths.tolist(), firsts.tolist(), own.tolist(), sharers.tolist(),
         strict=True,
@@ -71,8 +69,36 @@ def trees_of(ids: np.ndarray, offsets: Ints, examples: Ints) -> Trees:
     return Trees(depths, parents, own, firsts, np.diff(per_example), cells)
 
 
+def depths_of(ids: np.ndarray, offsets: Ints, examples: Ints) -> Ints:
+    """Return ``depths`` of the trees alone, int64 [Q], from what ``trees_of`` is given."""
+    return _shared(ids, offsets, examples)[0]
+
+
+def is_shared(packing: PackingOptions, lengths: Ints, depths: Ints) -> bool:
+    """Return whether segments of these lengths, int64 [Q], share what they have in common.
+
+    "auto" shares where that pays, and says how many tokens there are for each cell.
+    """
+    if packing.share_prefixes != "auto":
+        return bool(packing.share_prefixes)
+    num_tokens = int(lengths.sum())
+    factor = num_tokens / max(1, num_tokens - int(depths.sum()))
+    pays = factor >= LEAST_FACTOR
+    _logger.info(
+        'share_prefixes="auto": %.2f tokens for each cell, %s the least factor %.2f; prefixes are '
+        "%s",
+        factor,
+        "at least" if pays else "below",
+        LEAST_FACTOR,
+        "shared" if pays else "not shared",
+    )
+    return pays
+
+
 def _narrowed(ids: np.ndarray) -> np.ndarray:
-    """Return ids as int32; larger ones as numbers of the same order, which is all that counts."""
+    """Return ids in 4 bytes or less; larger ones as numbers that are equal where they are."""
+    if ids.dtype.itemsize <= 4:
+        return np.ascontiguousarray(ids)
     if not ids.size or (ids.min() >= 0 and ids.max() <= np.iinfo(np.int32).max):
         return ids.astype(np.int32)
     return np.unique(ids, return_inverse=True)[1].astype(np.int32)
@@ -80,6 +106,7 @@ def _narrowed(ids: np.ndarray) -> np.ndarray:
 
 def _shared(ids: np.ndarray, offsets: Ints, examples: Ints) -> tuple[Ints, Ints]:
     """Return the most tokens that each segment shares with an earlier one, and this one."""
+    ids = _narrowed(ids)
     data, width = ids.tobytes(), ids.dtype.itemsize
     begins, stops = (offsets * width)[:-1].tolist(), (offsets * width)[1:].tolist()
     depths = np.zeros(len(begins), dtype=np.int64)

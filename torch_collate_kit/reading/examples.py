@@ -172,9 +172,10 @@ class ExampleColumns:
     @cached_property
     def trees(self) -> Trees:
         """What the segments of each example have in common."""
-        assert self.segment_offsets is not None
-        ids = joined(self.input_ids)
-        return trees_of(ids.values, ids.offsets, self.segment_offsets)
+        ids, offsets = joined(self.input_ids), self.segment_offsets
+        if offsets is None:  # a rank without examples
+            offsets = np.zeros(1, dtype=np.int64)
+        return trees_of(ids.values, ids.offsets, offsets)
 
     def patches(self) -> list[list[int]]:
         """Return the patches of each image of every example, in lists."""

@@ -21,7 +21,7 @@ from tests.loading.streaming.streaming_oracle import (
     tokens_of,
 )
 from torch_collate_kit.loading import PackedIterableDataset
-from torch_collate_kit.loading.streaming.readers import ENTRY
+from torch_collate_kit.loading.streaming.entries import ENTRY
 from torch_collate_kit.loading.streaming.states import Place
 from torch_collate_kit.loading.streaming.windows import Windows
 from torch_collate_kit.packing import PackingOptions

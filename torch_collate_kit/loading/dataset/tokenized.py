@@ -26,13 +26,16 @@ from torch_collate_kit.loading.dataset.list_columns import (
 from torch_collate_kit.loading.dataset.sources import IDS, DatasetSource, kept_source
 from torch_collate_kit.packing import RankPlan
 from torch_collate_kit.packing.rank_plan import PlannedExamples
-from torch_collate_kit.ragged import Nested, Ragged, row_indices
+from torch_collate_kit.packing.segments import sums_of
+from torch_collate_kit.packing.trees import depths_of
+from torch_collate_kit.ragged import Nested, Ragged, row_indices, unchecked
 from torch_collate_kit.reading.reader import read_columns
 from torch_collate_kit.reading.source import ArrowFiles, is_a
 from torch_collate_kit.vision import VisionLayout
 from torch_collate_kit.vision.families import PIXEL_FIELDS
 
 _ROWS_AT_A_TIME = 1000  # when all rows are read
+_TOKENS_AT_A_TIME = 2**22  # when what segments share is looked for, or one row
 _MAX_COUNTED = 10_000_000  # rows whose lengths a repr adds up
 
 
@@ -113,6 +116,7 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
         if not isinstance(tokens, ListColumn | NestedColumn):
             raise DataError("input_ids holds one number per row; it must be a list of token ids")
         self._tokens = tokens
+        self._depths: np.ndarray | None = None  # values of shared_lengths
 
     @property
     def column_names(self) -> list[str]:
@@ -126,6 +130,32 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
         Of rows that are lists of segments a Ragged, with the tokens of each segment of a row.
         """
         return self._tokens.lengths(self._mapping)
+
+    @property
+    def shared_lengths(self) -> Ragged | None:
+        """Tokens at the beginning of each segment that an earlier one of its row has too.
+
+        A Ragged of int64, in the shape of ``lengths``; None of rows that are no lists of segments.
+        The first access reads all tokens, about 10 ns for each; it is not pickled. A row's cells
+        with ``share_prefixes`` are its tokens without these.
+
+        >>> rows = [{"input_ids": [[5, 6, 7], [5, 6, 8, 9]]}, {"input_ids": [[5, 6]]}]
+        >>> TokenizedDataset(rows).shared_lengths.tolist()
+        [[0, 2], [0]]
+        """
+        lengths = self.lengths
+        if not isinstance(lengths, Ragged):
+            return None
+        if self._depths is None:
+            before = np.append(0, np.cumsum(sums_of(lengths.values, lengths.offsets)))
+            parts, start = [np.empty(0, dtype=np.int64)], 0
+            while start < len(self):
+                most = before[start] + _TOKENS_AT_A_TIME
+                stop = max(start + 1, int(np.searchsorted(before, most, side="right")) - 1)
+                parts.append(self._depths_at(np.arange(start, stop)))
+                start = stop
+            self._depths = np.concatenate(parts)
+        return unchecked(self._depths, lengths.offsets)
 
     def fingerprint(self, num_examples: int | None = None) -> dict[str, Any]:
         """Return a fingerprint of the data, or of their first ``num_examples``: small JSON.
@@ -265,6 +295,11 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
         """Return the tokens of these rows alone, int64; a Ragged of lists of segments."""
         named, rows = self._rows(indices)
         return self._tokens.lengths_at(rows, named)
+
+    def _depths_at(self, indices: np.ndarray) -> np.ndarray:
+        """Return the tokens that the segments of these rows share: int64, end to end."""
+        ids = self._column_at("input_ids", indices)
+        return depths_of(ids.rows.values, ids.rows.offsets, ids.offsets)
 
     def _column_at(self, name: str, indices: np.ndarray) -> Any:
         """Return these rows of one column: a Ragged of lists, else an array; None without it."""

@@ -12,10 +12,7 @@ import numpy as np
 from torch_collate_kit._checks import checked_choice, checked_int, checked_lengths
 from torch_collate_kit._reprs import KindAndSize, call_repr
 from torch_collate_kit.loading.dataset import TokenizedDataset
-from torch_collate_kit.loading.orders.checks import (
-    Indices,
-    checked_length,
-)
+from torch_collate_kit.loading.orders.checks import Indices, checked_length
 from torch_collate_kit.loading.orders.states import digest_in_blocks
 from torch_collate_kit.packing import PackingPlan, RankPlan
 from torch_collate_kit.packing.segments import are_nested, checked_segments, sums_of
@@ -190,6 +187,12 @@ class Mixture:
                 "are not; give every example a list, of one where it has one segment"
             )
         return Ragged.cat(ragged) if ragged else np.concatenate(flat_ones)
+
+    @property
+    def shared_lengths(self) -> Ragged | None:
+        """Tokens that each segment shares, of sources that are TokenizedDatasets; see there."""
+        found = [s for of in self._tokenized() if (s := of.shared_lengths) is not None]
+        return Ragged.cat(found) if found else None
 
     @property
     def num_tokens(self) -> Indices:

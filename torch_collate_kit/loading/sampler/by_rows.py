@@ -38,6 +38,16 @@ class Entries(NamedTuple):
     starts: Indices | None = None
     """int64 [E], the first token of each piece in its example."""
 
+    @property
+    def cells(self) -> Indices:
+        """int64 [E], fewer than tokens where prefixes are shared."""
+        return cells_of(self.lengths, self.images)
+
+
+def cells_of(lengths: Indices, load: Load | None) -> Indices:
+    """Return the cells of examples, int64 [E], or a lower bound: their tokens, not aligned."""
+    return lengths if load is None or load.segments is None else load.segments.cells
+
 
 class _Window(NamedTuple):
     first: int  # step
@@ -64,7 +74,7 @@ class ByRows(Budget):
         super().__init__(order, tail)
         self.batch_rows, self.window, self.group = windows
         self._entries, self._packing = entries, packing
-        mean = max(1.0, float(entries.lengths[:1_000_000].mean()))
+        mean = max(1.0, float(entries.cells[:1_000_000].mean()))
         num_rows = self.batch_rows * self.window
         per_window = num_rows * packing.max_tokens / mean
         self._guess = int(min(per_window * 1.1, len(entries.lengths))) + num_rows
@@ -312,7 +322,7 @@ class ByRows(Budget):
             return start + number, most_steps
         capacity = rows * self._packing.max_tokens
         needed = rows + 1
-        if number == most or int(lengths.sum()) <= capacity:
+        if number == most or int(cells_of(lengths, images).sum()) <= capacity:
             needed = num_rows_needed(lengths, self._packing, images)
         if needed > rows:
             return start + number, most_steps

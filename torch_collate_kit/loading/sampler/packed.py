@@ -225,10 +225,14 @@ class PackedBatchSampler(ResumingSampler):
             raise damaged_state(f"a layout that no run can have had: {error}") from error
         now = self._packing  # what was too long then, and lost tokens, must lose the same ones now
         if before != now and self._sizes.lost(before) != self._sizes.lost(now):
+            was, has = (
+                f"max_tokens={of.max_tokens}, overflow={of.overflow!r}"
+                + (f", share_prefixes={of.share_prefixes!r}" if of.share_prefixes else "")
+                for of in (before, now)
+            )
             raise StateError(
-                f"state is of max_tokens={before.max_tokens}, overflow={before.overflow!r}, this "
-                f"sampler has max_tokens={now.max_tokens}, overflow={now.overflow!r}, which drops "
-                f"or cuts other examples, so steps would not have what they had; {NEW_RUN}"
+                f"state is of {was}, this sampler has {has}, which drops or cuts other examples, "
+                f"so steps would not have what they had; {NEW_RUN}"
             )
 
     def _replans(self, before: Mapping[str, Any]) -> bool:
@@ -244,7 +248,8 @@ class PackedBatchSampler(ResumingSampler):
         return {"dp_rank": self._dp_rank} if self._dp_rank else {}
 
     def _fingerprint(self, num_examples: int) -> dict[str, Any]:
-        return {**self._sizes.fingerprint(num_examples), **super()._fingerprint(num_examples)}
+        own = self._sizes.fingerprint(num_examples, with_trees=self._entries is not None)
+        return {**own, **super()._fingerprint(num_examples)}
 
 
 def _packing_of(layout: Mapping[str, Any]) -> PackingOptions:

@@ -20,10 +20,10 @@ from torch_collate_kit.loading.orders.checks import Indices, checked_collator, c
 from torch_collate_kit.loading.orders.mixed_order import MixedOrder
 from torch_collate_kit.loading.orders.permutations import seeded_generator
 from torch_collate_kit.loading.orders.states import digest_in_blocks
-from torch_collate_kit.loading.sampler.sizes import is_tokenized
+from torch_collate_kit.loading.sampler.sizes import is_tokenized, sized
 from torch_collate_kit.packing import PackingPlan
 from torch_collate_kit.packing.pieces import cut_to_fit
-from torch_collate_kit.packing.planner import plan_rows, sizes_of
+from torch_collate_kit.packing.planner import plan_rows
 from torch_collate_kit.packing.rank_plan import PlannedExamples, PlannedRow, RankPlan
 from torch_collate_kit.packing.rows import Rows, running_sum
 from torch_collate_kit.packing.segments import Segments
@@ -102,7 +102,7 @@ class PackedRows(Dataset[PlannedRow]):
                 f"parallel.dp={dp}; leave parallel out"
             )
         patches = None if collator.vision is None else examples.patches
-        lengths, load = sizes_of(examples.lengths, collator.packing, patches)
+        lengths, load = sized(examples, collator.packing, patches)
         blocks, order = [], self._order(lengths)
         cut_to_fit(lengths, collator.packing, load)  # names an example that does not fit
         is_wrapped = collator.packing.strategy == "wrapped"  # a block ends with a row not full

@@ -17,6 +17,8 @@ from torch_collate_kit.loading.sampler.by_rows import Entries
 from torch_collate_kit.packing import PackingOptions
 from torch_collate_kit.packing.pieces import Load, Patches, cut_to_fit
 from torch_collate_kit.packing.planner import sizes_of
+from torch_collate_kit.packing.segments import bare_lengths, checked_segments
+from torch_collate_kit.packing.trees import is_shared
 
 
 class ExampleSizes:
@@ -54,11 +56,10 @@ class ExampleSizes:
 
     def _read(self, examples: Any, patches: Patches | None) -> None:
         """Read lengths and patches; an example that does not fit is named before any batch."""
-        if isinstance(examples, TokenizedDataset | Mixture):
-            if is_tokenized(examples):
-                patches = None if self._collate.vision is None else examples.patches
-            examples = examples.lengths
-        lengths, load = sizes_of(examples, self._packing, patches)
+        if is_tokenized(examples):
+            patches = None if self._collate.vision is None else examples.patches
+        self._examples = examples
+        lengths, load = sized(examples, self._packing, patches)
         self.lengths = lengths.view()
         self.lengths.flags.writeable = False
         self.load, self.patches, self.image_costs_digest = load, None, None
@@ -139,27 +140,57 @@ class ExampleSizes:
         """Return the number of tokens cut off, and the examples dropped."""
         if packing.overflow in ("raise", "split"):
             return 0, []
+        load = self.load
         try:
-            pieces = cut_to_fit(self.lengths, packing, self.load)
-        except DataError as error:
+            if load is not None and self._segments is not None and packing != self._packing:
+                others = sized(self._examples, packing, None)[1]
+                load = load._replace(segments=None if others is None else others.segments)
+            pieces = cut_to_fit(self.lengths, packing, load)
+        except ValueError as error:
             raise StateError(f"state is of a packing that no run can have had: {error}") from error
         return pieces.num_cut_tokens, pieces.dropped.tolist()
 
-    def fingerprint(self, num_examples: int) -> dict[str, Any]:
-        """Return digests of the first so many examples, as JSON."""
+    def fingerprint(self, num_examples: int, *, with_trees: bool) -> dict[str, Any]:
+        """Return digests of the first so many examples, as JSON; ``with_trees`` of their cells."""
         counted = {
             "lengths_digest": self.lengths,
             "patches_digest": self.patches,
             "loss_tokens_digest": self.counts,
         }
         if self._segments is not None:
-            counted["segments_digest"] = self._segments.cells
             counted["num_segments_digest"] = self._segments.counts
+            if with_trees:
+                of = self._segments
+                counted["trees_digest"] = of.cells if of.shares else None
         digests = {
             name: None if counts is None else digest_in_blocks(counts[:num_examples])
             for name, counts in counted.items()
         }
+        if self._segments is not None:  # whatever they are aligned to
+            digests["segments_digest"] = digest_in_blocks(self._segment_lengths(num_examples))
         return {"num_tokens": int(self.lengths[:num_examples].sum()), **digests}
+
+    def _segment_lengths(self, num_examples: int) -> Indices:
+        """Return the tokens of each segment of the first so many examples, int64."""
+        of = self._examples
+        lengths = of.lengths if isinstance(of, TokenizedDataset | Mixture) else of
+        return checked_segments(lengths[:num_examples])[0]
+
+
+def sized(
+    examples: Any, packing: PackingOptions, patches: Patches | None
+) -> tuple[Indices, Load | None]:
+    """Return what a plan needs of a dataset, a Mixture or bare lengths, as ``sizes_of`` does."""
+    lengths, depths = examples, None
+    if isinstance(examples, TokenizedDataset | Mixture):
+        lengths = examples.lengths
+    if packing.share_prefixes:
+        if not is_tokenized(examples):
+            raise bare_lengths(packing)
+        depths = examples.shared_lengths
+    if depths is None or not is_shared(packing, lengths.values, depths.values):
+        return sizes_of(lengths, packing, patches)
+    return sizes_of(lengths, packing, patches, depths=depths.values)
 
 
 def is_tokenized(examples: Any) -> TypeGuard[TokenizedDataset | Mixture]:

@@ -12,7 +12,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from torch_collate_kit.loading.streaming.readers import ENTRY, check_start, load_of, place_after
+from torch_collate_kit.loading.streaming.entries import ENTRY, load_of, place_after
+from torch_collate_kit.loading.streaming.readers import check_start
 from torch_collate_kit.loading.streaming.states import Place
 from torch_collate_kit.packing import PackingOptions, PackingPlan
 from torch_collate_kit.packing.planner import plan_rows
@@ -46,7 +47,7 @@ class JoinedDocuments:
             batch, skipped = self._buffer[:number], self._place.start
             first = batch[0]
             check_start(self._place, int(first["position"]), int(first["num_tokens"]))
-            load = load_of(batch)  # examples of segments are refused
+            load = load_of(batch, self._packing)  # examples of segments are refused
             left = batch["num_tokens"].copy()
             left[0] -= skipped
             unread = max(0, int(ends[len(batch) - 1]) - self._num_tokens)

@@ -18,8 +18,9 @@ import numpy as np
 from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading.orders.mixture import Mixture
 from torch_collate_kit.loading.skipping import SkipPolicy
+from torch_collate_kit.loading.streaming.entries import ENTRY, place_after
 from torch_collate_kit.loading.streaming.outside_streams import node_of
-from torch_collate_kit.loading.streaming.readers import ENTRY, Reader, place_after, reader_of
+from torch_collate_kit.loading.streaming.readers import Reader, reader_of
 from torch_collate_kit.loading.streaming.shards import Part, Stream
 from torch_collate_kit.loading.streaming.shuffled_blocks import ShuffledReader
 from torch_collate_kit.loading.streaming.skipping import WrongExamples

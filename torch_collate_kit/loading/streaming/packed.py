@@ -190,6 +190,11 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
 
     def _check_rows(self, packing: PackingOptions) -> None:
         dp = packing.parallel.dp
+        if packing.share_prefixes == "auto":
+            raise ValueError(
+                'share_prefixes="auto" weighs all examples, which a stream does not know; pass '
+                "True or False: TokenizedDataset(...).shared_lengths tells what is saved"
+            )
         if self.batch_rows % dp:
             raise ValueError(
                 f"batch_rows must be a multiple of parallel.dp={dp}, got {self.batch_rows}; it "

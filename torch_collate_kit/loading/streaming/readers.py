@@ -17,43 +17,19 @@ import numpy as np
 from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading.dataset import TokenizedDataset
+from torch_collate_kit.loading.streaming.entries import ENTRY, of_segments
 from torch_collate_kit.loading.streaming.shards import Example, Part, Stream
 from torch_collate_kit.loading.streaming.skipping import WrongExamples
 from torch_collate_kit.loading.streaming.states import Place
 from torch_collate_kit.packing.pieces import Load, cut_to_fit, image_load, num_pieces
 from torch_collate_kit.packing.planner import sizes_of
+from torch_collate_kit.packing.rows import running_sum
 from torch_collate_kit.packing.segments import Segments, sums_of
+from torch_collate_kit.packing.trees import depths_of
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.keys import KNOWN, MEDIA
 from torch_collate_kit.reading.reader import read_columns
 from torch_collate_kit.reading.source import Examples, are_nested
-
-ENTRY = np.dtype(
-    [
-        ("position", np.int64),  # of the example in the source
-        ("start", np.int64),  # its first token in the example
-        ("num_tokens", np.int64),
-        ("is_piece", np.bool_),
-        ("patches", np.int64),  # of its images,
-        ("vision_cost", np.int64),  # and what these cost
-        ("cells", np.int64),  # of its segments, if it is a list of them; else 0
-        ("num_segments", np.int64),
-        ("cost", np.int64),  # of the segments in the language model
-        ("num_read", np.int64),  # the Place after this entry:
-        ("next_start", np.int64),  # ...
-        ("source", np.object_),
-        ("taken", np.int64),
-        ("example", np.object_),  # the whole of it; None where rows are read by position
-        ("skipped", np.object_),  # a tuple of the wrong examples that were left out before it
-        ("of", np.int64),  # the source of a mixture
-    ]
-)
-
-
-def place_after(entry: Any) -> Place:
-    """Return the place of a pass after this entry."""
-    num_read, start = int(entry["num_read"]), int(entry["next_start"])
-    return Place(num_read, start, entry["source"], int(entry["taken"]))
 
 
 class Reader(Protocol):
@@ -123,7 +99,7 @@ class _ExampleReader:
                 following = after if stop == num_tokens else before._replace(start=stop)
                 if start >= before.start:
                     of = position, start, length, is_split, patches, cost
-                    yield *of, *_of_segments(load), *following, example, self._wrong.taken(), 0
+                    yield *of, *of_segments(load), *following, example, self._wrong.taken(), 0
             self.place = after
         check_start(self.place)
 
@@ -139,9 +115,18 @@ class _ExampleReader:
         if self._collator.vision is not None:
             media = [key for key in MEDIA if example.get(key) is not None]
             parts = [{key: example[key][i] for key in media} for i in range(len(ids))]
-        lengths, load = sizes_of([[*map(len, ids)]], packing)
+        depths = self._depths(example) if packing.share_prefixes else None
+        lengths, load = sizes_of([[*map(len, ids)]], packing, depths=depths)
         assert load is not None
         return int(lengths[0]), self._images(parts)._replace(segments=load.segments)
+
+    def _depths(self, example: Any) -> np.ndarray:
+        """Return the tokens that each segment of an example shares, int64."""
+        ids = [np.asarray(of) for of in example["input_ids"]]
+        if any(of.ndim != 1 or of.dtype.kind not in "iu" for of in ids):
+            _check(self._collator, [example])  # raises what is wrong with them
+        offsets = running_sum(np.array([*map(len, ids)]))
+        return depths_of(np.concatenate(ids), offsets, np.array([0, len(ids)]))
 
     def _images(self, parts: list[Any]) -> Load:
         """Return the images of one example, or of the segments of one."""
@@ -256,8 +241,13 @@ class _RowReader:
         if len(empty):
             self._check(positions[np.searchsorted(lengths.offsets, empty[:1], side="right") - 1])
         packing, offsets = self._collator.packing, lengths.offsets
-        align, cost = packing.parallel.align, packing.cost
-        return sums_of(lengths.values, offsets), Segments.of(lengths.values, offsets, align, cost)
+        align, cost, tokens = packing.parallel.align, packing.cost, lengths.values
+        if packing.share_prefixes:
+            depths = self._dataset._depths_at(positions)
+            segments = Segments.of_trees(tokens, offsets, depths, align, cost)
+        else:
+            segments = Segments.of(tokens, offsets, align, cost)
+        return sums_of(tokens, offsets), segments
 
     def _entries_of(
         self, positions: np.ndarray, lengths: np.ndarray, segments: Segments | None
@@ -291,33 +281,6 @@ class _RowReader:
 
 
 _NO_IMAGE = Load.none(1)
-
-
-def _of_segments(load: Load) -> tuple[int, int, int]:
-    of = load.segments
-    return (0, 0, 0) if of is None else (int(of.cells[0]), int(of.counts[0]), int(of.costs[0]))
-
-
-def load_of(entries: np.ndarray) -> Load:
-    """Return what entries hold besides tokens.
-
-    Raises:
-        DataError: some examples are lists of segments, and others are not.
-    """
-    patches, costs, cells, counts, of_segments = (
-        np.ascontiguousarray(entries[name])
-        for name in ("patches", "vision_cost", "cells", "num_segments", "cost")
-    )
-    load, is_list = Load(patches, costs), counts > 0
-    if not is_list.any():
-        return load
-    if not is_list.all():
-        flat, nested = (int(entries["position"][(is_list == of).argmax()]) for of in (False, True))
-        raise DataError(
-            f"example {nested} of the stream is a list of segments, and example {flat} is not; "
-            "give every example a list, of one where it has one segment"
-        )
-    return load._replace(segments=Segments(cells, counts, of_segments))
 
 
 def check_start(place: Place, position: int = -1, num_tokens: int = 0) -> None:

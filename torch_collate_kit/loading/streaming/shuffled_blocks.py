@@ -12,7 +12,8 @@ import numpy as np
 
 from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading.orders.permutations import seeded_generator
-from torch_collate_kit.loading.streaming.readers import ENTRY, Reader, place_after
+from torch_collate_kit.loading.streaming.entries import ENTRY, place_after
+from torch_collate_kit.loading.streaming.readers import Reader
 from torch_collate_kit.loading.streaming.states import Place
 
 

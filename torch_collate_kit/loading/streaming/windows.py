@@ -19,7 +19,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from torch_collate_kit.loading.streaming.readers import ENTRY, load_of, place_after
+from torch_collate_kit.loading.streaming.entries import ENTRY, load_of, place_after
 from torch_collate_kit.loading.streaming.states import Place
 from torch_collate_kit.packing import PackingOptions, PackingPlan
 from torch_collate_kit.packing.planner import batch_of_rows, fill_rows
@@ -184,4 +184,5 @@ def _num_ready(buffer: np.ndarray, packing: PackingOptions, rows_per_batch: int)
 
 def _filled(entries: np.ndarray, packing: PackingOptions) -> PackingPlan:
     """Return the rows of entries, as the strategy opens them."""
-    return fill_rows(np.ascontiguousarray(entries["num_tokens"]), packing, load_of(entries))
+    lengths = np.ascontiguousarray(entries["num_tokens"])
+    return fill_rows(lengths, packing, load_of(entries, packing))
