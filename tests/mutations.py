@@ -107,7 +107,7 @@ FAULTS = [
     Fault("preference/losses.py", "F.logsigmoid(distance - wanted.to(distance))", "F.logsigmoid(distance + wanted.to(distance))", "preference/test_losses.py"),
     # attention
     Fault("attention/models.py", "if longest > window and", "if longest > window + 1 and", "test_block_mask.py"),
-    Fault("attention/kernels.py", "mask.tril().triu(1 - window)", "mask.tril().triu(-window)", "test_attention.py test_attention_refusals.py"),
+    Fault("attention/kernels.py", "mask.triu(seen - length + 1 - window)", "mask.triu(seen - length - window)", "test_attention.py test_attention_refusals.py"),
     Fault("attention/kernels.py", "(-1 if window is None else window - 1, 0)", "(-1 if window is None else window, 0)", "test_attention.py test_attention_refusals.py"),
     Fault("attention/varlen.py", "    if module.training:\n", "    if False:\n", "test_attention.py test_attention_refusals.py"),
     Fault("attention/kernels.py", "if missing:\n        raise ValueError(\n            f\"cu_seq_lens_q lacks", "if False:\n        raise ValueError(\n            f\"cu_seq_lens_q lacks", "test_attention.py test_attention_refusals.py"),

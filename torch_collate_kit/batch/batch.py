@@ -295,7 +295,8 @@ class Batch(Counted, Mapping[str, Field]):
         - a hybrid model what its family reads (docs/isolation.md) of these and of ``seq_idx``,
           ``cu_seqlens``, ``cu_seqlens_cpu``; some kernels take one row: fields ``[1, R * W]``;
         - ``mask="block"`` ("sdpa", "eager"), chosen for models whose mask ignores positions: causal
-          ``[R, 1, W, W]``, a block per segment; with ``sliding_window`` a dict of two masks.
+          ``[R, 1, W, W]``, a block per segment; with ``sliding_window`` a dict of two masks;
+        - rows that share prefixes: ``path_cells`` or a mask, no ``labels`` (docs/guide/trees.md).
 
         Raises:
             ValueError: an unknown name, or one without the other it needs; more cells than int32.
