@@ -256,7 +256,7 @@ def use_kernel(monkeypatch):
     """Take the path of CUDA tensors, on the CPU, with a stand-in for torch's kernel."""
 
     def use(kernel: Any) -> None:
-        monkeypatch.setattr(kernels, "_fits_kernel", lambda query, value: True)
+        monkeypatch.setattr(kernels, "fits_kernel", lambda query, value: True)
         monkeypatch.setattr(kernels, "load_kernel", lambda: kernels._Kernel(kernel))
 
     return use
@@ -324,4 +324,4 @@ def test_where_the_kernel_fits(monkeypatch, device, dtype, head_dim, value_dim, 
         SimpleNamespace(is_cuda=device == "cuda", dtype=dtype, shape=(1, 1, dim), device=device)
         for dim in (head_dim, value_dim)
     )
-    assert kernels._fits_kernel(query, value) is fits
+    assert kernels.fits_kernel(query, value) is fits

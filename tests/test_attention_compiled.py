@@ -134,7 +134,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     varlen = pytest.importorskip("torch.nn.attention.varlen")
     monkeypatch.setattr(varlen, "varlen_attn", one_segment)
     monkeypatch.setattr(kernels, "_LOADED", [])
-    monkeypatch.setattr(kernels, "_fits_kernel", lambda query, value: True)
+    monkeypatch.setattr(kernels, "fits_kernel", lambda query, value: True)
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")

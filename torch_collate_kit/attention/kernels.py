@@ -48,7 +48,7 @@ def attend(
     # [B, H, T, D] -> [B * T, H, D]: consecutive rows, as the boundaries count them
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     window = None if window is None or window >= width else window
-    kernel = load_kernel() if _fits_kernel(query, value) else None
+    kernel = load_kernel() if fits_kernel(query, value) else None
     if kernel is not None and ((window is None and path_cells is None) or kernel.takes_window):
         if path_cells is not None:
             key, value = (x.index_select(0, path_cells) for x in (key, value))
@@ -268,7 +268,7 @@ class _Kernel:
         return self._run(query, key, value, cu_q, cu_k, *segments[2:], **options)
 
 
-def _fits_kernel(query: Tensor, value: Tensor) -> bool:
+def fits_kernel(query: Tensor, value: Tensor) -> bool:
     """Check whether the kernel supports these inputs, by the rules in torch's source."""
     head_dim = query.shape[-1]
     return (
