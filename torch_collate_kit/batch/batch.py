@@ -330,7 +330,7 @@ class Batch(Counted, Mapping[str, Field]):
     def plot(self, *, max_rows: int = 40, ax: Axes | None = None) -> Axes:
         """Draw the first ``max_rows`` rows with matplotlib, on ``ax`` or a new figure.
 
-        Examples are blocks, paths of shared prefixes lines; trained is dark. ``plt.show()`` it.
+        Examples are blocks, paths of shared prefixes lines; trained is dark. Call ``plt.show()``.
 
         Raises:
             ValueError: no rows, or no ``input_ids`` ``[R, W]`` in host memory.
