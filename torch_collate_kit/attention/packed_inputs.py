@@ -73,14 +73,14 @@ def read_inputs(
 ) -> PackedInputs:
     """Read segments and images; refuse inputs that do not fit each other or the model."""
     inputs, vision = _model_inputs(model, batch, vision)
-    shares = isinstance(batch, Batch) and shares_prefixes(batch)
-    segments = RowSegments(*branches_of(batch)) if shares else find_segments(inputs)
+    branches = isinstance(batch, Batch) and shares_prefixes(batch) and branches_of(batch)
+    segments = RowSegments(*branches) if branches else find_segments(inputs)
     if len(segments.rows) < 2:
         raise ValueError(
             f"the batch has {len(segments.rows)} segment(s), so nothing can leak; "
             "pass a batch with at least two packed examples"
         )
-    if shares:
+    if branches:
         return PackedInputs(inputs, segments, None)
     if len(segments.rows) > len(set(segments.rows)):
         kind = ModelKind.of(model)

@@ -189,8 +189,10 @@ def _attention_forward(
         width if max_length_q is None else int(max_length_q),
         width if max_length_k is None else int(max_length_k),
     )
-    options = {"path_cells": path_cells, "scale": scaling, "window": sliding_window}
-    return attend(query, key, value, segments, **options), None
+    output = attend(
+        query, key, value, segments, path_cells=path_cells, scale=scaling, window=sliding_window
+    )
+    return output, None
 
 
 def _refuse_unsupported(

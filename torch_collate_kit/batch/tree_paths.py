@@ -140,7 +140,7 @@ def tree_mask(
     on_path = torch.zeros(len(runs), width, dtype=torch.bool, device=device)
     on_path.index_put_((of_keys, paths.cells % width), on_path.new_ones(()))
     # pads have position 0, so that those of a run see each other, which nothing reads
-    positions = make_field("position_ids", columns, {}, {})
+    positions: Any = make_field("position_ids", columns, {}, {})
     distance = positions[:, :, None] - positions[:, None, :]
     seen = on_path[of_cells].view(num_rows, width, width) & (distance >= 0)
     masks = {"full_attention": seen[:, None]}

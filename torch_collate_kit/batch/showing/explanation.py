@@ -126,7 +126,7 @@ def _columns_of(
     if "cu_seq_lens" in one:
         columns["segment"] = cells.segments[0].tolist()
     for field, name in _TITLES.items():
-        values = one.get(field)
+        values: Any = one.get(field)
         if in_tree is not None and field != "labels":  # [1, W] of cells, tokens first in the row
             values = F.pad(values[:, in_tree], (0, width - len(in_tree)))
         columns[name] = _of_cells(values, width, [width])

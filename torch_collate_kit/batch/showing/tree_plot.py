@@ -36,35 +36,43 @@ def draw_paths(stored: Storage, cells: Cells, num_rows: int, ax: Axes | None) ->
         for name in ("starts", "lengths", "own")
     )
     rows = placement.rows()[chosen]
-    # a block for each run of tokens of a path that are shared or not, and trained or not
     line = np.repeat(np.arange(len(lengths)), lengths)
     position = np.arange(len(line)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     is_own = position >= (lengths - own)[line]
     trained = np.zeros(len(line), dtype=bool)
     if cells.trained is not None:
         trained = cells.trained[rows[line], starts[line] + position]
-    looks = line * 4 + is_own * 2 + trained
-    first = np.flatnonzero(np.diff(looks, prepend=-1))
-    stops = position[np.append(first[1:], len(line)) - 1] + 1
     ax = axes_for(ax, 9.0, min(12.0, 1.6 + 0.22 * len(lengths)))
     numbers = example_numbers(stored)
     examples = np.arange(len(lengths)) if numbers is None else numbers
-    blocks = (line[first], position[first], stops, is_own[first], trained[first])
+    blocks = _blocks(line, position, is_own, trained)
     handles = _draw(ax, blocks, examples, is_known=cells.trained is not None)
     _name(ax, rows, examples)
-    filled = num_filled(stored)
-    drawn = len(cells.kinds)
-    shown = f"first {drawn:,} of {num_rows:,} rows" if drawn < num_rows else plural(drawn, "row")
-    more = "" if cells.trained is None else f", {int(trained.sum()):,} trained"
     ax.set(
         xlim=(0, int(lengths.max(initial=1))),
         ylim=(len(lengths) - 0.4, -0.6),
         xlabel="position in the segment (tokens)",
-        title=f"{shown}: {len(line):,} tokens in {filled:,} cells "
-        f"({len(line) / max(1, filled):.2f} for each){more}",
+        title=_title(cells, num_rows, len(line), num_filled(stored)),
     )
     legend_below(ax, handles)
     return ax
+
+
+def _title(cells: Cells, num_rows: int, num_tokens: int, filled: int) -> str:
+    drawn = len(cells.kinds)
+    shown = f"first {drawn:,} of {num_rows:,} rows" if drawn < num_rows else plural(drawn, "row")
+    more = "" if cells.trained is None else f", {int(cells.trained.sum()):,} trained"
+    factor = num_tokens / max(1, filled)
+    return f"{shown}: {num_tokens:,} tokens in {filled:,} cells ({factor:.2f} for each){more}"
+
+
+def _blocks(
+    line: np.ndarray, position: np.ndarray, is_own: np.ndarray, trained: np.ndarray
+) -> tuple[np.ndarray, ...]:
+    """Return runs of tokens of a path that are shared or not, and trained or not."""
+    first = np.flatnonzero(np.diff(line * 4 + is_own * 2 + trained, prepend=-1))
+    stops = position[np.append(first[1:], len(line)) - 1] + 1
+    return line[first], position[first], stops, is_own[first], trained[first]
 
 
 def _draw(ax: Any, blocks: tuple[np.ndarray, ...], examples: np.ndarray, *, is_known: bool) -> Any:
