@@ -131,6 +131,17 @@ def declared_examples() -> list[dict[str, Any]]:
     return found
 
 
+def trees() -> list[dict[str, Any]]:
+    """Examples whose segments share prefixes; one has a segment that no other shares."""
+    return [
+        {
+            "input_ids": [[i, 2, 3], [i, 2, 4, 5], [i, 2, 4, 6, 7], [i, 2], [8 + i]],
+            "loss_mask": [[0, 1, 1], [0, 0, 1, 0.5], [0, 1, 1, 1, 1], [0, 0], [0]],
+        }
+        for i in (1, 11, 21)
+    ]
+
+
 KINDS: dict[str, Any] = {  # a batch of every kind that collators make
     "left": lambda: PaddedCollator(9)(masked_examples()),
     "right": lambda: PaddedCollator(9, padding_side="right")(masked_examples("completion_mask")),
@@ -160,7 +171,12 @@ KINDS: dict[str, Any] = {  # a batch of every kind that collators make
     "packed declared": lambda: PackedCollator(9, max_tokens=16, fields=DECLARED)(
         declared_examples()
     ),
+    "trees": lambda: PackedCollator(
+        9, max_tokens=16, share_prefixes=True, parallel=ParallelLayout(dp=2, tp=2)
+    )(trees()),
 }
+# Those that have a cell for each token, for oracles that go cell by cell.
+APART = {name: make for name, make in KINDS.items() if name != "trees"}
 
 
 def plain(value: Any) -> Any:

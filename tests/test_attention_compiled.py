@@ -11,6 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
 from tests.tiny_models import packed_inputs, tiny_model
+from tests.tree_samples import both, random_examples
 from torch_collate_kit.attention import kernels, register_torch_varlen
 from torch_collate_kit.attention.kernels import Segments, attend
 
@@ -86,8 +87,24 @@ def test_the_operator_keeps_the_rules_of_operators() -> None:
     inputs = [x.requires_grad_() for x in (query, key, value)]
     for lengths in ([2, 4], [6], [3, 3]):
         cu = torch.tensor([0, *lengths]).cumsum(0).int()
-        arguments = (*inputs, cu, cu, 1, None, None)
-        torch.library.opcheck(torch.ops.torch_collate_kit.segment_attention.default, arguments)
+        of_paths = cu + torch.arange(len(cu), dtype=torch.int32)  # a key more for each segment
+        cells = torch.tensor([5, *range(6)] if len(cu) == 2 else [0, *range(6), 1])[: of_paths[-1]]
+        for bounds in ((cu, cu, None), (cu, of_paths, cells)):
+            arguments = (*inputs, *bounds, 1, None, None)
+            torch.library.opcheck(torch.ops.torch_collate_kit.segment_attention.default, arguments)
+
+
+def test_a_compiled_model_follows_paths_without_a_graph_break() -> None:
+    model = tiny_model("qwen3", dtype=torch.float64).train()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter)
+    for seed in range(4):
+        inputs = both(random_examples(seed))[0].model_inputs(model)
+        plain, found = (gradients(model, run, inputs) for run in (model, compiled))
+        for expected, value in zip(plain, found, strict=True):
+            torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-9)
+    assert counter.frame_count > 0
+    assert sum(counters["graph_break"].values()) == 0, counters["graph_break"]
 
 
 # --- the kernel of a GPU, with a stand-in on the CPU ---------------------------------------------

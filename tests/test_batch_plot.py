@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.batch_samples import KINDS, examples, masked_examples
+from tests.batch_samples import APART, KINDS, examples, masked_examples
 from tests.test_batch_drawing import rows_of
 from torch_collate_kit import Batch, PackedCollator, PaddedCollator
 
@@ -19,7 +19,7 @@ plt = pytest.importorskip("matplotlib.pyplot")
 
 __all__ = ["check_a_plot", "plots"]
 
-BATCHES = KINDS | {
+BATCHES = APART | {
     "fixed width": lambda: PackedCollator(0, max_tokens=30, fixed_width=True)(masked_examples()),
     "split": lambda: PackedCollator(0, max_tokens=4, overflow="split")(masked_examples()),
     "added": lambda: KINDS["aligned"]().pad_rows(multiple_of=3),

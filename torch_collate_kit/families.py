@@ -240,6 +240,21 @@ def sliding_window(config: Any) -> tuple[int | None, bool]:
     return (window if "sliding_attention" in layers else None), set(layers) == {"sliding_attention"}
 
 
+def attention_dropout(config: Any) -> float:
+    """Return the dropout of the attention of the text model."""
+    config = text_config(config)
+    names = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
+    return max(float(getattr(config, name, None) or 0) for name in names)
+
+
+def odd_layers(config: Any) -> tuple[str, ...]:
+    """Return kinds of attention layers other than full and sliding ones, such as chunked ones."""
+    config = text_config(config)
+    kinds = {str(kind) for kind in getattr(config, "layer_types", None) or ()}
+    chunked = {"chunked_attention"} if getattr(config, "attention_chunk_size", None) else set()
+    return tuple(sorted((kinds | chunked) - {"full_attention", "sliding_attention"}))
+
+
 def family_of(config: Any, class_names: Collection[str] = ()) -> Family:
     """Return the family of the whole model, else of its text model, or NO_FAMILY.
 

@@ -62,7 +62,7 @@ def sdpa_only(segments: Segments, **options: Any) -> Callable[..., Tensor]:
     def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         num_rows, _, width, _ = query.shape
         flat = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-        bounds = segments.cu_q, segments.cu_k, num_rows
+        bounds = segments.cu_q, segments.cu_k, None, num_rows
         scale, window = options.get("scale"), options.get("window")
         output = kernels._sdpa_by_segment(*flat, *bounds, scale, window)
         return output.view(num_rows, width, *output.shape[1:])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from torch_collate_kit.attention.gradients import NoGradientError, groups_of, largest_gradients
 from torch_collate_kit.attention.models import logits_of, lowest_precision, vocabulary
-from torch_collate_kit.attention.packed_inputs import PackedInputs, read_inputs
+from torch_collate_kit.attention.packed_inputs import PackedInputs, RowSegments, read_inputs
 from torch_collate_kit.attention.reasons import reason_of_difference, reason_of_leak
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.errors import IsolationError
@@ -45,10 +45,14 @@ def check_isolation(
        warning says so, and the gradient is not compared.
     3. Each example is run alone, as a batch of one, and compared.
 
+    Of rows that share prefixes the branches of their trees take the place of segments: one sees
+    those on its path and no other, and each path is run alone.
+
     A call takes about ``rows + 3`` forward passes without gradients, about as many again for
-    images, ``2 * ceil(log2(segments))`` passes with a backward pass to the embeddings, all of them
-    twice in training mode, because some leaks exist in one mode only; and a pass of one example
-    for each segment. One or two rows are enough, and short ones take little memory.
+    images, ``2 * ceil(log2(segments))`` passes (one for each branch) with a backward pass to the
+    embeddings, all of them twice in training mode, because some leaks exist in one mode only; and a
+    pass of one example for each segment. One or two rows are enough, and short ones take little
+    memory.
 
     Args:
         model: run in eval mode, and in training mode too if it is in training mode, with the same
@@ -123,6 +127,8 @@ def _changes(model: nn.Module, packed: PackedInputs) -> Iterator[_Change]:
     with_text = torch.unique(of_cells[(changed != ids) & (of_cells >= 0)]).tolist()
     if not with_text:
         raise IsolationError("no token can be changed; pass a batch with text")
+    if segments.sees is not None:  # gradients show what leaks from where paths divide
+        with_text = sorted({*with_text} & {*segments.ends()})
     for segment in _sources(segments.rows, with_text, {len(with_text) // 2, len(with_text) - 1}):
         own = of_cells == segment
         yield _Change(segment, "its tokens", {"input_ids": torch.where(own, changed, ids)}, own)
@@ -188,7 +194,7 @@ def _check_leaks(model: nn.Module, packed: PackedInputs, tolerance: float | None
 
 def _check_gradients(model: nn.Module, packed: PackedInputs) -> None:
     """Raise if the logits of a segment have a gradient at the inputs of another one."""
-    for targets in groups_of(len(packed.segments.rows)):
+    for targets, sources in _groups(packed.segments):
         try:
             found = largest_gradients(model, packed, targets)
         except NoGradientError as error:
@@ -196,10 +202,22 @@ def _check_gradients(model: nn.Module, packed: PackedInputs) -> None:
                 f"check_isolation has compared logits only, with a tolerance: {error}", stacklevel=3
             )
             return
-        others = found.clone()
-        others[targets] = 0
+        others = torch.zeros_like(found)
+        others[sources] = found[sources]
         if others.any():
             _raise_leak(model, packed, targets, int(others.argmax()))
+
+
+def _groups(segments: RowSegments) -> Iterator[tuple[list[int], list[int]]]:
+    """Yield targets, and sources that none of them may see, until every such pair was there."""
+    every = range(len(segments.rows))
+    if segments.sees is None:
+        for targets in groups_of(len(every)):
+            yield targets, [s for s in every if s not in targets]
+        return
+    for source in every:
+        if targets := sorted({*every} - {*segments.seeing(source)}):
+            yield targets, [source]
 
 
 def _raise_leak(model: nn.Module, packed: PackedInputs, targets: list[int], source: int) -> None:
@@ -214,13 +232,14 @@ def _raise_leak(model: nn.Module, packed: PackedInputs, targets: list[int], sour
         return bool(largest_gradients(model, changed, targets)[source])
 
     found = largest_gradients(model, packed, targets)
-    num_leaks = int((found != 0).sum()) - 1
+    others = [s for s in range(len(found)) if s not in segments.seen_by(targets[0])]
+    num_leaks = int((found[others] != 0).sum())
     raise IsolationError(
         f"{segments.name(source)} leaks into {segments.name(targets[0])} (in "
         f"{'training' if model.training else 'eval'} mode): the logits of the latter have a "
         f"gradient of {float(found[source]):.3g} at the inputs of the former, of "
         f"{float(found[targets[0]]):.3g} at its own, and only 0 is isolated; {num_leaks} of "
-        f"{len(found) - 1} other segments leak into it. "
+        f"{len(others)} other segments leak into it. "
         f"Likely reason: {reason_of_leak(model, packed, still_leaks)}"
     )
 
@@ -234,8 +253,8 @@ def _movement(
     real = segments.ids_RW >= 0
     largest = moved_RW.new_zeros(len(segments.rows))
     largest.scatter_reduce_(0, segments.ids_RW[real], moved_RW[real], "amax")
-    others = dict(enumerate(largest.tolist()))
-    del others[change.segment]
+    allowed = segments.seeing(change.segment)
+    others = {s: of for s, of in enumerate(largest.tolist()) if s not in allowed}
     return float(moved_RW[change.own_RW].max()), others
 
 
@@ -259,10 +278,10 @@ def _check_alone(
         precision = torch.float16
     allowed = _ALONE[precision] if tolerance is None else tolerance
     differences: dict[int, float] = {}
-    for segment in range(len(segments.rows)):
+    for segment in segments.ends():
         alone = logits_of(model, packed.alone(segment))[0]
         largest = float(alone.abs().nan_to_num(posinf=0).max())
-        found = float(_distance(alone, logits[segments.ids_RW == segment]).max())
+        found = float(_distance(alone, logits.flatten(0, 1)[segments.cells_of(segment)]).max())
         if not found <= allowed * largest:  # NaN, too
             differences[segment] = found / largest if largest else found
     if differences:

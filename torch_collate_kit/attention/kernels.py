@@ -28,6 +28,7 @@ def attend(
     value: Tensor,
     segments: Segments,
     *,
+    path_cells: Tensor | None = None,
     scale: float | None = None,
     window: int | None = None,
 ) -> Tensor:
@@ -37,6 +38,10 @@ def attend(
     attends to itself and the ``window - 1`` tokens before it. Boundaries on a CUDA device are
     copied to the host only if the kernel cannot be used (fp32, an unsupported head dimension, an
     old GPU); only then are they checked against the rows.
+
+    With ``path_cells``, int64 [K] over all rows, a segment of n queries attends to keys gathered by
+    them, between ``cu_k``: query i sees all but the last ``n - 1 - i``. The gathered keys take the
+    memory that they would without shared cells.
     """
     num_rows, _, width, _ = query.shape
     query, key, value = same_dtype(query, key, value)
@@ -44,11 +49,14 @@ def attend(
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     window = None if window is None or window >= width else window
     kernel = load_kernel() if fits_kernel(query, value) else None
-    if kernel is not None and (window is None or kernel.takes_window):
+    if kernel is not None and ((window is None and path_cells is None) or kernel.takes_window):
+        if path_cells is not None:
+            key, value = (x.index_select(0, path_cells) for x in (key, value))
         output = kernel.run(query, key, value, segments, scale, window)
     else:
         run = _one_op if torch.compiler.is_compiling() else _sdpa_by_segment
-        output = run(query, key, value, segments.cu_q, segments.cu_k, num_rows, scale, window)
+        bounds = (segments.cu_q, segments.cu_k, path_cells)
+        output = run(query, key, value, *bounds, num_rows, scale, window)
     return output.view(num_rows, width, *output.shape[1:])
 
 
@@ -65,8 +73,8 @@ def same_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tenso
 # is opaque to the compiler breaks it nowhere, and new lengths cause no recompilation. The backward
 # pass recomputes the forward pass, inside its own operator.
 _ARGUMENTS = (
-    "Tensor query, Tensor key, Tensor value, Tensor cu_q, Tensor cu_k, SymInt num_rows, "
-    "float? scale, SymInt? window"
+    "Tensor query, Tensor key, Tensor value, Tensor cu_q, Tensor cu_k, Tensor? path_cells, "
+    "SymInt num_rows, float? scale, SymInt? window"
 )
 
 
@@ -109,22 +117,24 @@ def _(
 
 
 def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:5])
-    ctx.rest = inputs[5:]
+    ctx.save_for_backward(*inputs[:6])
+    ctx.rest = inputs[6:]
 
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    return (*_one_op_backward(gradient, *ctx.saved_tensors, *ctx.rest), *[None] * 5)
+    return (*_one_op_backward(gradient, *ctx.saved_tensors, *ctx.rest), *[None] * 6)
 
 
 _one_op.register_autograd(_backward, setup_context=_keep_inputs)
 
 
-def _segment_lengths(cu_q: Tensor, cu_k: Tensor, num_rows: int, width: int) -> list[int]:
-    """Return segment lengths on the host, checked against the rows."""
+def _segment_lengths(
+    cu_q: Tensor, cu_k: Tensor, path_cells: Tensor | None, num_rows: int, width: int
+) -> tuple[list[int], list[int]]:
+    """Return the lengths of queries and keys on the host, checked against the rows."""
     bounds: list[int] = cu_q.tolist()
     lengths = [stop - start for start, stop in pairwise(bounds)]
-    if cu_k is not cu_q and cu_k.tolist() != bounds:
+    if path_cells is None and cu_k is not cu_q and cu_k.tolist() != bounds:
         raise ValueError(
             f"cu_seq_lens_q and cu_seq_lens_k differ, {bounds} and {cu_k.tolist()}; pass the same"
         )
@@ -140,7 +150,32 @@ def _segment_lengths(cu_q: Tensor, cu_k: Tensor, num_rows: int, width: int) -> l
             f"cu_seq_lens_q lacks the row boundaries {missing} of {num_rows} rows of {width} "
             f"tokens, so a segment would cross rows; got {bounds}"
         )
-    return [length for length in lengths if length]
+    of_keys = lengths
+    if path_cells is not None:
+        of_keys = _path_lengths(lengths, cu_k.tolist(), path_cells, row_bounds[-1])
+    kept = [pair for pair in zip(lengths, of_keys, strict=True) if pair[1]]
+    return [length for length, _ in kept], [length for _, length in kept]
+
+
+def _path_lengths(
+    lengths: list[int], bounds: list[int], path_cells: Tensor, num_cells: int
+) -> list[int]:
+    """Return the keys of each segment, checked against its queries and the cells."""
+    of_keys = [stop - start for start, stop in pairwise(bounds)]
+    fits = len(of_keys) == len(lengths) and bounds[0] == 0 and bounds[-1] == len(path_cells)
+    if not fits or any(n > m for n, m in zip(lengths, of_keys, strict=True)):
+        raise ValueError(
+            f"cu_seq_lens_k must rise from 0 to {len(path_cells)}, the entries of path_cells, with "
+            f"a path for each of the {len(lengths)} segments, at least as long; got {bounds} and "
+            f"segments of {lengths}"
+        )
+    if len(path_cells) and not 0 <= int(path_cells.min()) <= int(path_cells.max()) < num_cells:
+        raise ValueError(
+            f"path_cells must be cells 0 to {num_cells - 1} of the rows, got "
+            f"{int(path_cells.min())} to {int(path_cells.max())}; pass what Batch.model_inputs() "
+            "returns"
+        )
+    return of_keys
 
 
 def _sdpa_by_segment(
@@ -149,17 +184,21 @@ def _sdpa_by_segment(
     value: Tensor,
     cu_q: Tensor,
     cu_k: Tensor,
+    path_cells: Tensor | None,
     num_rows: int,
     scale: float | None,
     window: int | None,
 ) -> Tensor:
     """Attend from [N, H, D] to [N, Hkv, D], segment by segment, with boundaries on the host."""
-    lengths = _segment_lengths(cu_q, cu_k, num_rows, len(query) // num_rows)
-    if len(set(lengths)) == 1:  # segments of equal length form a batch: one call for all of them
-        shape = (len(lengths), lengths[0])
-        query, key, value = (x.view(*shape, *x.shape[1:]) for x in (query, key, value))
-        return _causal_sdpa(query, key, value, scale, window).flatten(0, 1)
-    pieces = zip(*(torch.split(x, lengths) for x in (query, key, value)), strict=True)
+    width = len(query) // num_rows
+    lengths, of_keys = _segment_lengths(cu_q, cu_k, path_cells, num_rows, width)
+    if path_cells is not None:
+        key, value = (x.index_select(0, path_cells) for x in (key, value))
+    per_tensor = ((query, lengths), (key, of_keys), (value, of_keys))
+    if len(set(lengths)) == len(set(of_keys)) == 1:  # all as one batch: one call for all of them
+        q, k, v = (x.view(len(of), of[0], *x.shape[1:]) for x, of in per_tensor)
+        return _causal_sdpa(q, k, v, scale, window).flatten(0, 1)
+    pieces = zip(*(torch.split(x, of) for x, of in per_tensor), strict=True)
     outputs = [_causal_sdpa(q[None], k[None], v[None], scale, window)[0] for q, k, v in pieces]
     return torch.cat(outputs)
 
@@ -167,12 +206,13 @@ def _sdpa_by_segment(
 def _causal_sdpa(
     query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
 ) -> Tensor:
-    """Attend causally, [B, L, H, D]; with ``window`` to the latest ``window`` tokens."""
-    length = query.shape[1]
+    """Attend causally, [B, L, H, D], the last query to all keys, or the latest ``window``."""
+    length, seen = query.shape[1], key.shape[1]
     mask = None
-    if window is not None and window < length:
-        mask = torch.ones(length, length, dtype=torch.bool, device=query.device)
-        mask = mask.tril().triu(1 - window)
+    if length != seen or (window is not None and window < seen):
+        mask = torch.ones(length, seen, dtype=torch.bool, device=query.device).tril(seen - length)
+        if window is not None:
+            mask = mask.triu(seen - length + 1 - window)
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     gqa = query.shape[1] != key.shape[1]
     output = F.scaled_dot_product_attention(

@@ -15,9 +15,11 @@ from torch_collate_kit.attention.models import (
     refuse_lost_window,
     refuse_packed_images,
 )
+from torch_collate_kit.attention.tree_segments import branches_of
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.dense import mrope_positions
 from torch_collate_kit.batch.model_kind import ModelKind, config_of
+from torch_collate_kit.batch.trees import shares_prefixes
 from torch_collate_kit.vision import VisionLayout
 from torch_collate_kit.vision.families import PIXEL_FIELDS
 from torch_collate_kit.vision.layout import ImageUnits
@@ -34,11 +36,14 @@ class PackedInputs(NamedTuple):
 
     def alone(self, segment: int) -> dict[str, Any]:
         """Return the inputs of one segment as a batch of one, with positions of its own."""
-        where_RW, images = self.segments.ids_RW == segment, self.images
-        ids_T = self.inputs["input_ids"][where_RW]
+        shape, images = self.segments.ids_RW.shape, self.images
+        cells = self.segments.cells_of(segment)
+        ids_T = self.inputs["input_ids"].flatten()[cells]
         alone: dict[str, Any] = {}
         for name, value in self.inputs.items():
-            if name == "attention_mask" or (images is not None and name in images.fields):
+            if name in ("attention_mask", "path_cells") or (
+                images is not None and name in images.fields
+            ):
                 continue
             if name in _BOUNDARIES:
                 alone[name] = value.new_tensor([0, len(ids_T)])
@@ -46,8 +51,8 @@ class PackedInputs(NamedTuple):
             if name in ("max_length_q", "max_length_k"):
                 alone[name] = len(ids_T)
                 continue
-            is_per_cell = isinstance(value, Tensor) and value.shape[:2] == where_RW.shape
-            alone[name] = value[where_RW][None] if is_per_cell else value
+            is_per_cell = isinstance(value, Tensor) and value.shape[:2] == shape
+            alone[name] = value.flatten(0, 1)[cells][None] if is_per_cell else value
         if images is not None:
             alone |= images.alone(segment, ids_T, self.positions_of(segment))
         elif "position_ids" in self.inputs:
@@ -59,8 +64,8 @@ class PackedInputs(NamedTuple):
         positions: Tensor | None = self.inputs.get("position_ids")
         if positions is None:
             return None
-        where_RW = self.segments.ids_RW == segment
-        return positions.expand(*positions.shape[:-2], *where_RW.shape)[..., where_RW].unsqueeze(-2)
+        whole = positions.expand(*positions.shape[:-2], *self.segments.ids_RW.shape)
+        return whole.flatten(-2)[..., self.segments.cells_of(segment)].unsqueeze(-2)
 
 
 def read_inputs(
@@ -68,12 +73,15 @@ def read_inputs(
 ) -> PackedInputs:
     """Read segments and images; refuse inputs that do not fit each other or the model."""
     inputs, vision = _model_inputs(model, batch, vision)
-    segments = find_segments(inputs)
+    branches = isinstance(batch, Batch) and shares_prefixes(batch) and branches_of(batch)
+    segments = RowSegments(*branches) if branches else find_segments(inputs)
     if len(segments.rows) < 2:
         raise ValueError(
             f"the batch has {len(segments.rows)} segment(s), so nothing can leak; "
             "pass a batch with at least two packed examples"
         )
+    if branches:
+        return PackedInputs(inputs, segments, None)
     if len(segments.rows) > len(set(segments.rows)):
         kind = ModelKind.of(model)
         kind.refuse_packed()
@@ -109,6 +117,11 @@ def _model_inputs(
         vision = batch.placement.vision if vision is None and batch.placement else vision
     else:
         inputs = {name: value for name, value in batch.items() if name != "labels"}
+        if "path_cells" in inputs:
+            raise ValueError(
+                "the inputs have path_cells, of segments that share prefixes (share_prefixes), and "
+                "do not say which segments these are; pass the Batch"
+            )
     ids = inputs.get("input_ids")
     if not isinstance(ids, Tensor) or ids.ndim != 2:
         raise ValueError(
@@ -118,15 +131,41 @@ def _model_inputs(
 
 
 class RowSegments(NamedTuple):
-    """The segment of each cell [R, W], -1 where none is, and the row of each segment."""
+    """The segment of each cell [R, W], -1 where none is, and the row of each segment.
+
+    Of rows that share prefixes segments are the branches of their trees.
+    """
 
     ids_RW: Tensor
     rows: list[int]
+    sees: np.ndarray | None = None
+    """bool [S, S], whether a segment sees another, or itself; None: only itself."""
 
     def name(self, segment: int) -> str:
         """Return the name of a segment for messages."""
         row = self.rows[segment]
-        return f"row {row} segment {segment - self.rows.index(row)}"
+        number = segment - self.rows.index(row)
+        if self.sees is None:
+            return f"row {row} segment {number}"
+        first = int((self.ids_RW[row] == segment).int().argmax())
+        return f"row {row} branch {number} (from cell {first})"
+
+    def seen_by(self, segment: int) -> list[int]:
+        """Return the segments that one may see, itself too, in the order of their tokens."""
+        return [segment] if self.sees is None else np.flatnonzero(self.sees[segment]).tolist()
+
+    def seeing(self, segment: int) -> list[int]:
+        """Return the segments that may see one, itself too."""
+        return [segment] if self.sees is None else np.flatnonzero(self.sees[:, segment]).tolist()
+
+    def ends(self) -> list[int]:
+        """Return the segments that no other one may see: of a tree its leaves."""
+        return [s for s in range(len(self.rows)) if len(self.seeing(s)) == 1]
+
+    def cells_of(self, segment: int) -> Tensor:
+        """Return the cells of the tokens that a segment sees, int64 [T], over all rows."""
+        flat = self.ids_RW.flatten()
+        return torch.cat([torch.nonzero(flat == s).flatten() for s in self.seen_by(segment)])
 
 
 def find_segments(inputs: Mapping[str, Any]) -> RowSegments:

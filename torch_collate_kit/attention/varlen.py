@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 
 from torch_collate_kit._checks import needed_package
 from torch_collate_kit.attention.kernels import Segments, attend, load_kernel, same_dtype
-from torch_collate_kit.attention.tree_kernels import attend_along_paths
 from torch_collate_kit.batch.model_kind import config_of
 from torch_collate_kit.families import sliding_window
 
@@ -47,7 +45,9 @@ def register_torch_varlen() -> None:
 
     The model then accepts what ``Batch.model_inputs()`` returns: ``cu_seq_lens_q/k``, int32
     ``[S + 1]``, flat over the rows, ``[0, ..., R * W]``, with all row boundaries; and
-    ``max_length_q/k``, Python ints, at least the longest segment (the row width by default).
+    ``max_length_q/k``, Python ints, at least the longest segment (the row width by default). Of
+    rows that share prefixes also ``path_cells``, int64 ``[K]``: the cells, counted over all rows,
+    that each segment sees, itself at their end; ``cu_seq_lens_k`` then bounds these.
     Nothing of size T x T is built, and anything that it cannot compute exactly is refused.
 
     On CUDA in fp16 or bf16 it runs ``torch.nn.attention.varlen.varlen_attn``. On CPU, in fp32, and
@@ -189,8 +189,10 @@ def _attention_forward(
         width if max_length_q is None else int(max_length_q),
         width if max_length_k is None else int(max_length_k),
     )
-    run = attend if path_cells is None else partial(attend_along_paths, path_cells)
-    return run(query, key, value, segments, scale=scaling, window=sliding_window), None
+    output = attend(
+        query, key, value, segments, path_cells=path_cells, scale=scaling, window=sliding_window
+    )
+    return output, None
 
 
 def _refuse_unsupported(

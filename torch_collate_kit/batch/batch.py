@@ -295,7 +295,8 @@ class Batch(Counted, Mapping[str, Field]):
         - a hybrid model what its family reads (docs/isolation.md) of these and of ``seq_idx``,
           ``cu_seqlens``, ``cu_seqlens_cpu``; some kernels take one row: fields ``[1, R * W]``;
         - ``mask="block"`` ("sdpa", "eager"), chosen for models whose mask ignores positions: causal
-          ``[R, 1, W, W]``, a block per segment; with ``sliding_window`` a dict of two masks.
+          ``[R, 1, W, W]``, a block per segment; with ``sliding_window`` a dict of two masks;
+        - segments that share prefixes: ``path_cells``, or a mask of paths, and no ``labels``.
 
         Raises:
             ValueError: an unknown name, or one without the other it needs; more cells than int32.
@@ -329,7 +330,7 @@ class Batch(Counted, Mapping[str, Field]):
     def plot(self, *, max_rows: int = 40, ax: Axes | None = None) -> Axes:
         """Draw the first ``max_rows`` rows with matplotlib, on ``ax`` or a new figure.
 
-        Each example is a block, dark where it is trained. Call ``plt.show()`` to see it.
+        Examples are blocks, paths of shared prefixes lines; trained is dark. Call ``plt.show()``.
 
         Raises:
             ValueError: no rows, or no ``input_ids`` ``[R, W]`` in host memory.

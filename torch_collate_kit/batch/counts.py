@@ -12,8 +12,8 @@ import numpy as np
 from torch_collate_kit.batch.storage import Storage
 from torch_collate_kit.ragged import Ragged
 
-OF_A_STEP = ("step_num_tokens", "step_num_cells")
-"""Metadata that :class:`StepCounts` reads."""
+OF_A_STEP = ("step_num_tokens", "step_num_cells", "step_num_filled_cells")
+"""Metadata that :class:`StepCounts` reads; the last only where segments share prefixes."""
 
 
 class StepCounts:
@@ -41,8 +41,13 @@ class StepCounts:
 
     @property
     def padding(self) -> float:
-        """Share of the cells of all ranks that hold no token, 0 to 1."""
-        return 1 - self.num_tokens / self.num_cells if self.num_cells else 0.0
+        """Share of the cells of all ranks that hold no token, 0 to 1.
+
+        Where segments share prefixes the cells that align a tree count as filled.
+        """
+        filled = self._metadata.get("step_num_filled_cells")
+        filled = self.num_tokens if filled is None else filled
+        return 1 - filled / self.num_cells if self.num_cells else 0.0
 
     def _known(self, name: str) -> int:
         count: int | None = self._metadata.get(f"step_{name}")
@@ -55,7 +60,7 @@ class StepCounts:
         return count
 
     def __repr__(self) -> str:
-        counts = (f"{name[5:]}={self._metadata.get(name)}" for name in OF_A_STEP)
+        counts = (f"{name[5:]}={self._metadata.get(name)}" for name in OF_A_STEP[:2])
         return f"StepCounts({', '.join(counts)})"
 
 
@@ -71,6 +76,8 @@ class Counted:
     @property
     def num_tokens(self) -> int:
         """Number of tokens in these rows, without pads, added rows and dummy images.
+
+        A token that segments share counts for each, so there may be more than cells.
 
         Raises:
             ValueError: the batch was built from tensors that do not tell; else no device is read.
@@ -89,7 +96,7 @@ class Counted:
     @property
     def padding(self) -> float:
         """Share of these cells that hold no token, 0 to 1. Raises as the two counts do."""
-        return 1 - self.num_tokens / self.num_cells if self.num_cells else 0.0
+        return 1 - num_filled(self.stored()) / self.num_cells if self.num_cells else 0.0
 
     @property
     def step(self) -> StepCounts:
@@ -103,11 +110,8 @@ class Counted:
 
 def num_tokens(stored: Storage) -> int:
     """Return the tokens of examples in these rows; reads no device if there are columns."""
-    counts = examples_per_row(stored)
-    if stored.columns and counts is not None:
-        placement = stored.columns.placement
-        is_own = placement.numbers() < counts[placement.rows()]
-        return int(placement.segments["lengths"].values[is_own].sum(dtype=np.int64))
+    if (counted := _counted(stored, "lengths")) is not None:
+        return counted
     lengths: Any = stored.given.get("sub_seq_lengths")
     if isinstance(lengths, Ragged):
         return int(lengths.values.sum())
@@ -118,6 +122,23 @@ def num_tokens(stored: Storage) -> int:
             f"this one was built from the tensors {list(stored.given)}"
         )
     return int((mask != 0).sum())
+
+
+def num_filled(stored: Storage) -> int:
+    """Return the cells of these rows that hold a token of an example, or several that share it."""
+    shares = stored.columns and stored.columns.placement.tree_width
+    counted = _counted(stored, "own") if shares else None
+    return num_tokens(stored) if counted is None else counted
+
+
+def _counted(stored: Storage, count: str) -> int | None:
+    """Return the sum of a count over the segments of examples; None without columns."""
+    counts = examples_per_row(stored)
+    if not stored.columns or counts is None:
+        return None
+    placement = stored.columns.placement
+    is_own = placement.numbers() < counts[placement.rows()]
+    return int(placement.segments[count].values[is_own].sum(dtype=np.int64))
 
 
 def num_cells(stored: Storage) -> int:

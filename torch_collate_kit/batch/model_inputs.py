@@ -11,14 +11,11 @@ import torch
 from torch import Tensor
 
 from torch_collate_kit._checks import checked_bool, checked_int
-from torch_collate_kit.batch.columns import Columns
 from torch_collate_kit.batch.model_kind import ModelKind
+from torch_collate_kit.batch.placement import MAX_WIDTH
 from torch_collate_kit.batch.storage import Storage
-from torch_collate_kit.batch.tree_paths import paths_of, tree_mask
-from torch_collate_kit.errors import IsolationError
+from torch_collate_kit.batch.tree_paths import tree_inputs
 from torch_collate_kit.ragged import Ragged
-
-_MAX_CELLS = 2**31 - 1  # of all rows: boundaries are int32
 
 
 def model_inputs(
@@ -34,7 +31,9 @@ def model_inputs(
     checked_bool("labels", labels)
     kind = ModelKind.of(model)
     if stored.columns and stored.columns.placement.tree_width:
-        return _tree_inputs(batch, stored.columns, kind, mask, sliding_window)
+        if mask is not None or sliding_window is not None:
+            _refuse_unknown_mask(kind, "block" if mask is None else mask, sliding_window)
+        return tree_inputs(batch, stored.columns, kind, sliding_window)
     _refuse_unknown_mask(kind, mask, sliding_window)
     is_packed, has_image_blocks = "cu_seq_lens" in batch, needs_image_blocks(batch, stored)
     is_blind = kind.is_known and (has_image_blocks or kind.family.blind_mask)
@@ -60,37 +59,6 @@ def model_inputs(
     if mask is not None or kind.keywords:
         inputs |= _boundaries(batch, stored, kind, mask, sliding_window, inputs["input_ids"].shape)
     return inputs
-
-
-def _tree_inputs(
-    batch: Mapping[str, Any], columns: Columns, kind: ModelKind, mask: Any, window: int | None
-) -> dict[str, Any]:
-    """Return the inputs of rows whose segments share prefixes: no labels, which are per token."""
-    family = kind.family
-    if family.keywords or family.refused or family.needs_isolation or kind.is_isolated:
-        raise IsolationError(
-            f"{family.name or 'these'} models carry state along a row, which has no path through "
-            "segments that share prefixes; collate without share_prefixes"
-        )
-    inputs = {name: batch[name] for name in ("input_ids", "position_ids")} | {"use_cache": False}
-    if kind.attention == "torch_varlen":
-        if mask is not None or window is not None:
-            raise ValueError('mask= and sliding_window= are for attention "sdpa" and "eager"')
-        paths = paths_of(columns)
-        return inputs | {
-            "cu_seq_lens_q": paths.cu_q,
-            "cu_seq_lens_k": paths.cu_k,
-            "max_length_q": paths.longest_q,
-            "max_length_k": paths.longest_k,
-            "path_cells": paths.cells,
-        }
-    if not kind.takes_mask:
-        raise ValueError(
-            f"attention {kind.attention!r} has no paths through segments that share prefixes; use "
-            '"torch_varlen", "sdpa" or "eager", or collate without share_prefixes'
-        )
-    seen = tree_mask(columns, inputs["position_ids"], kind.attention, window=window or kind.window)
-    return inputs | {"attention_mask": seen}
 
 
 def _has_left_pads(stored: Storage) -> bool:
@@ -230,9 +198,9 @@ def _refuse_unknown_mask(kind: ModelKind, mask: Any, sliding_window: Any) -> Non
 def _flat_cu_seq_lens(per_row: Ragged, width: int) -> Tensor:
     """Return boundaries [0, ..., R * W] over all rows, int32, without waiting for the device."""
     num_cells = len(per_row) * width
-    if num_cells > _MAX_CELLS:
+    if num_cells > MAX_WIDTH:
         raise ValueError(
-            f"{num_cells} tokens are more than int32 boundaries can count, {_MAX_CELLS}; "
+            f"{num_cells} tokens are more than int32 boundaries can count, {MAX_WIDTH}; "
             "pass them to the model in parts, such as batch.chunk(num_chunks)"
         )
     values = torch.as_tensor(per_row.values)

@@ -13,9 +13,11 @@ from torch_collate_kit.families import (
     ISOLATED,
     NO_FAMILY,
     Family,
+    attention_dropout,
     attention_of,
     family_of,
     left_padding_fault,
+    odd_layers,
     sliding_window,
 )
 
@@ -36,6 +38,12 @@ class ModelKind:
     is_known: bool = False
     """Whether this is read from a model, and not the name of an attention."""
     left_padding_fault: str = ""
+    all_slide: bool = False
+    """Whether every layer has the sliding window."""
+    dropout: float = 0.0
+    """Dropout of its attention in training."""
+    odd_layers: tuple[str, ...] = ()
+    """Kinds of attention layers other than full and sliding ones."""
 
     @classmethod
     def of(cls, model: Any) -> ModelKind:
@@ -51,13 +59,17 @@ class ModelKind:
                 "of its attention"
             )
         modules = list(model.modules())
+        window, all_slide = sliding_window(config)
         return cls(
             _checked_attention(attention_of(config) or "sdpa"),
             family_of(config, {type(module).__name__ for module in modules}),
             any(hasattr(module, ISOLATED) for module in modules),
-            sliding_window(config)[0],
+            window,
             is_known=True,
             left_padding_fault=left_padding_fault(config),
+            all_slide=all_slide,
+            dropout=attention_dropout(config),
+            odd_layers=odd_layers(config),
         )
 
     @property

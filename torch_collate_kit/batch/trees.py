@@ -17,19 +17,22 @@ def shares_prefixes(batch: Any) -> bool:
     return placement is not None and placement.tree_width > 0
 
 
-def refuse_trees(batch: Any, what: str) -> None:
-    """Refuse a batch whose segments share prefixes."""
-    if shares_prefixes(batch):
-        raise ValueError(
-            f"{what} does not know rows whose segments share prefixes; collate without "
-            "share_prefixes"
-        )
-
-
 def token_width(batch: Batch) -> int:
-    """Return the tokens of a row, pads included; the cells of one without shared prefixes."""
-    placement = batch.placement
-    return int(batch["input_ids"].shape[1]) if placement is None else placement.width
+    """Return the tokens of a row, pads included; the cells of one without shared prefixes.
+
+    Raises:
+        ValueError: fields per token and per cell without the placement, which relates them.
+    """
+    if (placement := batch.placement) is not None:
+        return placement.width
+    width, mask = int(batch["input_ids"].shape[1]), batch.get("loss_mask")
+    if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] >= max(width, 1):
+        raise ValueError(
+            f"loss_mask has {mask.shape[1]} columns, rows have {width} cells: of rows that share "
+            "prefixes (share_prefixes) tensors alone do not say where tokens lie; pass the Batch "
+            f"that the collator returned, otherwise a loss_mask of at most {width - 1} columns"
+        )
+    return width
 
 
 def cells_of_rows(batch: Batch) -> Tensor:

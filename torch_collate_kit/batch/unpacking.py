@@ -13,7 +13,7 @@ from torch import Tensor
 from torch_collate_kit.batch.batch import Batch
 from torch_collate_kit.batch.dense import cells_of_responses
 from torch_collate_kit.batch.fields import IGNORE_INDEX
-from torch_collate_kit.batch.trees import cells_of_rows
+from torch_collate_kit.batch.trees import cells_of_rows, token_width
 from torch_collate_kit.ragged import Ragged, span_indices
 
 Count = Literal["responses", "tokens", "predicted"]
@@ -88,8 +88,7 @@ def _checked_width(batch: Batch) -> int:
             "examples lie; pass the Batch that the collator returned, or to unpack() "
             '{"labels": batch["labels"], "position_ids": batch["position_ids"]}'
         )
-    placement = batch.placement
-    return int(batch["input_ids"].shape[1]) if placement is None else placement.width
+    return token_width(batch)
 
 
 def _of_tokens(values: Values, batch: Batch) -> Values:

@@ -327,6 +327,8 @@ class PackedCollator(Collator, ForTrainer):
             metadata["num_dummy_images"] = int(np.count_nonzero(plan.needs_dummy_image))
         if plan.segments is not None:
             metadata["num_segments"] = tuple(plan.segments.counts.tolist())
+            if plan.segments.shares:
+                metadata["step_num_filled_cells"] = int(plan.aligned_lengths.sum())
         return metadata | (part.metadata or {})
 
     def changed_options(self) -> dict[str, Any]:

@@ -34,7 +34,8 @@ class ForTrainer(ABC):
         ``loss_mask`` column before the collator sees it.
 
         Raises:
-            ValueError: the collator declares fields, which model inputs do not have.
+            ValueError: the collator declares fields, which model inputs do not have, or shares
+                prefixes.
             IsolationError: in calls, if packed rows, or pads on the left, are wrong in the model.
 
         >>> from torch_collate_kit import PackedCollator
@@ -51,7 +52,8 @@ class TrainerCollator:
     ``collate`` is the collator that it was made from.
 
     Raises:
-        ValueError: the collator declares fields, which model inputs do not have.
+        ValueError: the collator declares fields, which model inputs do not have, or shares
+            prefixes.
 
     >>> from torch_collate_kit import PaddedCollator
     >>> PaddedCollator(0, train_all=True).for_trainer()([{"input_ids": [5, 6]}])["labels"]
@@ -63,6 +65,12 @@ class TrainerCollator:
             raise ValueError(
                 f"for_trainer() returns what a model reads, so {', '.join(collate.fields)} would "
                 "be lost; take the Batch, and batch.model_inputs() for the model"
+            )
+        if (packing := getattr(collate, "packing", None)) is not None and packing.share_prefixes:
+            raise ValueError(
+                "for_trainer() passes on labels per cell, and segments that share prefixes have "
+                "several targets in one cell; remove "
+                f"share_prefixes={packing.share_prefixes!r}, or take the Batch and token_loss"
             )
         self.collate = collate
         # not the model itself, which would be sent to the workers of a DataLoader

@@ -10,7 +10,12 @@ import torch
 from torch import Tensor
 
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.batch.trees import before_and_at, cells_of_rows, shares_prefixes
+from torch_collate_kit.batch.trees import (
+    before_and_at,
+    cells_of_rows,
+    shares_prefixes,
+    token_width,
+)
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -33,6 +38,7 @@ def predicting(
 
 def ids_of_tokens(batch: Batch) -> Tensor:
     """Return the id of every token, int64 [R, U]; where no cell is shared, ``input_ids``."""
+    token_width(batch)  # refuses tensors alone
     ids: Tensor = batch["input_ids"]
     return ids.flatten()[cells_of_rows(batch)] if shares_prefixes(batch) else ids
 

@@ -63,9 +63,8 @@ def token_logps(
     mask, ids = batch["loss_mask"], batch["input_ids"]
     logits = in_rows(logits, *ids.shape)
     check_fit(logits, ids, mask.shape[1], from_batch=not shares_prefixes(batch))
-    cells = trained_cells(batch)
-    taken = predicting(logits, cells, mask.shape[1], batch)
     targets = trained_values(ids_of_tokens(batch), batch)
+    taken = predicting(logits, trained_cells(batch), mask.shape[1], batch)
     if "labels" in batch:
         labels = trained_values(batch["labels"], batch)
         targets = torch.where(labels == IGNORE_INDEX, targets, labels)

@@ -206,6 +206,13 @@ def _row_counts(batch: Batch, balance: str | None) -> tuple[dict[str, _PerRow], 
         "step_num_tokens": tokens,
         "num_loss_tokens": batch.stored().num_loss_tokens(),
     }
+    if (placement := batch.placement) is not None and placement.tree_width:
+        of_segments, offsets = placement.segments, placement.segments["own"].offsets
+        own, paths = (of_segments[k].values.astype(np.int64) for k in ("own", "lengths"))
+        cost = ModelCost().language
+        tokens = np.where(is_dummy, 0, row_sums(own, offsets))
+        costs = np.where(is_dummy, 0, row_sums(cost(paths) - cost(paths - own), offsets))
+        totals["step_num_filled_cells"] = tokens
     return totals, {"tokens": tokens, "attention": costs, None: None}[balance]
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torch_collate_kit._reprs import plural
 from torch_collate_kit.batch.buffer import tensor_of
-from torch_collate_kit.batch.counts import examples_per_row, num_cells, num_tokens
+from torch_collate_kit.batch.counts import examples_per_row, num_cells, num_filled, num_tokens
 from torch_collate_kit.batch.showing.cells import (
     NAMES,
     Cells,
@@ -56,7 +56,7 @@ def described(stored: Storage) -> str:
         for i, row in enumerate(looks.tolist()):
             lines.append(f"  row {i} |{''.join(_symbol(*block) for block in row)}|")
         lines += [f"  {line}" for line in _left_out(stored)]
-        if legend := _text_legend(blocks, size, is_made=bool(stored.columns)):
+        if legend := _text_legend(blocks, size, stored):
             lines.append(fill(legend, _WIDTH, initial_indent="  ", subsequent_indent="  "))
     for name, fields in _field_lines(stored).items():
         text = f"{name}: {fields}"
@@ -85,10 +85,16 @@ def _title(stored: Storage) -> str:
     kind = "segments" if "segment_numbers" in stored.row_metadata else "pieces"
     pieces = f" in {num_pieces:,} {kind}" if num_pieces > num_examples else ""
     share = f" ({_percent(tokens / cells)} of the cells)" if cells else ""
+    width = f"{placement.width:,} wide"
+    if placement.tree_width:  # the rows that are drawn have an entry per token
+        width = f"of {plural(placement.tree_width, 'cell')} for {placement.width:,} tokens"
+        filled = num_filled(stored)
+        factor = f", {tokens / filled:.2f} for each" if filled else ""
+        share = f" in {plural(filled, 'cell')} ({_percent(filled / cells)} of them{factor})"
     parts = [plural(num_examples, "example") + pieces, plural(tokens, "token") + share]
     if not places and "loss_mask" not in stored.given:
         parts.append(f"{int(stored.columns.num_trained().sum()):,} trained")
-    return f"Batch of {rows}, {placement.width:,} wide{where}: {', '.join(parts)}"
+    return f"Batch of {rows}, {width}{where}: {', '.join(parts)}"
 
 
 def _percent(share: float) -> str:
@@ -122,14 +128,15 @@ def _symbol(kind: Kind, example: int, is_trained: bool) -> str:
     return letter.upper() if is_trained else letter
 
 
-def _text_legend(blocks: Cells, size: int, *, is_made: bool) -> str:
+def _text_legend(blocks: Cells, size: int, stored: Storage) -> str:
+    is_made, shares = bool(stored.columns), stored.columns and stored.columns.placement.tree_width
     is_known = blocks.trained is not None
     found = {*blocks.kinds.ravel().tolist()}
     parts = []
     if Kind.TOKEN in found:
         parts.append("letters: examples" + (", upper case where trained" if is_known else ""))
     if found and size > 1:
-        parts.append(f"1 letter = {size:,} cells")
+        parts.append(f"1 letter = {size:,} {'tokens' if shares else 'cells'}")
     parts += [f"{_SYMBOLS[kind]} {name}" for kind, name in NAMES.items() if kind in found]
     if not is_known and is_made:
         parts.append('batch.to("cpu") shows what is trained')
@@ -140,7 +147,9 @@ def html_of(stored: Storage) -> str:
     """Return the batch in HTML."""
     html = f"<div><div><b>{escape(_title(stored))}</b></div>"
     if (found := _first_rows(stored, _MAX_BLOCKS)) is not None:
-        for i, row in enumerate(_html_rows(*found, example_numbers(stored))):
+        shares = stored.columns and stored.columns.placement.tree_width
+        unit = "token" if shares else "cell"
+        for i, row in enumerate(_html_rows(*found, example_numbers(stored), unit)):
             html += (
                 '<div style="display:flex;align-items:center;margin:2px 0">'
                 f'<code style="flex:none;width:5em">row {i}</code>'
@@ -154,7 +163,9 @@ def html_of(stored: Storage) -> str:
     return f"{html}<details><summary>fields</summary>{fields}</details></div>"
 
 
-def _html_rows(blocks: Cells, size: int, width: int, names: np.ndarray | None) -> list[str]:
+def _html_rows(
+    blocks: Cells, size: int, width: int, names: np.ndarray | None, unit: str
+) -> list[str]:
     """Draw a bar for each run of blocks; ``names`` are the numbers of the examples."""
     bars = [""] * len(blocks.kinds)
     runs = blocks.runs()
@@ -166,7 +177,7 @@ def _html_rows(blocks: Cells, size: int, width: int, names: np.ndarray | None) -
         if kind in (Kind.TOKEN, Kind.IMAGE):
             of_image = "image of " if kind == Kind.IMAGE else ""
             hover = of_image + ("an example" if names is None else f"example {names[example]}")
-        hover += f": {plural(count, 'cell')}"
+        hover += f": {plural(count, unit)}"
         if kind == Kind.TOKEN and is_trained is not None:
             hover += ", trained" if is_trained else ", not trained"
         look = f"width:{100 * count / width:.4g}%;{_look(kind, example, is_trained)}"

@@ -9,6 +9,7 @@ from operator import index
 from typing import Any
 
 import numpy as np
+import torch.nn.functional as F
 from torch import Tensor
 
 from torch_collate_kit._checks import checked_optional_int
@@ -46,11 +47,15 @@ def explained(
     of_row = cells_of(stored)
     if of_row is None:
         raise ValueError(f"the batch has no input_ids [R, W] to explain; it has {', '.join(one)}")
-    found = _columns_of(one, stored, of_row)
     is_token = of_row.segments[0] >= 0
-    title = f"{title}: {plural(int(is_token.sum()), 'token')} in {plural(len(is_token), 'cell')}"
+    in_tree = None  # the cell of each token, where segments share them
+    if stored.columns and stored.columns.placement.tree_width:
+        in_tree = stored.columns.values["tree_cells"].values.numpy()
+    found = _columns_of(one, stored, of_row, in_tree)
+    in_cells = plural(len(is_token) if in_tree is None else len({*in_tree.tolist()}), "cell")
+    title = f"{title}: {plural(int(is_token.sum()), 'token')} in {in_cells}"
     title += "" if of_row.trained is None else f", {int(of_row.trained.sum()):,} trained"
-    picked = [cell for cell in found["cell"][cells] if is_token[cell]]
+    picked = [cell for cell in range(len(is_token))[cells] if is_token[cell]]
     if example is not None:
         picked = [cell for cell in picked if found["example"][cell] == example]
         title += f", example {example} of it"
@@ -60,7 +65,7 @@ def explained(
         if name == "id" and tokenizer is not None:
             columns["text"] = _token_texts(columns["id"], tokenizer)
     width = None if example is not None or cells != slice(None) else len(is_token)
-    return Explanation(title, columns, max_tokens=max_tokens, width=width)
+    return Explanation(title, columns, max_tokens=max_tokens, width=width, has_gaps=in_tree is None)
 
 
 def row_of(stored: Storage, row: int | None, example: int | None) -> int:
@@ -101,10 +106,17 @@ def _of_examples(values: list[Any], stored: Storage, cells: Cells) -> list[Any]:
     return _of_segments(values, cells)
 
 
-def _columns_of(one: Mapping[str, Any], stored: Storage, cells: Cells) -> dict[str, list[Any]]:
-    """Return a list [W] of values for each thing that is known of the cells."""
+def _columns_of(
+    one: Mapping[str, Any], stored: Storage, cells: Cells, in_tree: np.ndarray | None
+) -> dict[str, list[Any]]:
+    """Return a list [W] of values for each thing that is known of the cells.
+
+    With ``in_tree`` of the tokens, of which several may be in one cell.
+    """
     width = cells.kinds.shape[1]
     columns: dict[str, Any] = {"cell": [*range(width)]}
+    if in_tree is not None:
+        columns["cell"] = [*in_tree.tolist(), *[None] * (width - len(in_tree))]
     indices = stored.row_metadata.get("example_indices")
     if isinstance(indices, Ragged):
         columns["example"] = _of_segments([*map(int, indices[0])], cells)
@@ -114,7 +126,10 @@ def _columns_of(one: Mapping[str, Any], stored: Storage, cells: Cells) -> dict[s
     if "cu_seq_lens" in one:
         columns["segment"] = cells.segments[0].tolist()
     for field, name in _TITLES.items():
-        columns[name] = _of_cells(one.get(field), width, [width])
+        values: Any = one.get(field)
+        if in_tree is not None and field != "labels":  # [1, W] of cells, tokens first in the row
+            values = F.pad(values[:, in_tree], (0, width - len(in_tree)))
+        columns[name] = _of_cells(values, width, [width])
     weights = _of_cells(one.get("loss_mask"), width, range(width + 1))
     if weights is not None:
         columns["weight"] = [float(weight or 0) for weight in weights]
@@ -158,7 +173,8 @@ def _of_cells(field: Any, width: int, sizes: Sequence[int], num_dims: int = 2) -
 class Explanation:
     """Tokens of a row; ``str()`` is an aligned table, and a notebook shows one in HTML.
 
-    ``columns`` maps names to a list with one entry per token: ``cell``, the place in the row;
+    ``columns`` maps names to a list with one entry per token: ``cell``, the place in the row, which
+    segments that share prefixes have in common;
     ``example``, its number in the collator's call, ``part``, which of its segments, of examples
     with several, and ``segment``, its number in the row; ``id``;
     ``text``, with a tokenizer; ``position``; ``label``; ``weight`` of the loss, before it is
@@ -184,8 +200,10 @@ class Explanation:
         *,
         max_tokens: int | None = None,
         width: int | None = None,
+        has_gaps: bool = True,
     ) -> None:
         self.title, self.columns, self._width = title, columns, width
+        self._has_gaps = has_gaps
         self._max_tokens = len(self) if max_tokens is None else max_tokens
 
     def __len__(self) -> int:
@@ -211,10 +229,11 @@ class Explanation:
                 lines += [f"... {plural(hidden, 'more token')}"] if number == head else []
                 expected = None
                 continue
-            lines += _skipped(expected, values[0])
+            lines += _skipped(expected, values[0]) if self._has_gaps else []
             lines.append([_cell_text(*shown) for shown in zip(self.columns, values, strict=True)])
             expected = values[0] + 1
-        return list(self.columns), lines + _skipped(expected, self._width)
+        after = _skipped(expected, self._width) if self._has_gaps else []
+        return list(self.columns), lines + after
 
     def __str__(self) -> str:
         names, lines = self._lines()

@@ -23,6 +23,7 @@ from torch_collate_kit.batch.showing.style import (
     matplotlib_module,
     tint,
 )
+from torch_collate_kit.batch.showing.tree_plot import draw_paths
 from torch_collate_kit.batch.storage import Storage
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ def draw_rows(stored: Storage, num_rows: int, ax: Axes | None) -> Axes:
             f"the batch has {drawn} rows of {width} cells, so there is nothing to draw; pass a "
             "batch with at least one token"
         )
+    if stored.columns and stored.columns.placement.tree_width:
+        return draw_paths(stored, cells, num_rows, ax)
     ax = axes_for(ax, 9.0, min(12.0, 1.6 + 0.27 * drawn))
     runs = cells.runs()
     handles = _draw_blocks(ax, runs, is_known=cells.trained is not None)

@@ -1,0 +1,147 @@
+"""check_isolation of rows that share prefixes: ancestors are seen, siblings never."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.tiny_models import tiny_model
+from tests.tree_samples import both, random_examples
+from torch_collate_kit import Batch, IsolationError, PackedCollator, check_isolation
+
+ATTENTIONS = ("torch_varlen", "sdpa", "eager")
+# a prompt, two answers, one that divides again, and a stranger
+SEGMENTS = [[3, 4, 5, 6], [3, 4, 5, 7, 8], [3, 4, 5, 7, 9, 10], [11, 12]]
+
+
+def tree(*more: dict[str, Any]) -> Batch:
+    collate = PackedCollator(0, max_tokens=64, share_prefixes=True)
+    return collate([{"input_ids": SEGMENTS}, {"input_ids": [[20, 21, 22]]}, *more])
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "gemma3", "mistral"])
+def test_trees_are_isolated(kind: str, attention: str) -> None:
+    check_isolation(tiny_model(kind, attention), tree())
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "opt", "falcon"])
+def test_models_whose_masks_ignore_positions_follow_the_mask_of_a_tree(kind: str) -> None:
+    check_isolation(tiny_model(kind, "eager"), tree())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_trees_are_isolated_in_training_too(seed: int) -> None:
+    model = tiny_model("qwen3", ATTENTIONS[seed], dtype=torch.float64)
+    shared, _ = both(random_examples(seed, most=2), max_tokens=90)
+    check_isolation(model.train(), shared)
+
+
+class Planted(nn.Module):
+    """A model that gets other inputs than it is passed, or adds to its logits."""
+
+    def __init__(self, model: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        super().__init__()
+        self.model, self.config, self.change = model, model.config, change
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model.get_input_embeddings()
+
+    def forward(self, **inputs: Any) -> Any:
+        is_alone = inputs["input_ids"].shape[1] < 10
+        logits = self.model(**inputs if is_alone else inputs | self.change(inputs)).logits
+        return logits if is_alone else self.added(logits)
+
+    def added(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits
+
+
+def _siblings(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Every cell sees all before it."""
+    width = inputs["input_ids"].shape[1]
+    if "path_cells" not in inputs:
+        return _masked(inputs, torch.ones(width, width, dtype=torch.bool).tril())
+    bounds = inputs["cu_seq_lens_q"].tolist()
+    cells = [torch.arange(stop) for stop in bounds[1:]]
+    cu_k = torch.tensor([0, *map(len, cells)]).cumsum(0).int()
+    return {"path_cells": torch.cat(cells), "cu_seq_lens_k": cu_k, "max_length_k": width}
+
+
+def _blocks(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Every cell sees only its segment's own cells."""
+    if "path_cells" in inputs:
+        cells = torch.arange(inputs["input_ids"].numel())
+        return {"path_cells": cells, "cu_seq_lens_k": inputs["cu_seq_lens_q"]}
+    bounds = tree().model_inputs()["cu_seq_lens_q"]
+    runs = torch.repeat_interleave(bounds.diff().long())
+    return _masked(inputs, (runs[:, None] == runs[None]).tril())
+
+
+def _masked(inputs: dict[str, Any], seen: torch.Tensor) -> dict[str, Any]:
+    mask = inputs["attention_mask"]
+    if mask.dtype != torch.bool:
+        seen = torch.zeros(seen.shape, dtype=mask.dtype).masked_fill(~seen, -torch.inf)
+    return {"attention_mask": seen.expand(mask.shape)}
+
+
+def _one_too_many(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The last branch sees a cell of its sibling, in place of the one before that."""
+    if "path_cells" in inputs:
+        cells, bounds = inputs["path_cells"].clone(), inputs["cu_seq_lens_k"].tolist()
+        cells[bounds[2] + 2] = 3  # [3, 4, 5, 7, 9, 10] sees 6
+        return {"path_cells": cells}
+    mask = inputs["attention_mask"].clone()
+    mask[0, 0, 6, 3] = mask[0, 0, 6, 0]
+    return {"attention_mask": mask}
+
+
+def _by_cell(inputs: dict[str, Any]) -> dict[str, Any]:
+    return {"position_ids": torch.arange(inputs["input_ids"].shape[1])[None]}
+
+
+LEAKS = [
+    (_siblings, r"row 0 branch \d \(from cell \d+\) leaks into row 0 branch"),
+    (_one_too_many, r"row 0 branch \d \(from cell 3\) leaks into row 0 branch \d \(from cell"),
+    (_blocks, "differs from a run alone"),
+    (_by_cell, "differs from a run alone"),
+]
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize(("leak", "message"), LEAKS, ids=[f.__name__ for f, _ in LEAKS])
+def test_planted_leaks_are_caught(leak: Any, message: str, attention: str) -> None:
+    model = tiny_model("qwen3", attention)
+    assert tree().model_inputs()["input_ids"].tolist() == [
+        [3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 20, 21, 22]
+    ]
+    with pytest.raises(IsolationError, match=message):
+        check_isolation(Planted(model, leak), tree())
+
+
+@pytest.mark.parametrize("size", [1e-2, 1e-6])
+def test_a_leak_of_any_size_between_siblings_is_caught(size: float) -> None:
+    class Mixing(Planted):
+        """Adds a little of cell 3 to cell 4, its sibling."""
+
+        def added(self, logits: torch.Tensor) -> torch.Tensor:
+            return logits.index_add(1, torch.tensor([4]), size * logits[:, 3:4])
+
+    model = Mixing(tiny_model("qwen3", "sdpa"), lambda inputs: {})
+    with pytest.raises(IsolationError, match=r"\(from cell 3\) leaks into .* \(from cell 4\)"):
+        check_isolation(model, tree())
+
+
+def test_inputs_without_the_batch_do_not_say_which_segments_these_are() -> None:
+    model = tiny_model("qwen3")
+    with pytest.raises(ValueError, match=r"path_cells, .*share_prefixes.*pass the Batch"):
+        check_isolation(model, tree().model_inputs())
+
+
+def test_one_path_alone_has_nothing_to_leak() -> None:
+    batch = PackedCollator(0, max_tokens=9, share_prefixes=True)([{"input_ids": [[3], [3, 4]]}])
+    with pytest.raises(ValueError, match="nothing can leak"):
+        check_isolation(tiny_model("qwen3"), batch)
