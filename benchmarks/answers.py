@@ -208,6 +208,26 @@ def _hybrids(r: Results) -> dict[str, str]:
     }
 
 
+def _shared_prefixes(r: Results) -> dict[str, str]:
+    tokens, cells, factor = (
+        cell(r, "Cells", "32,768", column) for column in ("tokens", "cells", "tokens per cell")
+    )
+    shared, packed = (
+        cell(r, "Training", rows, "training tokens per CPU second") for rows in ("shared", "packed")
+    )
+    return {
+        "What do shared prefixes save where every turn is trained?": (
+            f"{factor} tokens per cell: {cells} cells for {tokens} tokens of 30 airline dialogues "
+            f"(Qwen3's template); {times(r, 'dialogues', 'packed', 'shared')} the training tokens "
+            f"per CPU second, {shared} against {packed}"
+        ),
+        "And what does it cost where nothing is shared?": (
+            f'a step with "auto" takes {ms(r, "nothing shared", "auto")}, without '
+            f"{ms(r, 'nothing shared', 'without')}"
+        ),
+    }
+
+
 def _audit(r: Results) -> dict[str, str]:
     def speed(of: str) -> str:
         found = cell(r, "From columns", of, "million tokens/s")
@@ -251,6 +271,7 @@ ANSWERS: dict[str, Callable[[Results], dict[str, str]]] = {
     "loader": _loader,
     "packing": _packing,
     "rollout": _rollout,
+    "shared_prefixes": _shared_prefixes,
     "stream": _stream,
     "vision": _vision,
 }

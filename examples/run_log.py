@@ -95,7 +95,7 @@ class RunLog:
         rates = _rates(self.took)
         self.bar.set_postfix_str(
             f"loss {loss:.3f}, {rates['tokens_per_second']:,.0f} tokens/s, "
-            f"{rates['padding']:.0%} padding, waited {self.took['wait_seconds']:.1f} s",
+            f"{_filled(rates)}, waited {self.took['wait_seconds']:.1f} s",
             refresh=False,
         )
         self.bar.update()
@@ -178,6 +178,13 @@ def _rates(took: Mapping[str, float]) -> dict[str, float]:
         "packing_efficiency": efficiency,
         "padding": 1 - efficiency,
     }
+
+
+def _filled(rates: Mapping[str, float]) -> str:
+    """Return the padding in words, or of rows that share prefixes the tokens of a cell."""
+    if rates["padding"] >= 0:
+        return f"{rates['padding']:.0%} padding"
+    return f"{rates['packing_efficiency']:.2f} tokens per cell"
 
 
 def _cost_balance(batch: kit.Batch, num_ranks: int) -> float:

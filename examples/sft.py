@@ -28,6 +28,7 @@ import synthetic_chat
 import torch
 import trained_model
 import transformers
+import turns
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from checkpoints import fail
@@ -90,7 +91,7 @@ def make_collator(tokenizer: Any, model: Any, args: argparse.Namespace) -> Any:
     options |= {"strategy": "balanced", "rows_multiple_of": args.rows_multiple_of}
     with contextlib.suppress(ValueError):  # sizes under other names: the cost of a usual model
         options["cost"] = kit.ModelCost.of(model.config)
-    packing = kit.PackingOptions(**options)
+    packing = kit.PackingOptions(**options, **args.of_turns)
     return kit.PackedCollator(tokenizer, packing=packing, fixed_width=args.compile)
 
 
@@ -122,9 +123,12 @@ def two_examples(
     examples: kit.TokenizedDataset, tokenizer: Any, collate: Any, args: Any
 ) -> kit.Batch:
     """Return the two shortest in one row, for a check that they do not see each other."""
+    lengths = turns.num_tokens(examples)
+    two = np.argsort(lengths, kind="stable")[:2]
     if not args.no_packing:  # a row that holds both, however long they are
-        collate = kit.PackedCollator(tokenizer, max_tokens=2 * args.max_tokens)
-    return collate(examples.__getitems__(np.argsort(examples.lengths, kind="stable")[:2]))
+        shares = {"share_prefixes": collate.packing.share_prefixes}
+        collate = kit.PackedCollator(tokenizer, max_tokens=int(lengths[two].sum()), **shares)
+    return collate(examples.__getitems__(two))
 
 
 def micro_batches(batch: kit.Batch, args: argparse.Namespace) -> list[kit.Batch]:
@@ -253,8 +257,7 @@ def load_data(
     with accelerator.main_process_first():  # the others find its result in the cache of datasets
         conversations, held_out = load_conversations(args)
         tokenizer = load_tokenizer(args, conversations)
-        # A cut answer has no end
-        limit = kit.ChatOptions(max_length=args.max_tokens, overflow="drop")
+        limit = turns.chat_options(args)
         given = (conversations, None), (held_out, args.loss_per)
         parts = [evaluation.tokenized(part, tokenizer, limit, of) for part, of in given]
     accelerator.print("{} conversations to train on, {} held out".format(*map(len, parts)))
@@ -282,12 +285,13 @@ def run(args: argparse.Namespace, accelerator: Accelerator) -> None:
     examples = kit.TokenizedDataset(tokenized)
     model = trained_model.load_model(args, tokenizer)
     model = model.to(accelerator.device).train()  # it may be in eval mode
+    args.of_turns = turns.packing_options(examples, args)
     collate = make_collator(tokenizer, model, args)
     loader = make_loader(examples, collate, accelerator, args, shuffle=True)
     if args.checkpoint_every and accelerator.is_main_process and not args.resume:
         tokenized.save_to_disk(args.output_dir / "examples")  # which a step is made of
     two = two_examples(examples, tokenizer, collate, args)
-    num_tokens = examples.lengths.sum()
+    num_tokens = turns.num_tokens(examples).sum()
     model, optimizer = prepare(model, two, num_tokens, loader, accelerator, args)
     summary = train(model, loader, optimizer, accelerator, args)
     if summary is None:
@@ -308,7 +312,7 @@ def run(args: argparse.Namespace, accelerator: Accelerator) -> None:
         save_results(model_alone, weights, tokenizer, summary, args)
     if shown and args.num_ranks == 1:
         print("\n".join(shown[skill] for skill in ("addition", "story") if skill in shown))
-        if not args.no_packing:
+        if not args.no_packing and args.train_on != "each":
             print(padded_line(model, examples, tokenizer, summary, accelerator, args))
 
 
@@ -325,7 +329,9 @@ def leave(accelerator: Accelerator) -> None:
 def main() -> None:
     parser = argument_parser()
     parser.add_argument("--loss-per", metavar="COLUMN", help="also the held-out loss of its values")
+    turns.add_options(parser)
     args = parse_arguments(parser, from_scratch=3e-3)
+    turns.check(args)
     accelerator = start(args)
     run(args, accelerator)
     leave(accelerator)

@@ -20,7 +20,8 @@ def test_marked_tokens_and_verdicts(tmp_path: Path, capsys: pytest.CaptureFixtur
     for text in (
         "one turn: accepted with train_on='all'\n    '<|im_start|>user\\nHi.<|im_end|>",
         "<|im_start|>assistant\\n⟦Hello!<|im_end|>⟧\\n'",
-        "thinking twice: accepted with train_on='each'\n",
+        "thinking twice: accepted with train_on='each': 2 examples, ",
+        " (group_turns=True)\n",
         "all: messages[1]: the chat template drops its reasoning_content; pass train_on='each'",
         "tool call: refused\n",
         "tool_calls[0] name; set a tokenizer.chat_template",

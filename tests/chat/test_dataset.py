@@ -6,6 +6,7 @@ import json
 import logging
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -184,6 +185,65 @@ def test_each_drops_the_turns_that_are_too_long() -> None:
     for overflow, reason in (("truncate", "nothing_left_after_truncation"), ("drop", "too_long")):
         [row] = tokenize(record, tokenizer, train_on="each", max_length=5, overflow=overflow)
         assert row["skip_reason"] == reason
+
+
+# ---- group_turns: the examples of a conversation as the segments of one
+
+
+def test_segments_are_the_examples_of_each() -> None:
+    tokenizer = byte_tokenizer(THINKS)
+    records = [chat("user: hi"), thinking("A", "B", "C"), thinking("D")]
+    records = [{**record, "weight": 0.5} for record in records]
+    for options in ({}, {"labels": True}, {"max_length": 115}):  # which drops turns
+        target = "labels" if "labels" in options else "loss_mask"
+        alone, counts = tokenize_all(records, tokenizer, train_on="each", **options)
+        rows, skips = tokenize_all(records, tokenizer, train_on="each", group_turns=True, **options)
+        assert skips == counts
+        assert rows.column_names == alone.column_names
+        assert list(rows["record_index"]) == sorted(set(alone["record_index"]))
+        for row in rows:
+            of_record = [each for each in alone if each["record_index"] == row["record_index"]]
+            assert [row["weight"]] * len(of_record) == [each["weight"] for each in of_record]
+            for name in ("input_ids", target):
+                assert row[name] == [each[name] for each in of_record]
+            options_of_one = {"overflow": "drop", **options}
+            record = records[row["record_index"]]
+            one = tokenize(record, tokenizer, train_on="each", group_turns=True, **options_of_one)
+            assert (one["input_ids"], one[target]) == (row["input_ids"], row[target])
+            every = tokenize(record, tokenizer, train_on="each", **options_of_one)
+            skipped = [each["skip_reason"] for each in every if each["skip_reason"]]
+            assert (one["skip_reason"], one["skipped_segments"]) == ("", skipped)
+
+
+def test_segments_that_are_left_out_are_counted(caplog: Any) -> None:
+    tokenizer = byte_tokenizer(THINKS)
+    records = [thinking("A", "B" * 9, "C" * 50), thinking("D" * 199)]
+    options: Any = {"train_on": "each", "max_length": 150}
+    lengths = [len(e["input_ids"]) for e in tokenize(records[0], tokenizer, train_on="each")]
+    assert lengths[1] < 150 < lengths[2]
+    with caplog.at_level(logging.WARNING, logger="torch_collate_kit.chat"):
+        rows, skips = tokenize_all(records, tokenizer, group_turns=True, **options)
+        cut, _ = tokenize_all(records, tokenizer, group_turns=True, overflow="truncate", **options)
+    assert skips == {"too_long": 2}
+    assert [list(map(len, row["input_ids"])) for row in rows] == [lengths[:2]]
+    assert next(iter(cut["num_cut_tokens"])) == lengths[2] - 150
+    assert list(map(len, next(iter(cut))["input_ids"])) == [*lengths[:2], 150]
+    assert [record.getMessage() for record in caplog.records][:1] == [
+        "skipped 2 segments of 2 conversations: {'too_long': 2}"
+    ]
+    last = tokenize(records[1], tokenizer, group_turns=True, overflow="drop", **options)
+    assert (last["input_ids"], last["skip_reason"]) == ([], "too_long")
+
+
+def test_group_turns_is_refused_where_it_has_no_meaning() -> None:
+    for train_on in ("all", "last"):
+        with pytest.raises(ValueError, match=f'train_on="{train_on}" makes one; pass train_on="ea'):
+            ChatOptions(train_on=train_on, group_turns=True)
+    with pytest.raises(TypeError, match="group_turns must be True or False, got 1"):
+        ChatOptions(train_on="each", group_turns=1)
+    processor: Any = SimpleNamespace(image_processor=None, tokenizer=byte_tokenizer(THINKS))
+    with pytest.raises(ValueError, match="group_turns=True is for text, whose segments"):
+        tokenize_chat(SAID, processor, ChatOptions(train_on="each", group_turns=True))
 
 
 @pytest.mark.parametrize("num_proc", [None, 2])

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch_collate_kit._checks import needed_package
+from torch_collate_kit._reprs import plural
 from torch_collate_kit.chat.options import DEFAULT_OPTIONS, ChatOptions, ChatSetup
-from torch_collate_kit.chat.tokenize import tokenize_records
+from torch_collate_kit.chat.tokenize import grouped, tokenize_records
 from torch_collate_kit.errors import DataError
 
 if TYPE_CHECKING:
@@ -48,7 +49,9 @@ def tokenize_chat_dataset(
     the others. The dataset has the columns ``input_ids`` (int32) and ``loss_mask`` (int8), or with
     ``labels=True`` ``labels`` (int32). With ``overflow="truncate"`` the column ``num_cut_tokens``
     (int64, 0 for whole examples) says by how much each was cut; with ``train_on="each"``
-    ``record_index`` (int64) is the index of the record that an example is from. The column
+    ``record_index`` (int64) is the index of the record that an example is from. With
+    ``group_turns`` an example is a conversation, ``input_ids`` and the target are lists of lists
+    with an entry per segment, and segments that are left out are counted one by one. The column
     ``weight`` (float32), which collators read, is kept; other columns are not. With a processor
     the vision fields are lists of lists (float32, int64), None in rows without an image;
     ``with_format("numpy")`` reads them as arrays. One warning is logged for skipped examples, and
@@ -88,6 +91,7 @@ def tokenize_chat_dataset(
         removed,
         "a record needs an assistant turn with tokens that the chat template trains, before "
         "max_length",
+        num_conversations=len(dataset) if options.group_turns else None,
     )
 
 
@@ -102,12 +106,12 @@ def check_is_dataset(dataset: Any, function: str, others: str = "") -> None:
 
 
 def without_skipped(
-    tokenized: Any, removed: Sequence[str], needed: str
+    tokenized: Any, removed: Sequence[str], needed: str, num_conversations: int | None = None
 ) -> tuple[Any, Counter[str]]:
     """Return the examples without a ``skip_reason``, and how many have each.
 
     One warning is logged for skipped examples, and one for cut ones. ``removed`` are columns that
-    the result is without.
+    the result is without. Given ``num_conversations``, rows are these and segments of them.
 
     Raises:
         DataError: every example is skipped; ``needed`` is the way out.
@@ -120,10 +124,14 @@ def without_skipped(
             f"{', '.join(f'{count} with {reason}' for reason, count in skips.items())}; {needed}"
         )
     tokenized = tokenized.remove_columns(["skip_reason", *removed])
+    of_all = plural(
+        num_conversations or len(reasons), "conversation" if num_conversations else "example"
+    )
+    left_out = plural(skips.total(), "segment") if num_conversations else skips.total()
     if cuts:
-        _logger.warning("cut %d tokens off %d of %d examples", sum(cuts), len(cuts), len(reasons))
+        _logger.warning("cut %d tokens off %d of %s", sum(cuts), len(cuts), of_all)
     if skips:
-        _logger.warning("skipped %d of %d examples: %s", skips.total(), len(reasons), dict(skips))
+        _logger.warning("skipped %s of %s: %s", left_out, of_all, dict(skips))
         kept = [i for i, reason in enumerate(reasons) if not reason]
         # flatten_indices removes the indices mapping, which columnar readers do not expect.
         tokenized = tokenized.select(kept).flatten_indices()
@@ -172,6 +180,8 @@ def _features(setup: ChatSetup) -> Any:
         "input_ids": datasets.Sequence(datasets.Value("int32")),
         target: datasets.Sequence(datasets.Value(dtype)),
     }
+    if setup.options.group_turns:
+        found = {name: datasets.Sequence(segment) for name, segment in found.items()}
     for name, field in () if setup.images is None else setup.images.smallest().items():
         found[name] = datasets.Value(str(field.dtype))
         for _ in range(field.ndim):  # lists of lists, because a null of Array2D is read as NaN
@@ -211,5 +221,6 @@ def _tokenize_rows(
     for i, result in zip(indices, results, strict=True):
         if isinstance(result, DataError):
             raise DataError(f"example {i}: {result}") from result
-        found += [{**row, "record_index": i} for row in result]
+        rows_of_record = grouped(result) if setup.options.group_turns else result
+        found += [{**row, "record_index": i} for row in rows_of_record]
     return {name: [row.get(name) for row in found] for name in names}

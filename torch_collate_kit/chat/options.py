@@ -21,8 +21,8 @@ class ChatOptions:
     it. Columns of a record (``tools``, ``chat_template_kwargs``) override it.
 
     Raises:
-        ValueError: an unknown choice; a ``max_length`` below 2; a ``chat_template`` among the
-            ``chat_template_kwargs``.
+        ValueError: an unknown choice; a ``max_length`` below 2; ``group_turns`` without
+            ``train_on="each"``; a ``chat_template`` among the ``chat_template_kwargs``.
         TypeError: a number that is not an int, a flag that is not a bool.
 
     >>> ChatOptions(train_on="last", max_length=4096)
@@ -32,6 +32,9 @@ class ChatOptions:
     train_on: Literal["all", "last", "each"] = "all"
     """Trained turns: "all" assistant turns in one example; only the "last"; or "each" in the
     context that the model sees at inference, in as few examples as the template allows."""
+    group_turns: bool = False
+    """With ``train_on="each"``, make one example of a conversation, of a segment for each of these,
+    so that ``PackedCollator(share_prefixes=True)`` computes what they begin with once."""
     max_length: int | None = None
     """The most tokens of an example; None for no limit."""
     overflow: Literal["raise", "truncate", "drop"] | None = None
@@ -68,8 +71,14 @@ class ChatOptions:
                 "max_length", self.max_length, minimum=2, hint="None means no limit"
             )
             object.__setattr__(self, "max_length", limit)
-        for name in ("allow_empty", "labels", "pixels"):
+        for name in ("group_turns", "allow_empty", "labels", "pixels"):
             checked_bool(name, getattr(self, name))
+        if self.group_turns and self.train_on != "each":
+            raise ValueError(
+                "group_turns=True puts the examples of a conversation together, and "
+                f'train_on="{self.train_on}" makes one; pass train_on="each", or leave group_turns '
+                "out"
+            )
         if "chat_template" in (self.chat_template_kwargs or {}):
             raise ValueError(
                 "chat_template_kwargs has 'chat_template', which is an option of its own; pass "
@@ -107,6 +116,11 @@ class ChatSetup:
             )
         self.images: ImageProcessing | None = None
         if hasattr(tokenizer, "image_processor"):
+            if options.group_turns:
+                raise ValueError(
+                    "group_turns=True is for text, whose segments can share what they begin with; "
+                    "leave it out for conversations with images, or pass the processor's tokenizer"
+                )
             files = image_files(options.image_root, options.max_pixels)
             self.images = image_processing(tokenizer, files, options.pixels)
             tokenizer = tokenizer.tokenizer

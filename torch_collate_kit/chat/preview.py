@@ -9,10 +9,13 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from torch_collate_kit._checks import needed_package
 from torch_collate_kit.chat.options import ChatOptions
 from torch_collate_kit.chat.tokenize import tokenize_chat
 from torch_collate_kit.errors import DataError
+from torch_collate_kit.packing.trees import trees_of
 
 _TAG = re.compile(
     r"<\|[^|<>\s]+\|>|<\uff5c[^\uff5c<>]+\uff5c>|</?[A-Za-z|][^<>\s'\"{}]*>|\[/?[A-Z_]+\]"
@@ -83,6 +86,7 @@ def preview(name: str) -> str:
         texts, refusals = _verdicts(tokenizer, case)
         for mode in list(texts)[:1]:
             note = ", which trains no call" if _trains_no_call(case, mode) else ""
+            note = _shared_tokens(tokenizer, case) if mode == "each" else note
             lines.append(f"{case}: accepted with train_on='{mode}'{note}")
             lines += [f"    {text!r}" for text in texts[mode]]
             lines += [f"    all: {refusals['all']}"] if "all" in refusals else []
@@ -153,7 +157,7 @@ def _verdicts(tokenizer: Any, case: str) -> tuple[dict[str, list[str]], dict[str
     refusals: dict[str, str] = {}
     modes: tuple[Literal["all", "each", "last"], ...] = ("all", "each", "last")
     for mode in modes:
-        options = ChatOptions(train_on=mode, tools=[_TOOL] if _has_call(case) else None)
+        options = ChatOptions(train_on=mode, tools=_tools_of(case))
         try:
             found = tokenize_chat({"messages": CASES[case]}, tokenizer, options)
         except DataError as error:
@@ -165,6 +169,24 @@ def _verdicts(tokenizer: Any, case: str) -> tuple[dict[str, list[str]], dict[str
         else:
             texts[mode] = [_marked(tokenizer, example) for example in examples]
     return texts, refusals
+
+
+def _shared_tokens(tokenizer: Any, case: str) -> str:
+    """Return how many tokens of the examples of a case differ, as a note."""
+    options = ChatOptions(train_on="each", group_turns=True, tools=_tools_of(case))
+    segments = tokenize_chat({"messages": CASES[case]}, tokenizer, options)["input_ids"]
+    lengths = [len(ids) for ids in segments]
+    ids = np.fromiter(itertools.chain.from_iterable(segments), np.int32)
+    offsets, example = np.append(0, np.cumsum(lengths)), np.array([0, len(segments)])
+    num_cells = int(trees_of(ids, offsets, example).num_cells[0])
+    return (
+        f": {len(segments)} examples, {num_cells} different tokens of {sum(lengths)} "
+        "(group_turns=True)"
+    )
+
+
+def _tools_of(case: str) -> list[Any] | None:
+    return [_TOOL] if _has_call(case) else None
 
 
 def _has_call(case: str) -> bool:

@@ -44,8 +44,10 @@ def tokenize_chat(
     none), "too_long", or "nothing_left_after_truncation". The first token does not count as
     trained, because nothing predicts it. If the record has a ``weight``, a number that multiplies
     its loss weights, the example has it, too. With ``train_on="each"`` a list of such dicts, at
-    least one. If there are images, also the processor's vision fields, as NumPy arrays without
-    padding.
+    least one. With ``group_turns`` one dict of all of these: ``input_ids`` and ``loss_mask`` are
+    lists of lists, ``num_cut_tokens`` is a sum, and ``skipped_segments`` has the ``skip_reason`` of
+    those that are left out. If there are images, also the processor's vision fields, as NumPy
+    arrays without padding.
 
     Raises:
         DataError: the record has another form, is preference data, has an empty answer, or is too
@@ -71,6 +73,9 @@ def tokenize_chat(
     [results] = tokenize_records([record], ChatSetup(tokenizer, options), from_arrow=False)
     if isinstance(results, DataError):
         raise results
+    if options.group_turns:
+        example, *skipped = grouped(results)
+        return example | {"skipped_segments": [row["skip_reason"] for row in skipped]}
     return results if options.train_on == "each" else results[0]
 
 
@@ -96,6 +101,17 @@ def tokenize_records(
             rows = [row | {"weight": record["weight"]} for row in rows]
         results.append(rows[:1] if all(row["skip_reason"] for row in rows) else rows)
     return results
+
+
+def grouped(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows of a conversation as one, with a segment for each, and those skipped."""
+    kept = [row for row in rows if not row["skip_reason"]]
+    if not kept:
+        return [*rows]
+    targets = (name for name in ("input_ids", "loss_mask", "labels") if name in kept[0])
+    example = kept[0] | {name: [row[name] for row in kept] for name in targets}
+    example["num_cut_tokens"] = sum(row["num_cut_tokens"] for row in kept)
+    return [example, *(row for row in rows if row["skip_reason"])]
 
 
 class MarkedText(NamedTuple):

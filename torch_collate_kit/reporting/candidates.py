@@ -15,12 +15,12 @@ from torch_collate_kit._checks import checked_int
 from torch_collate_kit._reprs import plural
 from torch_collate_kit.packing import PackingOptions, PackingPlan
 from torch_collate_kit.packing.pieces import Load, cut_to_fit
-from torch_collate_kit.packing.planner import pack
+from torch_collate_kit.packing.planner import plan_rows
 from torch_collate_kit.packing.rows import Ints, row_sums
 from torch_collate_kit.ragged import Ragged
 
 _STRATEGIES = ("best_fit_decreasing", "balanced", "sequential")
-PADDED = "padded"
+PADDED, SHARED = "padded", "shared_prefixes"
 _MOST_PADDING = 0.02
 _NEARLY = 0.005
 _MOST_BINS = 48
@@ -78,10 +78,12 @@ def candidates_of(
     batch_size: int | None,
     padded_batch_size: int,
     segments: Ragged | None = None,
+    trees: Load | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Yield the figures of padded rows and of each strategy for every ``max_tokens``.
 
-    ``segments`` are the lengths of those of every example, if examples are lists of them.
+    ``segments`` are the lengths of those of every example, if examples are lists of them, and
+    ``trees`` what they share, if they share anything.
     """
     done: set[int] = set()
     for packing in packings:
@@ -91,6 +93,10 @@ def candidates_of(
             if packing.strategy == "wrapped":  # whose rows have all tokens
                 whole = replace(packing, strategy=None, overflow="split")
             yield _padded(lengths, whole, load, padded_batch_size, segments)
+            if trees is not None:
+                overflow = "drop" if packing.overflow == "truncate" else packing.overflow
+                sharing = replace(packing, strategy=None, overflow=overflow, share_prefixes=True)
+                yield _packed(lengths, sharing, trees, batch_size)
         yield _packed(lengths, packing, load, batch_size)
 
 
@@ -109,21 +115,23 @@ def _packed(
         batch = np.arange(start, min(start + (batch_size or len(lengths)), len(lengths)))
         part = None if load is None else load.take(batch)
         began = time.perf_counter()
-        plan = pack(lengths[batch], packing=packing, patches=part)
+        plan = plan_rows(lengths[batch], packing, part)
         seconds += time.perf_counter() - began
         sums.update(
             num_rows=plan.num_rows,
             num_tokens=int(plan.lengths.sum()),
             num_cells=plan.num_rows * plan.width,
+            num_filled=int(
+                plan.aligned_lengths.sum() if packing.share_prefixes else plan.lengths.sum()
+            ),
             **_lost(plan),
         )
         of_pieces = plan.costs + plan.vision_costs
         tokens.append(per_step(plan.row_tokens))
         costs.append(per_step(row_sums(of_pieces, plan.row_offsets)))
     ranks = np.concatenate(tokens), np.concatenate(costs)
-    return _figures(
-        packing, packing.strategy or "best_fit_decreasing", sums, *ranks, plan_seconds=seconds
-    )
+    layout = SHARED if packing.share_prefixes else packing.strategy or "best_fit_decreasing"
+    return _figures(packing, layout, sums, *ranks, plan_seconds=seconds)
 
 
 def _padded(
@@ -150,6 +158,7 @@ def _padded(
     sums = {
         "num_rows": len(kept),
         "num_tokens": int(kept.sum()),
+        "num_filled": int(kept.sum()),
         "num_cells": int((rows * widths).sum()),
         **_lost(pieces),
     }
@@ -181,7 +190,9 @@ def _figures(
     plan_seconds: float = 0.0,
 ) -> dict[str, Any]:
     """Return a candidate; ``sums`` are over all steps, ``tokens`` and ``costs`` [steps, ranks]."""
-    efficiency = sums["num_tokens"] / sums["num_cells"] if sums["num_cells"] else 1.0
+    sums = dict(sums)
+    num_filled = sums.pop("num_filled")
+    efficiency = num_filled / sums["num_cells"] if sums["num_cells"] else 1.0
     return {
         "max_tokens": packing.max_tokens,
         "strategy": layout,
@@ -208,7 +219,7 @@ def recommended(candidates: Sequence[Mapping[str, Any]], num_tokens: int) -> dic
 
     ``num_tokens`` are those of all examples.
     """
-    packed = [c for c in candidates if c["strategy"] != PADDED]
+    packed = [c for c in candidates if c["strategy"] not in (PADDED, SHARED)]
     if all(c["num_dropped_tokens"] >= num_tokens for c in packed):
         largest = max(packed, key=lambda candidate: candidate["max_tokens"])
         return {
@@ -233,7 +244,7 @@ def recommended(candidates: Sequence[Mapping[str, Any]], num_tokens: int) -> dic
         "max_tokens": limit,
         "strategy": best["strategy"],
         "reason": reason,
-        "notes": _notes(packed, best, num_tokens),
+        "notes": _notes(packed, best, num_tokens) + _notes_of_shared(candidates, limit),
     }
 
 
@@ -268,6 +279,16 @@ def _notes(
         other = min(smaller, key=lambda c: (_num_lost(c), c["max_tokens"]))
         notes.append(f"note: max_tokens={other['max_tokens']} {losses(other, num_tokens)}")
     return notes
+
+
+def _notes_of_shared(candidates: Sequence[Mapping[str, Any]], limit: int) -> list[str]:
+    """Return what ``share_prefixes`` makes of the rows, if segments share anything."""
+    return [
+        f"note: share_prefixes=True makes {plural(c['num_rows'], 'row')}, of "
+        f"{c['num_tokens'] / max(1, c['num_cells']):.2f} tokens per cell"
+        for c in candidates
+        if c["strategy"] == SHARED and c["max_tokens"] == limit
+    ]
 
 
 def losses(candidate: Mapping[str, Any], num_tokens: int) -> str:

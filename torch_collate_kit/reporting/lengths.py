@@ -13,7 +13,9 @@ from torch_collate_kit.batch import Batch
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.loading import TokenizedDataset
 from torch_collate_kit.packing.pieces import Patches
+from torch_collate_kit.packing.rows import running_sum
 from torch_collate_kit.packing.segments import checked_segments
+from torch_collate_kit.packing.trees import depths_of
 from torch_collate_kit.ragged import Nested, Ragged, unchecked
 from torch_collate_kit.reading.segments import opened_column
 from torch_collate_kit.reading.source import Source, are_nested, check_even, is_sequence
@@ -32,10 +34,15 @@ class DataLengths(NamedTuple):
     """Vision patches of each example; None where there are no images, or they are not known."""
     dummy_image_tokens: int = 0
     """Tokens of the smallest image, which a row without one may need."""
+    shared: np.ndarray | None = None
+    """int64 [Q], tokens that each segment shares with an earlier one of its example; None where
+    examples are no lists of segments, or have images."""
 
 
 def data_lengths(data: Any) -> DataLengths:
-    """Return the lengths of integers, or of a dataset in any form. Reads only masks.
+    """Return the lengths of integers, or of a dataset in any form.
+
+    Reads only masks, and the tokens of examples that are lists of segments.
 
     Raises:
         DataError: no example, a length below 1, examples without token ids, padded examples,
@@ -46,7 +53,7 @@ def data_lengths(data: Any) -> DataLengths:
     [3, 1]
     """
     lengths: Any
-    patches, smallest = None, 0
+    patches, smallest, shared = None, 0, None
     if isinstance(data, Batch):
         raise TypeError(
             "data is a Batch, whose rows are padded or packed already; pass the examples that the "
@@ -65,12 +72,16 @@ def data_lengths(data: Any) -> DataLengths:
         if isinstance(data, TokenizedDataset) and data.vision is not None:
             patches, smallest = data.patches, data.vision.smallest_tokens
         is_dataset = isinstance(data, TokenizedDataset)
-        found: Any = _of_dataset(data) if is_dataset else _of_source(source)
+        found: Any = _of_dataset(data) if is_dataset else None
+        if is_dataset and patches is None and data.shared_lengths is not None:
+            shared = data.shared_lengths.values
+        if not is_dataset:
+            found, shared = _of_source(source)
         is_nested = isinstance(found, Ragged)
         lengths = unchecked(*checked_segments(found)) if is_nested else checked_lengths(found)
     if not len(lengths):
         raise DataError("there are no examples (0 lengths), so nothing to report; pass at least 1")
-    return DataLengths(lengths, patches, smallest)
+    return DataLengths(lengths, patches, smallest, shared)
 
 
 def _of_dataset(data: TokenizedDataset) -> np.ndarray | Ragged:
@@ -80,23 +91,29 @@ def _of_dataset(data: TokenizedDataset) -> np.ndarray | Ragged:
     return data.lengths
 
 
-def _of_source(source: Source) -> np.ndarray | Ragged:
+def _of_source(source: Source) -> tuple[np.ndarray | Ragged, np.ndarray | None]:
     """Return int64 [N], the tokens of each example or rollout; reads some rows at a time.
 
-    A Ragged of examples that are lists of segments.
+    A Ragged of examples that are lists of segments, and the tokens that each segment shares.
     """
     names = next((names for names in _IDS if all(name in source.names for name in names)), _IDS[0])
     if source.is_arrow or isinstance(source.data, Mapping):
         _check_columns(source, names[0])
     counts = [np.empty(0, dtype=np.int64)]
     nested: list[Ragged] = []
+    depths: list[np.ndarray] = []
     for start in range(0, len(source), _ROWS):
         part = source.part(start, min(start + _ROWS, len(source)))
         if not isinstance(part, Mapping):
             part = _as_columns(part, names, start)
         if are_nested(part[names[0]]):
             flat, per_example = opened_column(names[0], part[names[0]])
-            nested.append(Ragged.from_lengths(_lengths(names[0], flat, start), per_example))
+            lengths = _lengths(names[0], flat, start)
+            nested.append(Ragged.from_lengths(lengths, per_example))
+            ids = flat.values if isinstance(flat, Ragged) else np.concatenate(list(flat))
+            depths.append(
+                depths_of(np.asarray(ids), running_sum(lengths), running_sum(per_example))
+            )
             continue
         _check_masks(part.get("attention_mask"), start)
         counts.append(np.sum([_lengths(name, part[name], start) for name in names], axis=0))
@@ -105,7 +122,9 @@ def _of_source(source: Source) -> np.ndarray | Ragged:
             "some examples are lists of segments, and others are not; give every example a list, "
             "of one where it has one segment"
         )
-    return Ragged.cat(nested) if nested else np.concatenate(counts)
+    return (
+        (Ragged.cat(nested), np.concatenate(depths)) if nested else (np.concatenate(counts), None)
+    )
 
 
 def _check_columns(source: Source, name: str) -> None:

@@ -15,7 +15,7 @@ from torch_collate_kit.batch.showing.style import (
     matplotlib_module,
     tint,
 )
-from torch_collate_kit.reporting.candidates import PADDED, headline, losses
+from torch_collate_kit.reporting.candidates import PADDED, SHARED, headline, losses
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,6 +30,7 @@ _LOOKS: dict[str, dict[str, Any]] = {
     "balanced": {"facecolor": COLORS["green"], "hatch": ".."},
     "sequential": {"facecolor": tint(COLORS["orange"], 0.7), "hatch": "\\\\\\\\"},
     "wrapped": {"facecolor": tint(COLORS["sky"], 0.4), "hatch": "--"},
+    SHARED: {"facecolor": tint(COLORS["purple"], 0.4), "hatch": "++"},
     "tokens": {"facecolor": tint(COLORS["sky"], 0.6), "hatch": ""},
     "cost": {"facecolor": COLORS["blue"], "hatch": ""},
 }

@@ -26,6 +26,7 @@ from torch_collate_kit.packing.rows import Ints
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reporting.candidates import (
     PADDED,
+    SHARED,
     candidates_of,
     fits_nothing,
     headline,
@@ -53,7 +54,8 @@ class PackingReport(dict[str, Any]):
       ``num_segments`` if examples are lists of them) and a
       ``histogram`` of lengths;
     - ``"options"``: the options of the plans;
-    - ``"candidates"``: a dict for each ``max_tokens`` and strategy, padded rows first;
+    - ``"candidates"``: a dict for each ``max_tokens`` and strategy, padded rows first, then, if
+      segments begin alike, those of "shared_prefixes";
     - ``"recommended"``: ``max_tokens``, ``strategy``, the ``reason``, and ``notes``;
     - ``"steps"``: with ``batch_rows``, a dict for steps "by_examples", "by_rows" and "wrapped".
 
@@ -158,8 +160,8 @@ def packing_report(
 
     Args:
         data: lengths, a TokenizedDataset, a datasets.Dataset, the path of an Arrow or Parquet file,
-            or examples or columns with ``input_ids`` (or rollouts). No token is read, only any
-            ``attention_mask``, to refuse padded examples.
+            or examples or columns with ``input_ids`` (or rollouts). Read are any
+            ``attention_mask``, to refuse padded examples, and the tokens of lists of segments.
         max_tokens: one or several. None tries powers of two, and a few numbers between them, from
             what holds 99 of 100 examples to twice what holds all.
         strategies: of ``pack``. None: best fit, balanced and sequential, but best fit alone if
@@ -219,7 +221,11 @@ def packing_report(
     checked_bool("show", show)
     batch_rows = checked_optional_int("batch_rows", batch_rows, hint="None compares no steps")
     segments = found.lengths if isinstance(found.lengths, Ragged) else None
-    report = _report(lengths, load, packings, batch_size, padded, segments)
+    trees = None
+    if found.shared is not None and found.shared.any() and packing.parallel.cp == 1:
+        sharing = replace(packing, share_prefixes=True)
+        trees = sizes_of(found.lengths, sharing, depths=found.shared)[1]
+    report = _report(lengths, load, packings, batch_size, padded, segments, trees)
     config = getattr(model, "config", model)
     if fault := left_padding_fault(config):
         report["recommended"]["notes"] += [
@@ -242,8 +248,9 @@ def _report(
     batch_size: int | None,
     padded_batch_size: int,
     segments: Ragged | None,
+    trees: Load | None,
 ) -> PackingReport:
-    found = candidates_of(lengths, packings, load, batch_size, padded_batch_size, segments)
+    found = candidates_of(lengths, packings, load, batch_size, padded_batch_size, segments, trees)
     candidates = list(found)
     num_tokens = int(lengths.sum())
     options = packings[0].as_state()
@@ -306,6 +313,10 @@ def _table(report: PackingReport) -> tuple[list[str], list[list[str]]]:
     for title, name in (("dropped", "num_dropped"), ("cut", "num_cut")):
         if any(c[name] for c in candidates):
             columns[title] = [f"{c[name]:,}" for c in candidates]
+    if any(c["strategy"] == SHARED for c in candidates):
+        columns["tokens/cell"] = [
+            f"{c['num_tokens'] / max(1, c['num_cells']):.2f}" for c in candidates
+        ]
     num_tokens = report["data"]["num_tokens"]
     lost = [(c["num_dropped_tokens"] + c["num_cut_tokens"]) / num_tokens for c in candidates]
     if any(lost):
