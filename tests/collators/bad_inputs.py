@@ -197,7 +197,7 @@ BAD_INPUTS = [
     BadInput("two targets", _example(labels=[-100, 6, 7], loss_mask=[0, 1, 1])),
     BadInput("a key that may be a target", _example(mask=[0, 1, 1])),
     BadInput("`loss_maks` for `loss_mask`", _example(loss_maks=[0, 1, 1])),
-    BadInput("a misspelled key next to a target", _example(loss_mask=[0, 1, 1], label=IDS)),
+    BadInput("a misspelled key next to a target", _example(loss_mask=[0, 1, 1], lables=IDS)),
     BadInput("a target and `train_all`", lambda: PaddedCollator(0, train_all=True)([LABELLED])),
     BadInput("no target in model inputs", _for_trainer(GOOD)),
     BadInput("a label of -1", _example(labels=[-100, -1, 7])),
