@@ -21,7 +21,10 @@ class Segments:
 
     ``cells`` count each segment rounded up to the alignment, ``counts`` are their numbers, and
     ``costs`` those in the language model, which are computed when they are first needed.
+    ``lengths`` are the tokens of every segment, of all examples that were given.
     """
+
+    lengths: Ints | None = None
 
     def __init__(self, cells: Ints, counts: Ints, costs: Ints | tuple[Ints, ModelCost]) -> None:
         self.cells, self.counts, self._costs = cells, counts, costs
@@ -30,7 +33,9 @@ class Segments:
     def of(cls, values: Ints, offsets: Ints, align: int, cost: ModelCost) -> Segments:
         """Return those of examples i with the segment lengths ``values[offsets[i:i + 2]]``."""
         aligned = -(-values // align) * align if align > 1 else values
-        return cls(sums_of(aligned, offsets), np.diff(offsets), (aligned, cost))
+        segments = cls(sums_of(aligned, offsets), np.diff(offsets), (aligned, cost))
+        segments.lengths = values
+        return segments
 
     @property
     def costs(self) -> Ints:
@@ -60,7 +65,7 @@ def sums_of(values: Ints, offsets: Ints) -> Ints:
 
 def are_nested(lengths: Any) -> bool:
     """Return whether there is a row of lengths for each example: a Ragged, or lists in a list."""
-    if hasattr(lengths, "offsets") and hasattr(lengths, "values"):
+    if isinstance(getattr(lengths, "offsets", None), np.ndarray):
         return True
     is_list = isinstance(lengths, list | tuple) and len(lengths) > 0
     return is_list and isinstance(lengths[0], list | tuple | np.ndarray) and np.ndim(lengths[0]) > 0
