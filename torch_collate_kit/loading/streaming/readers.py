@@ -131,24 +131,24 @@ class _ExampleReader:
         """Return the tokens of one example, and what else it holds."""
         ids: Any = example.get("input_ids") if isinstance(example, Mapping) else None
         if ids is None or not are_nested([ids]):
-            return self._length(example), self._images([example])
-        if not all(map(len, ids)):
-            _check(self._collator, [example])  # raises which is empty
-        packing = self._collator.packing
-        parts = [example]
-        if self._collator.vision is not None:
-            media = [key for key in MEDIA if example.get(key) is not None]
+            return self._length(example), self._images(example, [example])
+        media = [key for key in MEDIA if example.get(key) is not None]
+        try:
+            counts = [*map(len, ids)]
             parts = [{key: example[key][i] for key in media} for i in range(len(ids))]
-        lengths, load = sizes_of([[*map(len, ids)]], packing)
+        except (TypeError, LookupError):
+            counts, parts = [0], []
+        if not all(counts):
+            _check(self._collator, [example])  # raises what is wrong
+        lengths, load = sizes_of([counts], self._collator.packing)
         assert load is not None
-        return int(lengths[0]), self._images(parts)._replace(segments=load.segments)
+        return int(lengths[0]), self._images(example, parts)._replace(segments=load.segments)
 
-    def _images(self, parts: list[Any]) -> Load:
-        """Return the images of one example, or of the segments of one."""
+    def _images(self, example: Example, parts: list[Any]) -> Load:
+        """Return the images of one example, whose segments are ``parts``."""
         vision = self._collator.vision
         if vision is None:
             return _NO_IMAGE
-        example = parts[0]
         try:
             patches = [number for part in parts for number in vision.patches(part)]
             return image_load([patches], 1, self._collator.packing.cost) if patches else _NO_IMAGE
