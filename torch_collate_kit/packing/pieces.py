@@ -250,6 +250,8 @@ def _longest(packing: PackingOptions, images: Load | None) -> Ints | np.int64:
         capacity = 2**63 - 1
     if images is None:
         return np.int64(capacity)
+    if not images.patches.any():
+        return np.int64(capacity - packing.reserved)
     return np.where(images.patches > 0, capacity, capacity - packing.reserved)
 
 

@@ -20,7 +20,7 @@ from torch_collate_kit.packing.pieces import (
 )
 from torch_collate_kit.packing.plan import PackingPlan
 from torch_collate_kit.packing.rows import Ints, Limits, Rows, Sizes
-from torch_collate_kit.packing.segments import Segments, are_nested, checked_segments, sums_of
+from torch_collate_kit.packing.segments import Segments, are_nested, checked_segments
 from torch_collate_kit.packing.strategies import (
     best_fit_decreasing,
     first_fit_decreasing,
@@ -99,15 +99,11 @@ def sizes_of(
     if not are_nested(lengths):
         checked = checked_lengths(lengths)
         return checked, None if patches is None else image_load(patches, len(checked), packing.cost)
-    values, offsets = checked_segments(lengths)
-    checked = sums_of(values, offsets)
+    checked, segments = Segments.of(*checked_segments(lengths), packing)
     load = Load.none(len(checked))
     if patches is not None:
         load = image_load(patches, len(checked), packing.cost)
-    if load.segments is None:
-        segments = Segments.of(values, offsets, packing.parallel.align, packing.cost)
-        load = load._replace(segments=segments)
-    return checked, load
+    return checked, load._replace(segments=segments)
 
 
 def plan_rows(lengths: Ints, packing: PackingOptions, images: Load | None = None) -> PackingPlan:

@@ -22,7 +22,7 @@ from torch_collate_kit.loading.streaming.skipping import WrongExamples
 from torch_collate_kit.loading.streaming.states import Place
 from torch_collate_kit.packing.pieces import Load, cut_to_fit, image_load, num_pieces
 from torch_collate_kit.packing.planner import sizes_of
-from torch_collate_kit.packing.segments import Segments, sums_of
+from torch_collate_kit.packing.segments import Segments
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.keys import KNOWN, MEDIA
 from torch_collate_kit.reading.reader import read_columns
@@ -255,9 +255,7 @@ class _RowReader:
         empty = np.flatnonzero(lengths.values == 0)
         if len(empty):
             self._check(positions[np.searchsorted(lengths.offsets, empty[:1], side="right") - 1])
-        packing, offsets = self._collator.packing, lengths.offsets
-        align, cost = packing.parallel.align, packing.cost
-        return sums_of(lengths.values, offsets), Segments.of(lengths.values, offsets, align, cost)
+        return Segments.of(lengths.values, lengths.offsets, self._collator.packing)
 
     def _entries_of(
         self, positions: np.ndarray, lengths: np.ndarray, segments: Segments | None
