@@ -46,6 +46,20 @@ FAULTS = [
     Fault("packing/rank_plan.py", "plan.rank_rows(dp_rank * each),", "plan.rank_rows(dp_rank),", "packing loading/sampler"),
     Fault("packing/rank_plan.py", "wrong = np.flatnonzero(lengths != self.lengths)", "wrong = np.flatnonzero(lengths < self.lengths)", "packing loading/sampler"),
     Fault("packing/rank_plan.py", "if self.plan.rows_multiple_of == 1 or", "if True or", "packing loading/prefetch vision"),
+    # segments
+    Fault("packing/segments.py", "cells = sums_of(aligned, counts, offsets)", "cells = tokens", "packing/test_segments.py"),
+    Fault("packing/planner.py", "most_pieces //= max(1, int(counts.max(initial=1)))", "most_pieces //= 1", "packing/test_segments.py"),
+    Fault("packing/segments.py", "sums_of(of_segments, self.counts[part], own - own[0])", "cost.language(self.cells[part])", "packing/test_segments.py"),
+    Fault("packing/rank_plan.py", "            self._check_segments(segments)\n", "            pass\n", "loading/test_segments.py"),
+    Fault("collators/packed.py", "numbers = span_indices(np.zeros_like(per_piece), per_piece)", "numbers = np.arange(len(indices.values))", "collators/test_segments.py"),
+    Fault("reading/examples.py", "is_first = numbers == 0", "is_first = numbers >= 0", "collators/test_segments.py"),
+    Fault("reading/examples.py", "number = len(self.example_lengths)", "number = len(self.input_ids)", "vision/test_dummy_images.py"),
+    Fault("reading/segments.py", 'np.repeat(weights_of_examples(raw["weight"]), counts)', 'np.resize(weights_of_examples(raw["weight"]), counts.sum())', "collators/test_segments.py"),
+    Fault("batch/unpacking.py", "places = span_indices(offsets[own], np.diff(offsets)[own])", "places = np.arange(len(cells))", "collators/test_segments.py"),
+    Fault("batch/row_changes.py", "~is_first | ~(is_next | is_last)", "~is_first", "collators/test_segments.py"),
+    Fault("loading/sampler/sizes.py", "of_segments = self._segments.lengths", "of_segments = self._segments.cells", "loading/test_segments.py"),
+    Fault("loading/streaming/readers.py", "return load._replace(segments=Segments(cells, counts, of_segments))", "return load", "loading/test_segments.py"),
+    Fault("loading/dataset/list_columns.py", 'searchsorted(self._offsets, null_segments, side="right") - 1', 'searchsorted(self._offsets, null_segments, side="right")', "loading/test_segments.py"),
     # families
     Fault("families.py", '_DELTA = ("seq_idx", ', "_DELTA = (", "kernels"),
     Fault("families.py", '_KDA = ("seq_idx", "cu_seqlens", ', '_KDA = ("seq_idx", ', "kernels"),
@@ -185,7 +199,7 @@ FAULTS = [
     Fault("loading/prefetch/reader.py", "named = copy.copy(batch)", "named = batch", "loading/prefetch"),
     # collators
     Fault("collators/packed.py", "return self.packing.capacity if self.fixed_width", "return self.packing.max_tokens if self.fixed_width", "collators"),
-    Fault("collators/packed.py", "if len(too_long) and self.packing.overflow != \"drop\":", "if len(too_long) and False:", "collators"),
+    Fault("collators/packed_checks.py", "if len(too_long) and packing.overflow != \"drop\":", "if len(too_long) and False:", "collators"),
     Fault("collators/packed.py", "num_loss_tokens_elsewhere=part.num_loss_tokens_elsewhere(num_trained)", "num_loss_tokens_elsewhere=0", "collators loading/sampler"),
     # chat
     Fault("chat/turns.py", "        frozenset(shapes[turn + 1 :]),\n", "", "chat/test_refusals.py"),
