@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -39,16 +40,13 @@ def trained_sums(batch: Batch) -> torch.Tensor:
 
 
 def expected(examples: list[dict[str, Any]]) -> np.ndarray:
-    rows = []
-    for one in examples:
-        pairs = list(zip(one["input_ids"], one["loss_mask"], strict=True))
-        if not isinstance(pairs[0][0], list):
-            pairs = [(one["input_ids"], one["loss_mask"])]
-        sums = [float(np.dot(ids, mask)) for ids, mask in pairs]
-        rows.append(sums + [np.nan] * (3 - len(sums)))
-    return (
-        np.array(rows) if isinstance(examples[0]["input_ids"][0], list) else np.array(rows)[:, :1]
-    )
+    is_flat = not isinstance(examples[0]["input_ids"][0], list)
+    found = np.full((len(examples), 1 if is_flat else 3), np.nan)
+    for i, one in enumerate(examples):
+        ids, masks = ([of] if is_flat else of for of in (one["input_ids"], one["loss_mask"]))
+        for k, pair in enumerate(zip(ids, masks, strict=True)):
+            found[i, k] = np.dot(*pair)
+    return found
 
 
 def collator(dp: int = 1, **options: Any) -> PackedCollator:
@@ -107,7 +105,7 @@ def test_what_is_dropped_has_no_number() -> None:
     [
         (
             trained_sums,
-            {"strategy": "wrapped", "isolate": True},
+            {"strategy": "wrapped"},
             ValueError,
             "has strategy='wrapped', which cuts",
         ),
@@ -126,6 +124,7 @@ def test_what_gives_no_number_per_segment_is_refused(
     fn: Any, collate: Any, error: type[Exception], message: str
 ) -> None:
     packed = collate is not None
-    how: Any = PackedCollator(0, max_tokens=32, **collate) if packed else PaddedCollator(0)
+    ids: Any = SimpleNamespace(pad_token_id=0, eos_token_id=1)
+    how: Any = PackedCollator(ids, max_tokens=32, **collate) if packed else PaddedCollator(0)
     with pytest.raises(error, match=message):
         map_segments(fn, TokenizedDataset(made(4, flat=True)), how)
