@@ -12,6 +12,7 @@ from torch_collate_kit.reporting.audit import (
     dataset_checks,
     group_checks,
     logprob_checks,
+    pair_checks,
     target_checks,
     text_checks,
     token_checks,
@@ -30,6 +31,7 @@ _MODULES = (
     answer_checks,
     text_checks,
     group_checks,
+    pair_checks,
     logprob_checks,
 )
 CHECKS = tuple(
@@ -101,7 +103,7 @@ def audit(
     findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
     return AuditReport(
         findings,
-        num_rows=len(columns.refused) + len(columns.without_answer) + len(columns.lengths),
+        num_rows=len(columns.refused) + len(columns.without_answer) + len(columns.heads),
         num_tokens=len(columns.ids),
         not_checked=not_checked,
     )

@@ -14,8 +14,7 @@ from torch_collate_kit.reporting.audit.turns import Turns, turns_of
 from torch_collate_kit.reporting.audit.vocabulary import Vocabulary
 
 _BEFORE, _AFTER, _LONGEST = 24, 12, 40  # tokens of an excerpt
-_AGREE, _DISAGREE = 0.9, 0.5  # of the labels of a row that are shifted
-_LEAST_LABELS = 2
+_AGREE, _DISAGREE, _LEAST_LABELS = 0.9, 0.5, 2  # of the labels of a row that are shifted
 _LEAST_CHANCE, _CERTAIN = 0.01, 1e-6  # of a zero, at least; that values are equal by chance
 _AT_A_TIME = 1 << 17  # tokens
 
@@ -41,6 +40,11 @@ class AuditColumns:
     labels: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.int64))
     """Integers [T], where the target is given as labels; else empty."""
 
+    segments: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.int64))
+    """int64 [N], which segment of its example each row is; empty for examples of one each."""
+    margins: np.ndarray = field(default_factory=partial(np.empty, 0))
+    """float64 [N], by how much the chosen side is better, NaN if unknown; empty as above."""
+
     num_actions: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.int64))
     """int64 [N], response tokens per rollout; it and the next are empty for examples."""
     scores: np.ndarray = field(default_factory=partial(np.empty, 0))
@@ -56,6 +60,8 @@ class AuditColumns:
     """Rows that the readers refused, in order; they are not among the N."""
     without_answer: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.int64))
     """int64, numbers of chat records without a row, as nothing in them would be trained."""
+    are_labelled: bool = False
+    """Whether examples have a label (KTO): their segments are no pairs."""
     has_unread_images: bool = False
     """Whether there are images, and no processor that says how many tokens they take."""
     vocabulary: Vocabulary = field(default_factory=Vocabulary)
@@ -70,6 +76,12 @@ class AuditColumns:
     def num_read(self) -> int:
         """Number of rows of the user's data that were read."""
         return len(np.unique(self.numbers))
+
+    @cached_property
+    def heads(self) -> np.ndarray:
+        """int64, the row with which each example begins."""
+        is_first = self.segments == 0 if len(self.segments) else np.ones_like(self.lengths)
+        return np.flatnonzero(is_first)
 
     @cached_property
     def offsets(self) -> np.ndarray:

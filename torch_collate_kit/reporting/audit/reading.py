@@ -21,15 +21,16 @@ from torch_collate_kit.errors import DataError
 from torch_collate_kit.loading.dataset import TokenizedDataset
 from torch_collate_kit.ragged import span_indices
 from torch_collate_kit.reading.examples import ExampleColumns
-from torch_collate_kit.reading.keys import MEDIA, first_with
+from torch_collate_kit.reading.keys import KNOWN, MEDIA, first_with
 from torch_collate_kit.reading.reader import read_columns
-from torch_collate_kit.reading.source import Source, check_even, is_a, kind_of
+from torch_collate_kit.reading.source import Source, are_nested, check_even, is_a, kind_of
 from torch_collate_kit.reporting.audit.columns import AuditColumns
 from torch_collate_kit.reporting.audit.findings import Refused
 from torch_collate_kit.vision import VisionLayout
 
 _NO_TARGET = "no loss target"
 _CUT = "num_cut_tokens"  # of examples that were cut when they were tokenized
+_OF_PAIRS = ("margin", "score_chosen", "score_rejected", "label")
 _ROWS_AT_A_TIME = 4096
 _RECORDS_AT_A_TIME = 256
 
@@ -64,7 +65,10 @@ def read_dataset(
     if isinstance(dataset, TokenizedDataset):
         train_all, vision = dataset._train_all, vision or dataset.vision
     elif source.is_arrow and kind != "rollouts":
-        source = Source(TokenizedDataset(dataset, train_all=train_all))
+        columns = None
+        if "input_ids" in source.names and _are_pairs(source.part(0, 1)):
+            columns = [name for name in (*KNOWN, _CUT, *_OF_PAIRS) if name in source.names]
+        source = Source(TokenizedDataset(dataset, columns=columns, train_all=train_all))
     reader = _RowReader(train_all, vision)
     for start in range(0, len(source), _ROWS_AT_A_TIME):
         reader.read(source, start, min(start + _ROWS_AT_A_TIME, len(source)))
@@ -115,6 +119,7 @@ class _RowReader:
     """Columns of AuditColumns, in parts, by the form of their rows."""
     _uids: dict[Any, int] = field(default_factory=dict)
     _has_unread_images: bool = False
+    _has_label: bool = False
 
     def refuse(self, number: int, message: str) -> None:
         """Record a row that no collator accepts."""
@@ -144,6 +149,8 @@ class _RowReader:
         if found.images is not None:
             has_image[[*found.images.units]] = True
         columns |= {"numbers": np.arange(start, stop), "has_image": has_image}
+        if found.segment_offsets is not None:
+            _open(columns, found.segment_offsets)
         self._blocks.setdefault(_form(found), []).append(columns)
 
     def read_chats(
@@ -178,12 +185,16 @@ class _RowReader:
             **columns,
             has_target=not usual.startswith(_NO_TARGET),
             refused=sorted(self.refused, key=lambda row: row.number),
+            are_labelled=self._has_label,
             has_unread_images=self._has_unread_images,
         )
 
     def _found(self, examples: Any, vision: VisionLayout | None) -> ExampleColumns:
-        is_cut = _are_mappings(examples) and _CUT in first_with(examples)
-        fields = {_CUT: PerExample(torch.int64)} if is_cut else {}
+        names = first_with(examples) if _are_mappings(examples) else {}
+        fields = {_CUT: PerExample(torch.int64)} if _CUT in names else {}
+        if "input_ids" in names and _are_pairs(examples):
+            self._has_label |= "label" in names
+            fields |= {name: PerExample(torch.float64) for name in _OF_PAIRS if name in names}
         return read_columns(
             examples, rollouts=None, train_all=self.train_all, fields=fields, vision=vision
         )
@@ -206,7 +217,14 @@ class _RowReader:
         values = {name: column.values for name, column in found.checked(limits=False).items()}
         lengths, num_actions = found.lengths, found.num_actions
         columns = {"ids": values["input_ids"], "lengths": lengths}
-        columns["num_cut"] = values.get(_CUT, np.zeros(len(lengths), dtype=np.int64))
+        offsets = found.segment_offsets
+        num_rows = len(lengths) if offsets is None else len(offsets) - 1
+        columns["num_cut"] = values.get(_CUT, np.zeros(num_rows, dtype=np.int64))
+        if offsets is not None:
+            margins = [values["margin"]] if "margin" in values else []
+            if "score_chosen" in values and "score_rejected" in values:
+                margins.append(values["score_chosen"] - values["score_rejected"])
+            columns["margins"] = np.min(margins or [np.full(num_rows, np.nan)], axis=0)
         if "labels" in values:
             labels = values["labels"]
             return columns | {"trained": labels != IGNORE_INDEX, "labels": labels}
@@ -233,6 +251,20 @@ class _RowReader:
         return columns
 
 
+def _open(columns: dict[str, np.ndarray], offsets: np.ndarray) -> None:
+    """Repeat what is of an example for each of its segments, and number these."""
+    counts = np.diff(offsets)
+    for name in ("numbers", "has_image", "num_cut", "margins"):
+        columns[name] = np.repeat(columns[name], counts)
+    columns["segments"] = np.arange(offsets[-1]) - np.repeat(offsets[:-1], counts)
+
+
+def _are_pairs(examples: Any) -> bool:
+    """Return whether the first example has two segments."""
+    ids = examples["input_ids"] if isinstance(examples, Mapping) else [examples[0]["input_ids"]]
+    return are_nested(ids) and len(ids[0]) == 2
+
+
 def _without_images(examples: Any) -> tuple[Any, list[bool] | bool]:
     """Return the examples without image fields, and whether each had one; False: none had."""
     if not _are_mappings(examples):
@@ -257,7 +289,9 @@ def _form(found: ExampleColumns) -> str:
     """Return the form of examples: the name of their target, or the fields of rollouts."""
     weight = () if found.weights is None else ("weight",)
     if not found.are_rollouts:
-        return ", ".join([_NO_TARGET if found.target is None else found.target.name, *weight])
+        segments = () if found.segment_offsets is None else ("segments",)
+        target = _NO_TARGET if found.target is None else found.target.name
+        return ", ".join([target, *weight, *segments])
     images = () if found.images is None else found.images.arrays
     names = [column.name for column in found.fields if column.name != _CUT]
     return ", ".join([*names, *images, *found.per_example, *weight])
