@@ -248,7 +248,7 @@ def _longest(packing: PackingOptions, images: Load | None) -> Ints | np.int64:
     capacity = min(packing.capacity, 2**63 - 1)
     if packing.strategy == "wrapped":  # cut where a row ends, wherever that is
         capacity = 2**63 - 1
-    if images is None:
+    if images is None or not packing.reserved:
         return np.int64(capacity)
     return np.where(images.patches > 0, capacity, capacity - packing.reserved)
 

@@ -105,7 +105,7 @@ def sizes_of(
     if patches is not None:
         load = image_load(patches, len(checked), packing.cost)
     if load.segments is None:
-        segments = Segments.of(values, offsets, packing.parallel.align, packing.cost)
+        segments = Segments.of(values, offsets, checked, packing.parallel.align, packing.cost)
         load = load._replace(segments=segments)
     return checked, load
 

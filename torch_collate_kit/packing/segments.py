@@ -27,10 +27,12 @@ class Segments:
         self.cells, self.counts, self._costs = cells, counts, costs
 
     @classmethod
-    def of(cls, values: Ints, offsets: Ints, align: int, cost: ModelCost) -> Segments:
+    def of(cls, values: Ints, offsets: Ints, sums: Ints, align: int, cost: ModelCost) -> Segments:
         """Return those of examples i with the segment lengths ``values[offsets[i:i + 2]]``."""
-        aligned = -(-values // align) * align if align > 1 else values
-        return cls(sums_of(aligned, offsets), np.diff(offsets), (aligned, cost))
+        if align > 1:
+            values = -(-values // align) * align
+            sums = sums_of(values, offsets)
+        return cls(sums, np.diff(offsets), (values, cost))
 
     @property
     def costs(self) -> Ints:

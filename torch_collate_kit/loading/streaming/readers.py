@@ -257,7 +257,8 @@ class _RowReader:
             self._check(positions[np.searchsorted(lengths.offsets, empty[:1], side="right") - 1])
         packing, offsets = self._collator.packing, lengths.offsets
         align, cost = packing.parallel.align, packing.cost
-        return sums_of(lengths.values, offsets), Segments.of(lengths.values, offsets, align, cost)
+        sums = sums_of(lengths.values, offsets)
+        return sums, Segments.of(lengths.values, offsets, sums, align, cost)
 
     def _entries_of(
         self, positions: np.ndarray, lengths: np.ndarray, segments: Segments | None
