@@ -100,6 +100,7 @@ def test_streams_and_rollouts_have_them_too() -> None:
     ("value", "message"),
     [
         ([-1.0], "example 1: ref has 1 entries, and the field's shape is (2,); give 2"),
+        ([1, 2, 3], "example 1: ref has 3 entries, and the field's shape is (2,); give 2"),
         ([[1, 2]], "example 1: ref[0] is [1, 2], so ref is nested"),
         (3.0, "example 1: ref is float; give a list"),
         (None, "example 1: ref is None; give a list"),
