@@ -12,6 +12,7 @@ from torch_collate_kit.reporting.audit import (
     dataset_checks,
     group_checks,
     logprob_checks,
+    pair_checks,
     target_checks,
     text_checks,
     token_checks,
@@ -30,6 +31,7 @@ _MODULES = (
     answer_checks,
     text_checks,
     group_checks,
+    pair_checks,
     logprob_checks,
 )
 CHECKS = tuple(
@@ -52,7 +54,8 @@ def audit(
     Args:
         dataset: examples or rollouts as the collators take them, a list or columns; a
             TokenizedDataset or its sources; or chat records, which are tokenized as
-            :func:`~torch_collate_kit.tokenize_chat` does. It is read whole, and not changed.
+            :func:`~torch_collate_kit.tokenize_chat` does. It is read whole, and not changed. Of
+            examples with several segments each is looked at as a row, and pairs are compared.
         tokenizer: the tokenizer, or of a vision-language model the processor. Without it, what
             needs special tokens or a chat template is not checked, and examples are shown as ids.
         max_tokens: the length at which rows will be cut; None leaves that out.
@@ -101,7 +104,7 @@ def audit(
     findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
     return AuditReport(
         findings,
-        num_rows=len(columns.refused) + len(columns.without_answer) + len(columns.lengths),
+        num_rows=len(columns.refused) + len(columns.without_answer) + len(columns.examples[0]),
         num_tokens=len(columns.ids),
         not_checked=not_checked,
     )

@@ -14,8 +14,7 @@ from torch_collate_kit.reporting.audit.turns import Turns, turns_of
 from torch_collate_kit.reporting.audit.vocabulary import Vocabulary
 
 _BEFORE, _AFTER, _LONGEST = 24, 12, 40  # tokens of an excerpt
-_AGREE, _DISAGREE = 0.9, 0.5  # of the labels of a row that are shifted
-_LEAST_LABELS = 2
+_AGREE, _DISAGREE, _LEAST_LABELS = 0.9, 0.5, 2  # of the labels of a row that are shifted
 _LEAST_CHANCE, _CERTAIN = 0.01, 1e-6  # of a zero, at least; that values are equal by chance
 _AT_A_TIME = 1 << 17  # tokens
 
@@ -25,7 +24,9 @@ class AuditColumns:
     """Rows of tokens, flat. Legend: N rows, T tokens of all rows."""
 
     numbers: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.int64))
-    """int64 [N], the number of each row in the user's data."""
+    """int64 [N], the number of each row in the user's data; that of an example for its segments."""
+    segment_numbers: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.int64))
+    """int64 [N], which segment of its example each row is; 0 of examples that are one."""
     ids: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.int64))
     """Integers [T]."""
     lengths: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.int64))
@@ -40,6 +41,10 @@ class AuditColumns:
     """Whether the rows say what is trained."""
     labels: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.int64))
     """Integers [T], where the target is given as labels; else empty."""
+    margins: np.ndarray = field(default_factory=partial(np.empty, 0))
+    """float64 [N], by how much the first segment is the better one; NaN where that is not given."""
+    is_rated: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.bool_))
+    """bool [N], of an example with a ``label`` (KTO), whose segments are no pair."""
 
     num_actions: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.int64))
     """int64 [N], response tokens per rollout; it and the next are empty for examples."""
@@ -70,6 +75,12 @@ class AuditColumns:
     def num_read(self) -> int:
         """Number of rows of the user's data that were read."""
         return len(np.unique(self.numbers))
+
+    @cached_property
+    def examples(self) -> tuple[np.ndarray, np.ndarray]:
+        """The first row of each example, and the number of its rows: int64 each."""
+        firsts = np.flatnonzero(self.segment_numbers == 0)
+        return firsts, np.diff(np.append(firsts, len(self.lengths)))
 
     @cached_property
     def offsets(self) -> np.ndarray:
@@ -335,4 +346,5 @@ class AuditColumns:
         before, marked, after = (self.vocabulary.text(self.ids[a:b].tolist()) for a, b in places)
         sides = "... " if first > begin else "", " ..." if last < end else ""
         text = f"{sides[0]}{before} \u27e6{marked}\u27e7 {after}{sides[1]}".strip()
-        return f"row {self.numbers[row]}: {' '.join(text.split())}"
+        segment = f", segment {self.segment_numbers[row]}" if self.segment_numbers.any() else ""
+        return f"row {self.numbers[row]}{segment}: {' '.join(text.split())}"
