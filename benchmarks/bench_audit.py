@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 from harness import Report, alternate, arguments, timed
-from samples import DEFAULT_DATA, real_mix
+from samples import real_mix
 
 from torch_collate_kit import TokenizedDataset, audit
 from torch_collate_kit.chat.preview import byte_tokenizer
@@ -124,7 +124,6 @@ def measure(report: Report, folder: Path, count: int, rounds: int) -> None:
 
 def main() -> None:
     parser = arguments(__doc__, rounds=5)
-    parser.add_argument("--data", type=Path, default=DEFAULT_DATA, help="folder with real lengths")
     parser.add_argument("--count", type=int, default=20_000, help="rows")
     options = parser.parse_args()
     claim = "audit looks at 3 million tokens per second of one core or more, with every check."

@@ -24,7 +24,7 @@ import balancers
 import numpy as np
 from harness import Report, Times, arguments
 from row_by_row import best_fit
-from samples import DEFAULT_DATA, long_tail, real_mix
+from samples import long_tail, real_mix
 
 from torch_collate_kit import ModelCost, PackingOptions, ParallelLayout, pack
 from torch_collate_kit.packing import PackingPlan
@@ -254,7 +254,6 @@ def models(report: Report, folder: Path, rounds: int) -> None:
 
 def main() -> None:
     parser = arguments(__doc__, rounds=3)
-    parser.add_argument("--data", type=Path, default=DEFAULT_DATA, help="folder with real lengths")
     options = parser.parse_args()
     claim = (
         "On the real mix, 16 and 64 rows per rank, 8 to 512 ranks: the rank that costs most at "

@@ -19,11 +19,9 @@ import json
 import re
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from harness import Report, alternate, arguments
-from samples import DEFAULT_DATA
 
 from torch_collate_kit import tokenize_chat, tokenize_chat_dataset
 from torch_collate_kit.chat.options import DEFAULT_OPTIONS, ChatSetup
@@ -125,7 +123,6 @@ def main() -> None:
     from transformers import AutoTokenizer
 
     parser = arguments(__doc__, rounds=5)
-    parser.add_argument("--data", type=Path, default=DEFAULT_DATA, help="folder with real chats")
     options = parser.parse_args()
     tagged = AutoTokenizer.from_pretrained(options.data / "tokenizers" / "mistral-32k-chatml")
     plain = copy.deepcopy(tagged)

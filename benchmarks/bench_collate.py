@@ -33,7 +33,7 @@ import torch
 from harness import Report, arguments
 from row_by_row import best_fit, check_equal, first_fit, packed, padded
 from runs import HEADER, Runs, columns_of, compare, lists_of, measured, ready, rows_of
-from samples import DEFAULT_DATA, Examples, examples_of, long_tail, real_mix
+from samples import Examples, examples_of, long_tail, real_mix
 
 from torch_collate_kit import PackedCollator, PaddedCollator
 from torch_collate_kit.loading import TokenizedDataset
@@ -296,7 +296,6 @@ def reading(report: Report, folder: Path, rounds: int) -> None:
 
 def main() -> None:
     parser = arguments(__doc__, rounds=11)
-    parser.add_argument("--data", type=Path, default=DEFAULT_DATA, help="folder with real lengths")
     options = parser.parse_args()
     torch.set_num_threads(1)
     datasets.disable_progress_bars()

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 from harness import Report, arguments
-from samples import DEFAULT_DATA, real_mix
+from samples import real_mix
 
 from torch_collate_kit import (
     PackedBatchSampler,
@@ -144,7 +144,6 @@ def packed_states(report: Report, num_examples: int, rounds: int) -> None:
 
 def main() -> None:
     parser = arguments(__doc__, rounds=9)
-    parser.add_argument("--data", type=Path, default=DEFAULT_DATA, help="folder with real lengths")
     parser.add_argument("--examples", type=int, default=100_000_000)
     options = parser.parse_args()
     report = Report(

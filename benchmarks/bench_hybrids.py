@@ -14,14 +14,13 @@ of 32 examples in random order, right-padded to their longest, run by 4 rows to 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
 from harness import Report, Times, alternate, arguments, timed
-from samples import DEFAULT_DATA, Examples, real_mix
+from samples import Examples, real_mix
 
 from torch_collate_kit import (
     Batch,
@@ -101,7 +100,6 @@ def against_padded(lengths: np.ndarray, rounds: int) -> dict[str, Times]:
 
 def main() -> None:
     parser = arguments(__doc__, rounds=5)
-    parser.add_argument("--data", type=Path, default=DEFAULT_DATA, help="folder with real lengths")
     parser.add_argument("--examples", type=int, default=128, help="examples packed and padded")
     options = parser.parse_args()
     torch.set_num_threads(1)

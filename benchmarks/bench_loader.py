@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 from harness import Report, Times, alternate, arguments
-from samples import DEFAULT_DATA, examples_of, real_mix
+from samples import examples_of, real_mix
 from torch.utils.data import DataLoader
 
 from torch_collate_kit import PackedCollator
@@ -273,7 +273,6 @@ def measure_overhead(report: Report, rounds: int, step_seconds: float, num_steps
 
 def main() -> None:
     parser = arguments(__doc__, rounds=7)
-    parser.add_argument("--data", type=Path, default=DEFAULT_DATA, help="folder with real lengths")
     parser.add_argument("--steps", type=int, default=30, help="steps per run")
     options = parser.parse_args()
     torch.set_num_threads(1)

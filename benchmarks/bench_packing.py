@@ -29,7 +29,7 @@ import peers
 import torch
 from harness import Report, Times, alternate, arguments, timed
 from row_by_row import best_fit, first_fit
-from samples import DEFAULT_DATA, long_tail, real_mix
+from samples import long_tail, real_mix
 
 from torch_collate_kit import ParallelLayout, pack
 from torch_collate_kit.packing import PackingPlan
@@ -150,7 +150,6 @@ def growth(report: Report, folder: Path, rounds: int) -> None:
 
 def main() -> None:
     parser = arguments(__doc__, rounds=5)
-    parser.add_argument("--data", type=Path, default=DEFAULT_DATA, help="folder with real lengths")
     parser.add_argument("--plan", type=int, help="only plan so many lengths, print what it took")
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -23,7 +23,7 @@ import torch
 from harness import Report, arguments
 from row_by_row import check_equal, rollouts
 from runs import HEADER, columns_of, compare, lists_of, measured, ready, rows_of
-from samples import DEFAULT_DATA, long_tail, real_mix, rollouts_of
+from samples import long_tail, real_mix, rollouts_of
 
 from torch_collate_kit import PerResponseToken, RolloutCollator
 from torch_collate_kit.ragged import Ragged
@@ -120,7 +120,6 @@ def widths(report: Report) -> None:
 
 def main() -> None:
     parser = arguments(__doc__, rounds=11)
-    parser.add_argument("--data", type=Path, default=DEFAULT_DATA, help="folder with real lengths")
     options = parser.parse_args()
     torch.set_num_threads(1)
     claim = (

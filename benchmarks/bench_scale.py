@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 from harness import Report, Times, arguments
-from samples import DEFAULT_DATA, real_mix
+from samples import real_mix
 
 from torch_collate_kit import (
     PackedBatchSampler,
@@ -175,7 +175,6 @@ def resume_orders(report: Report, sizes: list[int]) -> None:
 
 def main() -> None:
     parser = arguments(__doc__, rounds=9)
-    parser.add_argument("--data", type=Path, default=DEFAULT_DATA, help="folder with real lengths")
     parser.add_argument("--examples", type=int, nargs="+", default=_NUM_EXAMPLES)
     options = parser.parse_args()
     report = Report(

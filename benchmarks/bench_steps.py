@@ -30,7 +30,6 @@ from typing import Any
 
 import numpy as np
 from harness import Report, alternate, arguments, timed
-from samples import DEFAULT_DATA
 from step_plans import (
     Figures,
     axolotl_rows,
@@ -309,7 +308,6 @@ def _show_peers(
 
 def main() -> int:
     parser = arguments(__doc__, rounds=5)
-    parser.add_argument("--data", type=Path, default=DEFAULT_DATA, help="folder with lengths/")
     parser.add_argument("--examples", type=int, nargs="*", default=[10**6, 10**7])
     options = parser.parse_args()
     lengths = real_lengths(options.data)

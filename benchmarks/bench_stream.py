@@ -13,7 +13,6 @@ collates them. "no batch" is the stream over columns without reading and collati
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -22,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 from harness import Report, alternate, arguments, timed
-from samples import DEFAULT_DATA, real_mix
+from samples import real_mix
 
 from torch_collate_kit import PackedCollator
 from torch_collate_kit.loading import PackedIterableDataset, TokenizedDataset
@@ -76,7 +75,6 @@ def runs_over(lengths: np.ndarray) -> dict[str, Callable[[], object]]:
 
 def main() -> None:
     parser = arguments(__doc__, rounds=7)
-    parser.add_argument("--data", type=Path, default=DEFAULT_DATA, help="folder with real lengths")
     parser.add_argument("--examples", type=int, default=20_000)
     options = parser.parse_args()
     torch.set_num_threads(1)

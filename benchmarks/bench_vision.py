@@ -27,7 +27,7 @@ import torch
 from harness import Report, Times, alternate, arguments, timed
 from image_samples import image_mix, processed, qwen3_layout, qwen3_processor, records
 from runs import delivery, ready
-from samples import DEFAULT_DATA, real_mix
+from samples import real_mix
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Qwen3VLConfig
@@ -240,7 +240,6 @@ def planning(report: Report, data: Any, count: int, rounds: int) -> None:
 
 def main() -> None:
     parser = arguments(__doc__, rounds=9)
-    parser.add_argument("--data", default=DEFAULT_DATA, type=type(DEFAULT_DATA), help="lengths")
     parser.add_argument("--examples", type=int, default=32, help="of a batch")
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -101,7 +101,7 @@ def compare(report: Report, name: str, count: int, rounds: int) -> dict[str, flo
 
 
 def main() -> None:
-    options = arguments(__doc__, rounds=5).parse_args()
+    options = arguments(__doc__, rounds=5, data=False).parse_args()
     claim = (
         "Half text, half images, 8 ranks: language and vision cost of the heaviest rank at most 5% "
         "over the mean, rows at least 98% full in the binding budget; 1,000,000 examples in less "

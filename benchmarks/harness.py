@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from pages import markdown_table, page
+from samples import DEFAULT_DATA
 
 __all__ = ["Report", "Times", "alternate", "arguments", "timed"]
 
@@ -150,8 +151,8 @@ def _two_or_more(text: str) -> int:
     return int(text)
 
 
-def arguments(doc: str | None, *, rounds: int) -> argparse.ArgumentParser:
-    """The options that every script has."""
+def arguments(doc: str | None, *, rounds: int, data: bool = True) -> argparse.ArgumentParser:
+    """The options that every script has; ``data`` for one that reads real lengths or chats."""
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -159,6 +160,8 @@ def arguments(doc: str | None, *, rounds: int) -> argparse.ArgumentParser:
         "--rounds", type=_two_or_more, default=rounds, help="rounds of alternating runs, at least 2"
     )
     parser.add_argument("--out", type=Path, default=_HERE / "results", help="folder for results")
+    if data:
+        parser.add_argument("--data", type=Path, default=DEFAULT_DATA, help="folder with real data")
     return parser
 
 

@@ -136,6 +136,8 @@ def _overview(all_results: Mapping[str, Results]) -> Rows:
         ("balance", "How even are"),
         ("steps", "How full and even is"),
         ("chat", "How much longer"),
+        ("hybrids", "What does packing a hybrid"),
+        ("hybrids", "What does isolate_mixers"),
     ]
     asked += [
         (name, "How fast is a Qwen3") for name in sorted(all_results) if name.startswith("gpu-")

@@ -51,10 +51,10 @@ optimizer = torch.optim.AdamW(model.to(device).parameters(), lr=3e-3)
 with kit.PrefetchLoader(loader, device=device) as batches:  # the next one is made meanwhile
     for step, batch in enumerate(batches.steps(100), 1):
         if step == 1:  # raises if one packed conversation can see another
-            kit.check_isolation(model, batch.model_inputs("sdpa", labels=False))
+            kit.check_isolation(model, batch)
         total = 0.0
         for part in batch.split(2):  # on several ranks: synchronize in the last (is_last_part)
-            logits = model(**part.model_inputs("sdpa", labels=False)).logits
+            logits = model(**part.model_inputs(model, labels=False)).logits
             loss = kit.token_loss(logits, part, num_loss_tokens=part.metadata["num_loss_tokens"])
             loss.backward()  # divided by the tokens of the whole step, so that parts add up
             total += loss.item()

@@ -16,7 +16,7 @@ from trained_model import NAMES
 # Options that a resumed run may change; its losses depend on all others.
 MAY_CHANGE = {
     *("--output-dir", "--checkpoint-every", "--keep-checkpoints", "--resume"),
-    *("--num-workers", "--prefetch", "--threads", "--log-with"),
+    *("--num-workers", "--prefetch", "--threads", "--log-with", "--loss-per"),
 }
 # Options that must be 1 or more; other numbers must be 0 or more.
 COUNTS = {
@@ -38,7 +38,7 @@ def argument_parser() -> argparse.ArgumentParser:
         "--arch",
         default="qwen3",
         choices=["qwen3", "qwen3_5"],
-        help="of the small one; hybrid: 3_5",
+        help="of the small one; qwen3_5 is a hybrid",
     )
     add("--chat-template", type=Path, help="Jinja file, for a tokenizer that has no template")
     add = parser.add_argument_group("layout").add_argument

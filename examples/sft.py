@@ -21,6 +21,7 @@ from typing import Any
 
 import checkpoints
 import datasets
+import evaluation
 import numpy as np
 import run_log
 import synthetic_chat
@@ -83,8 +84,8 @@ def load_tokenizer(args: argparse.Namespace, conversations: datasets.Dataset) ->
 
 def make_collator(tokenizer: Any, model: Any, args: argparse.Namespace) -> Any:
     """Pack rows so that all ranks have equal work, by the cost of this model; or pad."""
-    if args.no_packing:
-        return kit.PaddedCollator(tokenizer)
+    if args.no_packing:  # on the right: some recurrent models read pads on the left as tokens
+        return kit.PaddedCollator(tokenizer, padding_side="right")
     options = {"max_tokens": args.max_tokens, "parallel": kit.ParallelLayout(dp=args.num_ranks)}
     options |= {"strategy": "balanced", "rows_multiple_of": args.rows_multiple_of}
     with contextlib.suppress(ValueError):  # sizes under other names: the cost of a usual model
@@ -191,19 +192,6 @@ def train(
     return log.summary()
 
 
-@torch.no_grad()
-@torch.compiler.set_stance("force_eager")  # too short to be worth compiling for
-def held_out_loss(model: Any, loader: Any, accelerator: Accelerator, args: Any) -> float:
-    """Return the mean over the trained tokens of all ranks, each conversation once."""
-    model.eval()
-    nll, num_loss_tokens = torch.zeros((), dtype=torch.float64, device=accelerator.device), 0
-    for batch in loader:
-        for part in micro_batches(batch, args):
-            nll += model(part, 1)
-        num_loss_tokens += batch.metadata["num_loss_tokens"]
-    return accelerator.reduce(nll, "sum").item() / num_loss_tokens
-
-
 def padded_line(
     model: Any, examples: Any, tokenizer: Any, summary: dict, accelerator: Any, args: Any
 ) -> str:
@@ -216,7 +204,7 @@ def padded_line(
     model = trained_model.ModelWithLoss(alone).train()
     optimizer = trained_model.make_optimizer(model, padded)
     steps, tokens, cells = min(20, args.num_steps), 0, 0
-    collate = kit.PaddedCollator(tokenizer)
+    collate = make_collator(tokenizer, alone, padded)
     with make_loader(examples, collate, accelerator, padded, shuffle=True) as loader:
         began = time.perf_counter()
         for batch in loader.steps(steps):
@@ -267,9 +255,8 @@ def load_data(
         tokenizer = load_tokenizer(args, conversations)
         # A cut answer has no end
         limit = kit.ChatOptions(max_length=args.max_tokens, overflow="drop")
-        parts = [
-            kit.tokenize_chat_dataset(p, tokenizer, limit)[0] for p in (conversations, held_out)
-        ]
+        given = (conversations, None), (held_out, args.loss_per)
+        parts = [evaluation.tokenized(part, tokenizer, limit, of) for part, of in given]
     accelerator.print("{} conversations to train on, {} held out".format(*map(len, parts)))
     if len(parts[0]) < 2:
         fail("too few to train on; hold out fewer (--num-held-out), or raise --max-tokens")
@@ -306,9 +293,10 @@ def run(args: argparse.Namespace, accelerator: Accelerator) -> None:
     if summary is None:
         return
     if len(tokenized_held_out):
-        held_out_examples = kit.TokenizedDataset(tokenized_held_out)
-        with make_loader(held_out_examples, collate, accelerator, args, shuffle=False) as loader:
-            summary["held_out_loss"] = held_out_loss(model, loader, accelerator, args)
+        given = evaluation.with_column(tokenized_held_out, collate, tokenizer, args.loss_per)
+        with make_loader(*given, accelerator, args, shuffle=False) as loader:
+            rows = (part for batch in loader for part in micro_batches(batch, args))
+            summary |= evaluation.losses(model, rows, accelerator, args.loss_per)
     weights = trained_model.whole_weights(model, accelerator)
     model_alone = trained_model.whole_model(model, accelerator)
     shown: dict[str, str] = {}
@@ -335,7 +323,9 @@ def leave(accelerator: Accelerator) -> None:
 
 
 def main() -> None:
-    args = parse_arguments(argument_parser(), from_scratch=3e-3)
+    parser = argument_parser()
+    parser.add_argument("--loss-per", metavar="COLUMN", help="also the held-out loss of its values")
+    args = parse_arguments(parser, from_scratch=3e-3)
     accelerator = start(args)
     run(args, accelerator)
     leave(accelerator)

@@ -20,6 +20,7 @@ from accelerate.utils import gather_object
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import torch_collate_kit as kit
+from torch_collate_kit.families import left_padding_fault
 
 PAIRS = """hot cold,big small,fast slow,light dark,happy sad,old young,open shut,high low,wet dry,
 loud quiet,rich poor,soft hard,full empty,early late,near far,strong weak,clean dirty,thick thin"""
@@ -212,8 +213,9 @@ def exact_match(
         tasks.append((prompt | {"input_ids": ids[:start]}, answer, record["skill"], question))
     tasks.sort(key=lambda task: len(task[0]["input_ids"]))  # little padding
     results = []
-    for i in range(0, len(tasks), 50):
-        prompts, answers, skills, questions = zip(*tasks[i : i + 50], strict=True)
+    size = 1 if left_padding_fault(model.config) else 50  # such a model reads pads as tokens
+    for i in range(0, len(tasks), size):
+        prompts, answers, skills, questions = zip(*tasks[i : i + size], strict=True)
         batch = collate(list(prompts)).to(model.device)
         inputs = batch.model_inputs(labels=False)
         for name in ("use_cache", "position_ids"):  # `generate` makes its own

@@ -85,15 +85,19 @@ class ModelWithLoss(torch.nn.Module):
         self.register_state_dict_post_hook(ModelWithLoss._leave_out_frozen)
         self.register_load_state_dict_post_hook(ModelWithLoss._do_not_miss_frozen)
 
-    def forward(self, batch: kit.Batch, num_loss_tokens: int) -> torch.Tensor:
+    def forward(self, batch: kit.Batch, num_loss_tokens: int | None) -> torch.Tensor:
+        """Return the loss, or without a number to divide by the log-prob of each trained token."""
         inputs = batch.model_inputs(self.model, labels=False)
         options: dict[str, Any] = {"num_loss_tokens": num_loss_tokens}
+        compute: Any = kit.token_loss
+        if num_loss_tokens is None:
+            compute, options = kit.token_logps, {}
         if not self.through_head:
-            return kit.token_loss(self.model(**inputs).logits, batch, **options)
+            return compute(self.model(**inputs).logits, batch, **options)
         config = self.model.config.get_text_config()
         options["logit_softcap"] = getattr(config, "final_logit_softcapping", None)
         hidden = self.model.base_model(**inputs).last_hidden_state
-        return kit.token_loss(hidden, batch, head=self.model.get_output_embeddings(), **options)
+        return compute(hidden, batch, head=self.model.get_output_embeddings(), **options)
 
     @torch.no_grad()
     def check_head(self, batch: kit.Batch) -> None:

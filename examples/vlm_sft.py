@@ -21,6 +21,7 @@ from typing import Any
 import checkpoints
 import datasets
 import drawn_images
+import evaluation
 import numpy as np
 import sft
 import synthetic_chat
@@ -251,7 +252,8 @@ def run(args: argparse.Namespace, accelerator: Any) -> None:
     model_alone = accelerator.unwrap_model(model).model
     if len(held_out_examples):
         with make_loader(held_out_examples, collate, accelerator, args, shuffle=False) as loader:
-            summary["held_out_loss"] = sft.held_out_loss(model, loader, accelerator, args)
+            rows = (part for batch in loader for part in sft.micro_batches(batch, args))
+            summary |= evaluation.losses(model, rows, accelerator)
         if not args.dataset:
             summary |= evaluate(model_alone, processor, conversations, held_out, accelerator)
     accelerator.log({f"summary/{name}": of for name, of in summary.items()}, args.num_steps)

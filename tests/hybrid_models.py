@@ -13,20 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.tiny_models import VOCAB
+from tests.tiny_models import TINY, VOCAB
 
-_SMALL = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+_SMALL = {name: TINY[name] for name in TINY if name not in ("head_dim", "initializer_range")}
+_SMALL |= {"max_position_embeddings": 512}
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _LINEAR = ["linear_attention", "full_attention"]
 _HEADS = {"head_dim": 8}

@@ -58,6 +58,7 @@ OPTIONS = [
     ("report", "lengths.npy --json", "--dp 2", '"dp": 1', '"dp": 2'),
     ("report", "lengths.npy --cp 2", "--tp 4", "aligned to 4 ", "aligned to 16 "),
     ("report", "lengths.npy --tp 2", "--cp 4", "aligned to 2 ", "aligned to 16 "),
+    ("report", "lengths.npy --json", "--model rwkv", '"notes": []', "left are wrong in rwkv"),
     ("report", CHATS, "--num-proc 2", "chats:   0%", "chats (num_proc=2):"),
     ("report", EMPTY_CHATS, "--allow-empty", "is an empty answer", "2 examples, "),
     ("audit", "splits", "--split test", "audit of 2 rows", "audit of 1 row "),
@@ -117,6 +118,8 @@ def files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     datasets.DatasetDict(saved).save_to_disk("splits")
     byte_tokenizer(THINKING).save_pretrained("thinking")
     FAMILIES["gemma3"].make_processor().save_pretrained("processor")
+    Path("rwkv").mkdir()
+    Path("rwkv/config.json").write_text('{"model_type": "rwkv"}')
     Path("images").mkdir()
     Image.new("RGB", (64, 64)).save("images/red.png")
     Path("words.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")

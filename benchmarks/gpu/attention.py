@@ -19,7 +19,7 @@ from torch_collate_kit import Batch, PackedCollator
 from torch_collate_kit.attention import kernels
 from torch_collate_kit.attention.kernels import Segments, attend
 
-__all__ = ["checkpointing", "compiled", "families", "kernel"]
+__all__ = ["alone", "checkpointing", "compiled", "drawn_batch", "families", "kernel", "packed"]
 
 Named = dict[str, Tensor]
 LENGTHS = [130, 1, 257, 64, 60]  # 512 tokens: below, at and above the kernel's block sizes
@@ -58,11 +58,11 @@ def _family(where: Where, kind: str) -> list[dict[str, Any]]:
     checks = []
     layouts = {"one row": (512, False), "several rows": (260, False), "pad tails": (300, True)}
     for name, (max_tokens, fixed_width) in layouts.items():
-        batch = _batch(where, max_tokens, fixed_width=fixed_width)
-        usual, exact = (_alone(where, kind, batch, d) for d in (where.low, where.exact))
+        batch = drawn_batch(where, max_tokens, fixed_width=fixed_width)
+        usual, exact = (alone(where, kind, batch, d) for d in (where.low, where.exact))
         model = small_model(kind, "torch_varlen", where.low, where.device)
         for what, change in (("", {}), (", max_q above the maximum", {"max_length_q": 4096})):
-            ours = _packed(model, batch, change)
+            ours = packed(model, batch, change)
             checks.append(compared(f"{kind}, {name}{what}", ours, usual, exact, where.low))
     return checks
 
@@ -70,15 +70,15 @@ def _family(where: Where, kind: str) -> list[dict[str, Any]]:
 def checkpointing(where: Where) -> dict[str, Any]:
     """Both kinds of gradient checkpointing, which run attention again in the backward pass."""
     checks = []
-    batch = _batch(where, 300, fixed_width=True)
+    batch = drawn_batch(where, 300, fixed_width=True)
     for kind in ("qwen3", "gemma3"):
-        usual, exact = (_alone(where, kind, batch, d) for d in (where.low, where.exact))
+        usual, exact = (alone(where, kind, batch, d) for d in (where.low, where.exact))
         for reentrant in (True, False):
             model = small_model(kind, "torch_varlen", where.low, where.device)
             checkpointed(model, use_reentrant=reentrant)
             model.enable_input_require_grads()
             name = f"{kind}, {'reentrant' if reentrant else 'not reentrant'}"
-            checks.append(compared(name, _packed(model, batch, {}), usual, exact, where.low))
+            checks.append(compared(name, packed(model, batch, {}), usual, exact, where.low))
     return {"checks": checks}
 
 
@@ -94,9 +94,9 @@ def compiled(where: Where) -> dict[str, Any]:
         for layer in model.model.layers:
             layer.compile(backend=where.backend)
         for max_tokens in (512, 300, 260):
-            batch = _batch(where, max_tokens, fixed_width=True)
-            usual, exact = (_alone(where, kind, batch, d) for d in (where.low, where.exact))
-            ours = _packed(model, batch, {"max_length_q": 512, "max_length_k": 512})
+            batch = drawn_batch(where, max_tokens, fixed_width=True)
+            usual, exact = (alone(where, kind, batch, d) for d in (where.low, where.exact))
+            ours = packed(model, batch, {"max_length_q": 512, "max_length_k": 512})
             name = f"{kind}, rows of {max_tokens}"
             checks.append(compared(name, ours, usual, exact, where.low))
         breaks = dict(counters["graph_break"])
@@ -145,7 +145,7 @@ def _with_gradients(output: Tensor, inputs: list[Tensor], slope: Tensor) -> Name
     return dict(zip(("output", "query", "key", "value"), (output, *gradients), strict=True))
 
 
-def _batch(where: Where, max_tokens: int, *, fixed_width: bool) -> Batch:
+def drawn_batch(where: Where, max_tokens: int, *, fixed_width: bool) -> Batch:
     generator = torch.Generator().manual_seed(0)
     examples = [
         {"input_ids": torch.randint(3, VOCABULARY, (n,), generator=generator)} for n in LENGTHS
@@ -173,15 +173,18 @@ def _slope(batch: Batch, segments: list[tuple[int, slice]]) -> Tensor:
     return slope.to(batch["input_ids"].device)
 
 
-def _packed(model: Any, batch: Batch, changes: dict[str, Any]) -> Named:
+def packed(model: Any, batch: Batch, changes: dict[str, Any]) -> Named:
+    """The logits of all tokens, and all gradients, by what ``model_inputs`` returns."""
     model.zero_grad()
     segments = _segments(batch)
-    logits = model(**(batch.model_inputs("torch_varlen", labels=False) | changes)).logits
-    logits.backward(_slope(batch, segments).to(logits.dtype))
+    slope = _slope(batch, segments)
+    logits = model(**(batch.model_inputs(model, labels=False) | changes)).logits
+    logits = logits.view(slope.shape)  # a model that takes one row returns one
+    logits.backward(slope.to(logits.dtype))
     return {"logits": torch.cat([logits[at] for at in segments])} | _gradients(model)
 
 
-def _alone(where: Where, kind: str, batch: Batch, dtype: torch.dtype) -> Named:
+def alone(where: Where, kind: str, batch: Batch, dtype: torch.dtype) -> Named:
     """The same from one example at a time, by SDPA."""
     model, segments = small_model(kind, "sdpa", dtype, where.device), _segments(batch)
     slope, parts = _slope(batch, segments), []

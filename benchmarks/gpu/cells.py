@@ -11,7 +11,7 @@ from gpu.where import Where
 
 __all__ = ["CELLS", "PARTS", "Cell", "chosen"]
 
-PARTS = ("correctness", "speed", "launch")
+PARTS = ("correctness", "speed", "hybrids", "launch")
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,11 @@ class Cell:
     """Whether a tiny run has it: one cell of each kind is enough there."""
     reads: tuple[str, ...] = ()
     """Patterns of files beside its own that it depends on: it is measured again if they change."""
+
+    @property
+    def is_correctness(self) -> bool:
+        """Whether an error in it counts as a check that failed."""
+        return self.part == "correctness" or self.function == "hybrids:families"
 
     def run(self, where: Where) -> dict[str, Any]:
         module, _, name = self.function.partition(":")
@@ -61,6 +66,7 @@ _PEERS = [
 _WIDE = {"rows": 8, "steps": 3}
 _SAMPLES = ("tests/batch_samples.py",)
 _TESTS = ("tests/*.py", "tests/gpu/*.py", "tests/rl/rollouts.py", "examples/*.py")
+_PACKED_HELPERS = ("benchmarks/gpu/attention.py",)
 _LIGER = ["Trainer, flattened, torch_varlen, Liger"]
 
 
@@ -89,6 +95,8 @@ CELLS = (
     Cell("isolation", "correctness", "batches:isolation", seconds=20),
     _speed("padding-0.6B", "0.6B", [_OURS, _PADDED, _SORTED], 70, in_tiny=True),
     _speed("padding-1.7B", "1.7B", [_OURS, _PADDED], 90),
+    Cell("hybrids", "hybrids", "hybrids:families", seconds=40, reads=_PACKED_HELPERS),
+    Cell("hybrids-0.8B", "hybrids", "hybrids:compare_layouts", seconds=120, limit=360),
     Cell("launches", "launch", "launches:launch_delay", seconds=35),
     _peers("trainers-0.6B", "0.6B", _PEERS, 80, in_tiny=True),
     _speed("compiled-1.7B", "1.7B", [_FIXED, _COMPILED], 90, in_tiny=True, **_WIDE),

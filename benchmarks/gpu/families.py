@@ -1,4 +1,4 @@
-"""Small models of five families, with random weights: no network is needed."""
+"""Small models of five families and three hybrids, random weights: no network is needed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from torch_collate_kit.attention import register_torch_varlen
 
-__all__ = ["FAMILIES", "VOCABULARY", "WINDOW", "small_model"]
+__all__ = ["FAMILIES", "HYBRIDS", "VOCABULARY", "WINDOW", "small_model"]
 
 VOCABULARY, WINDOW = 512, 16
 _SIZES: dict[str, Any] = {
@@ -41,6 +41,34 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+# One for each set of kernels: fla, causal_conv1d alone, mamba_ssm.
+HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_5": (
+        "Qwen3_5TextConfig",
+        {
+            "head_dim": 64,
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 64,
+            "linear_value_head_dim": 64,
+        },
+    ),
+    "lfm2": (
+        "Lfm2Config",
+        {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    ),
+    "bamba": (
+        "BambaConfig",
+        {
+            "attn_layer_indices": [1],
+            "mamba_n_heads": 8,
+            "mamba_d_head": 64,
+            "mamba_d_state": 64,
+            "mamba_chunk_size": 64,
+        },
+    ),
+}
 
 
 def small_model(kind: str, attention: str, dtype: torch.dtype, device: torch.device) -> Any:
@@ -48,7 +76,7 @@ def small_model(kind: str, attention: str, dtype: torch.dtype, device: torch.dev
     import transformers
 
     register_torch_varlen()
-    config_name, own = FAMILIES[kind]
+    config_name, own = (FAMILIES | HYBRIDS)[kind]
     config = getattr(transformers, config_name)(**_SIZES, **own)
     config._attn_implementation = attention
     with torch.random.fork_rng(devices=[]):

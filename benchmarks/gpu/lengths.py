@@ -94,7 +94,7 @@ class PackedRows:
         )
 
     def __call__(self, examples: Any) -> Batch:
-        return self._collate(examples)
+        return self.collate(examples)
 
 
 class PaddedRows:

@@ -1,4 +1,4 @@
-"""Qwen3 models with random weights on the device, in four sizes, and their optimizer."""
+"""Qwen3 and Qwen3.5 models with random weights on the device, and their optimizer."""
 
 from __future__ import annotations
 
@@ -13,10 +13,20 @@ from gpu.where import Where, is_out_of_memory
 from torch_collate_kit import register_torch_varlen
 from torch_collate_kit.attention.kernels import same_dtype
 
-__all__ = ["SETTINGS", "SIZES", "Setting", "built", "cast_for_flex", "checkpointed", "fitting"]
+__all__ = [
+    "HYBRID",
+    "SETTINGS",
+    "SIZES",
+    "Setting",
+    "built",
+    "cast_for_flex",
+    "checkpointed",
+    "fitting",
+]
 
 VOCABULARY = 151_936
-# The published sizes; head_dim is 128 and 8 KV heads in all of them.
+HYBRID = "Qwen3.5-0.8B"
+# The published sizes; head_dim is 128 and 8 KV heads in all of Qwen3.
 SIZES: dict[str, dict[str, Any]] = {
     "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28},
     "1.7B": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28},
@@ -32,6 +42,19 @@ SIZES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 36,
         "num_attention_heads": 32,
         "tie_word_embeddings": False,
+    },
+    HYBRID: {
+        "vocab_size": 248_320,
+        "hidden_size": 1024,
+        "intermediate_size": 3584,
+        "num_hidden_layers": 24,  # every fourth is attention, the others are gated delta nets
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 16,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
     },
 }
 _COMMON: dict[str, Any] = {
@@ -51,6 +74,13 @@ _TINY: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
+}
+_TINY_MIXERS: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
 }
 
 
@@ -78,7 +108,10 @@ def config_of(size: str, where: Where) -> Any:
     import transformers
 
     options = {**_COMMON, **SIZES[size], **(_TINY if where.is_tiny else {})}
-    return transformers.Qwen3Config(**options)
+    if size != HYBRID:
+        return transformers.Qwen3Config(**options)
+    del options["rope_parameters"]  # its own has sections for images
+    return transformers.Qwen3_5TextConfig(**options | (_TINY_MIXERS if where.is_tiny else {}))
 
 
 def built(size: str, where: Where, setting: Setting, attention: str = "torch_varlen") -> Any:

@@ -17,7 +17,7 @@ __all__ = ["Results", "code_digest", "machine_name"]
 # What chooses and starts cells or writes tables changes no measurement; the rest is of all cells,
 # but for modules that only their own cells read.
 _OF_NO_CELL = ("run", "cells", "saved", "tables", "targets", "bench_vision_gpu")
-_OF_SOME_CELLS = ("attention", "batches", "launches", "peers", "profiling")
+_OF_SOME_CELLS = ("attention", "batches", "hybrids", "launches", "peers", "profiling")
 
 
 def code_digest(cell: str, root: Path = ROOT) -> str:

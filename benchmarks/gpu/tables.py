@@ -84,6 +84,7 @@ def summary(result: Found) -> str:
         failed = [check["name"] for check in result["checks"] if not check["is_ok"]]
         said = f"{len(result['checks']) - len(failed)} checks passed"
         said += f", {len(failed)} FAILED: {failed[0]}" if failed else ""
+        said += "".join(f"; left out: {each}" for each in result.get("left_out", []))
         return result.get("skipped", said)
     if "variants" in result:
         return "; ".join(f"{v['variant']} {_rate(v)}" for v in result["variants"])
@@ -95,7 +96,7 @@ def summary(result: Found) -> str:
 def _correctness(report: Report, found: Mapping[str, Found]) -> int:
     """How many checks failed; a cell of correctness that ended with an error is one of them."""
     rows, failed = [], []
-    ours = {cell.name for cell in CELLS if cell.part == "correctness"}
+    ours = {cell.name for cell in CELLS if cell.is_correctness}
     for name, result in found.items():
         failed += [check for check in result.get("checks", []) if not check["is_ok"]]
         if name in ours and "error" in result:
@@ -218,6 +219,7 @@ def _profiles(report: Report, found: Mapping[str, Found]) -> None:
 
 def _not_measured(report: Report, found: Mapping[str, Found], names: list[str]) -> None:
     rows = [[name, str(r["error"])] for name, r in found.items() if r.get("error")]
+    rows += [[name, each] for name, r in found.items() for each in r.get("left_out", [])]
     rows += [[name, "left for a later run"] for name in names if name not in found]
     if rows:
         report.table("Not measured", ["cell", "why"], rows)
@@ -228,7 +230,8 @@ def _of_kind(found: Mapping[str, Found], key: str) -> dict[str, Found]:
 
 
 def _about(result: Found) -> str:
-    said = f"Qwen3-{result['model']}, {result['setting']}, AdamW (fused); a step is "
+    model = result["model"] if "Qwen" in result["model"] else f"Qwen3-{result['model']}"
+    said = f"{model}, {result['setting']}, AdamW (fused); a step is "
     said += f"{result['examples_per_step']} examples, a micro-batch at most "
     said += f"{result['max_tokens']:,} cells; lengths: {result['lengths']}."
     too_large = "; ".join(result["too_large"])

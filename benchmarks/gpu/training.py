@@ -15,9 +15,10 @@ from torch import Tensor
 from gpu.lengths import Layout, Mix, loader_of
 from gpu.models import Setting
 from gpu.where import Where, is_out_of_memory
-from torch_collate_kit import Batch, token_loss
+from torch_collate_kit import Batch, isolate_mixers, token_loss
+from torch_collate_kit.batch.model_kind import ModelKind
 
-__all__ = ["Runner", "Variant", "alternated", "train_step"]
+__all__ = ["Runner", "Variant", "alternated", "as_in", "train_step"]
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,28 @@ class Variant:
     """All logits of a micro-batch at once, in place of ``token_loss(head=)``."""
     compiled: bool = False
     """Every layer under torch.compile; needs rows of one width."""
+    isolated: bool = False
+    """The mixers of a hybrid under ``isolate_mixers``."""
+
+
+def as_in(variant: Variant, model: Any, where: Where) -> None:
+    """Change the model to what this variant has."""
+    if model.config._attn_implementation != variant.attention:
+        model.set_attn_implementation(variant.attention)
+    if ModelKind.of(model).is_isolated != variant.isolated:
+        isolate_mixers(model, undo=not variant.isolated)
+    compiled = {layer._compiled_call_impl is not None for layer in model.model.layers}
+    if compiled == {variant.compiled}:
+        return
+    for layer in model.model.layers:
+        if variant.compiled:
+            layer.compile(backend=where.backend)
+        else:
+            layer._compiled_call_impl = None
 
 
 def loss_of(model: Any, part: Batch, variant: Variant, num_loss_tokens: int) -> Tensor:
-    inputs = part.model_inputs(variant.attention, labels=False)
+    inputs = part.model_inputs(model, labels=False)
     if variant.compiled:  # one number for all rows, or each new maximum would compile again
         width = inputs["input_ids"].shape[1]
         inputs |= {name: width for name in inputs if name.startswith("max_length")}
@@ -102,7 +121,7 @@ class Runner:
 
         With gradients, though they are not used: a compiled model would be compiled twice without.
         """
-        self._prepare()
+        as_in(self.variant, self._model, self._where)
         with contextlib.closing(self.loader.steps(1)) as steps:
             parts, num_loss_tokens, _ = parts_of(next(steps))
         with autocast_of(self._setting, self._where):
@@ -111,13 +130,13 @@ class Runner:
             )
 
     def warm_up(self, num_steps: int) -> None:
-        self._prepare()
+        as_in(self.variant, self._model, self._where)
         for batch in self.loader.steps(num_steps):
             self._train(batch)
 
     def block(self, num_steps: int) -> None:
         """Timed steps. The first one is left out of the waiting: its batch had a block's time."""
-        self._prepare()
+        as_in(self.variant, self._model, self._where)
         graphs, taken = _num_graphs(), []
         self._where.wait()
         self._where.reset_peak()
@@ -159,19 +178,6 @@ class Runner:
 
     def close(self) -> None:
         self.loader.close()
-
-    def _prepare(self) -> None:
-        """The model as this variant has it."""
-        if self._model.config._attn_implementation != self.variant.attention:
-            self._model.set_attn_implementation(self.variant.attention)
-        compiled = {layer._compiled_call_impl is not None for layer in self._model.model.layers}
-        if compiled == {self.variant.compiled}:
-            return
-        for layer in self._model.model.layers:
-            if self.variant.compiled:
-                layer.compile(backend=self._where.backend)
-            else:
-                layer._compiled_call_impl = None
 
     def _train(self, batch: Any) -> float:
         return train_step(

@@ -17,7 +17,8 @@ __all__ = ["DATA", "ROOT", "Where", "described", "is_out_of_memory"]
 ROOT = Path(__file__).resolve().parents[2]
 DATA = Path(os.environ.get("TORCH_COLLATE_KIT_DATA", ROOT.parent / "shared" / "data"))
 _NEEDED = ("torch", "transformers", "accelerate", "numpy")
-_USED_IF_THERE = ("pytest", "trl", "flash_attn", "liger_kernel", "triton")
+_KERNELS = ("causal_conv1d", "flash-linear-attention", "mamba_ssm")
+_USED_IF_THERE = ("pytest", "trl", "flash_attn", "liger_kernel", "triton", *_KERNELS)
 
 
 @dataclass(frozen=True)

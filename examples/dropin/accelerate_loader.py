@@ -48,7 +48,7 @@ while window := list(islice(batches, NUM_MICRO_BATCHES)):
     for i, batch in enumerate(window):
         is_last = i == len(window) - 1  # only the last backward pass exchanges gradients
         with contextlib.nullcontext() if is_last else accelerator.no_sync(model):
-            logits = model(**batch.model_inputs(labels=False)).logits
+            logits = model(**batch.model_inputs(model, labels=False)).logits
             loss = kit.token_loss(logits, batch, num_loss_tokens=num_loss_tokens)
             accelerator.backward(loss * num_ranks)  # DDP averages, and the loss is a sum
         step_loss += loss.detach()

@@ -48,7 +48,7 @@ with loader:
     for batch in loader.steps(tiny.NUM_STEPS):
         own += torch.tensor([batch.num_tokens, batch.num_cells])  # a rank knows no other's rows
         num_loss_tokens = kit.global_num_loss_tokens(batch)  # of all ranks
-        logits = model(**batch.model_inputs(labels=False)).logits
+        logits = model(**batch.model_inputs(model, labels=False)).logits
         loss = kit.token_loss(logits, batch, num_loss_tokens=num_loss_tokens)
         accelerator.backward(loss * num_ranks)  # DDP averages, and the loss is a sum
         optimizer.step()

@@ -44,7 +44,7 @@ def cells_of(cu_seq_lens: torch.Tensor, cp_rank: int) -> torch.Tensor:
 
 def row_loss(model: Any, row: kit.Batch) -> torch.Tensor:
     """Of one row, as the sum of what its context-parallel ranks compute."""
-    logits = model(**row.model_inputs(labels=False)).logits[0]
+    logits = model(**row.model_inputs(model, labels=False)).logits[0]
     # Shifted before cells are divided, since a slice's last target is in another slice.
     targets = F.pad(row["labels"][0, 1:], (0, 1), value=-100)
     parts = []

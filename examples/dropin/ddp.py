@@ -39,7 +39,7 @@ for batch in loader:
         row = batch[i : i + 1]
         is_last = i == len(batch) - 1  # only the last backward pass exchanges gradients
         with contextlib.nullcontext() if is_last else model.no_sync():
-            logits = model(**row.model_inputs(labels=False)).logits
+            logits = model(**row.model_inputs(model, labels=False)).logits
             loss = kit.token_loss(logits, row, num_loss_tokens=num_loss_tokens)
             (loss * num_ranks).backward()  # DDP averages over the ranks, and the loss is a sum
         step_loss += loss.detach()

@@ -54,7 +54,7 @@ class PackedTraining(lightning.LightningModule):
 
     def training_step(self, batch: kit.Batch, _: int) -> torch.Tensor:
         num_loss_tokens = batch.metadata["num_loss_tokens"]  # of all ranks
-        logits = self.model(**batch.model_inputs(labels=False)).logits
+        logits = self.model(**batch.model_inputs(self.model, labels=False)).logits
         loss = kit.token_loss(logits, batch, num_loss_tokens=num_loss_tokens)
         total = self.trainer.strategy.reduce(loss.detach().clone(), reduce_op="sum")
         self.losses.append(float(total))

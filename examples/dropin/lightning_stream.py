@@ -51,7 +51,7 @@ class PackedTraining(lightning.LightningModule):
         self.numbers: list[list[int]] = []
 
     def training_step(self, batch: kit.Batch, _: int) -> torch.Tensor:
-        logits = self.model(**batch.model_inputs(labels=False)).logits
+        logits = self.model(**batch.model_inputs(self.model, labels=False)).logits
         loss = kit.token_loss(logits, batch, num_loss_tokens=batch.metadata["num_loss_tokens"])
         self.losses.append(loss.item())
         self.numbers.append(tiny.numbers_in(batch))

@@ -60,7 +60,7 @@ def train(folder: Path) -> tuple[list[float], list[list[int]]]:
     optimizer = tiny.make_optimizer(model)
     losses, numbers = [], []
     for batch in stream:  # in a DataLoader with batch_size=None and collate_fn=stream.as_is too
-        logits = model(**batch.model_inputs(labels=False)).logits
+        logits = model(**batch.model_inputs(model, labels=False)).logits
         loss = kit.token_loss(logits, batch, num_loss_tokens=batch.metadata["num_loss_tokens"])
         loss.backward()
         optimizer.step()

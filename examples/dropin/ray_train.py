@@ -49,7 +49,7 @@ def train(config: dict[str, Any]) -> tuple[list[float], list[list[int]]]:
     with make_loader(ray.train.get_context().get_world_rank()) as loader:
         for batch in loader:
             num_loss_tokens = batch.metadata["num_loss_tokens"]  # of all ranks
-            logits = model(**batch.model_inputs(labels=False)).logits
+            logits = model(**batch.model_inputs(model, labels=False)).logits
             loss = kit.token_loss(logits, batch, num_loss_tokens=num_loss_tokens)
             (loss * NUM_RANKS).backward()  # DDP averages over the ranks, and the loss is a sum
             optimizer.step()

@@ -45,7 +45,7 @@ def train(checkpoint: Path, *, resume: bool) -> tuple[list[float], list[list[int
             part.load_state_dict(saved[name])
     losses, numbers = [], []
     for batch in loader:
-        logits = model(**batch.model_inputs(labels=False)).logits
+        logits = model(**batch.model_inputs(model, labels=False)).logits
         loss = kit.token_loss(logits, batch, num_loss_tokens=batch.metadata["num_loss_tokens"])
         loss.backward()
         optimizer.step()

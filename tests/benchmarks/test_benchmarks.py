@@ -35,6 +35,16 @@ def test_committed_pages_are_those_of_the_committed_figures(pages: Any) -> None:
     assert text == pages.readme(text, every)
 
 
+def test_the_page_on_isolation_has_the_figures_of_hybrids() -> None:
+    found = results_of("hybrids")
+    steps = [found[f"leaking {width}"] for width in (2048, 8192)]
+    ratios = sorted(each["isolated"]["median"] / each["leaking"]["median"] for each in steps)
+    times = found["padded"]["padded"]["median"] / found["padded"]["packed"]["median"]
+    text = (FOLDER.parent / "docs" / "isolation.md").read_text(encoding="utf-8")
+    assert f"takes {ratios[0]:.2f} to {ratios[1]:.2f} of that" in text
+    assert f"bring {times:.1f} times\nthe real tokens per second of right-padded" in text
+
+
 def test_a_report_keeps_all_that_its_page_needs(pages: Any, tmp_path: Path) -> None:
     harness = importlib.import_module("harness")
     report = harness.Report("sums", "Quick.")
@@ -61,7 +71,7 @@ def test_a_report_keeps_all_that_its_page_needs(pages: Any, tmp_path: Path) -> N
 
 def test_every_cell_runs_what_there_is() -> None:
     cells, speed, peers = (importlib.import_module(f"gpu.{n}") for n in ("cells", "speed", "peers"))
-    assert {cell.part for cell in cells.CELLS} == {"correctness", "speed", "launch"}
+    assert {cell.part for cell in cells.CELLS} == set(cells.PARTS)
     for cell in cells.CELLS:
         module, _, name = cell.function.partition(":")
         assert callable(getattr(importlib.import_module(f"gpu.{module}"), name))
@@ -69,10 +79,23 @@ def test_every_cell_runs_what_there_is() -> None:
         assert set(cell.options.get("trainers", [])) <= set(peers.TRAINERS)
 
 
+def test_hybrids_are_packed_by_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    hybrids = importlib.import_module("gpu.hybrids")
+    where = importlib.import_module("gpu.where").Where(torch.device("cpu"), is_tiny=True)
+    monkeypatch.setattr(hybrids, "HYBRIDS", ("lfm2",))
+    found = hybrids.families(where)
+    names = [check["name"] for check in found["checks"] if check["is_ok"]]
+    assert names == [f"lfm2 by isolate_mixers, {rows}" for rows in ("one row", "several rows")]
+    assert found["left_out"] == ["lfm2 by kernels: causal_conv1d cannot be imported"]
+    isolated, padded = hybrids.compare_layouts(where)["variants"]
+    assert isolated["error"] is padded["error"] is None
+    assert isolated["first_loss"] == pytest.approx(padded["first_loss"], rel=1e-3)
+
+
 @pytest.mark.release
 def test_a_run_saves_skips_and_shows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = importlib.import_module("gpu.run")
-    names = ("fields", "head-loss", "launches", "logits-0.6B")
+    names = ("fields", "head-loss", "hybrids", "launches", "logits-0.6B")
     options = ["--cpu", "--tiny", "--out", str(tmp_path), "--cells", ",".join(names)]
     for measured in (0, len(names)):
         assert run.main(options) == 0
@@ -82,8 +105,9 @@ def test_a_run_saves_skips_and_shows(tmp_path: Path, capsys: pytest.CaptureFixtu
         "| fields | 12 of 12 | equal or not | - |  |",
         "| packed, torch_varlen, whole logits | ",
         "| thread collates | ",
+        "| hybrids | lfm2 by kernels: causal_conv1d cannot be imported |",
         "| trainers-0.6B | left for a later run |",
-        "| Is packed attention exact on the GPU? | 14 checks pass, 0 fail |",
+        "| Is packed attention exact on the GPU? | 20 checks pass, 0 fail |",
         "| checks of correctness that fail | 0 | at most 0 | met |",
     ):
         assert line in page

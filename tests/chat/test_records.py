@@ -249,7 +249,8 @@ PAIR = {"prompt": [USER], "chosen": [YO], "rejected": [{**YO, "content": "no"}]}
 )
 def test_preference_data_are_refused_by_name(tokenizer: Any, record: Any, column: str) -> None:
     """Their bad answers would be trained. In a mixed set other rows have None in these columns."""
-    message = rf"`{column}` is .* column of preference data.*; keep .* and remove the column"
+    way_out = "pass .* to preference.tokenize_preferences, or for SFT keep .* and remove the column"
+    message = rf"`{column}` is .* column of preference data.*; {way_out}"
     refused(record, tokenizer, message)
     rows = [{**dict.fromkeys(record), **SAID}, {"messages": None, **record}]
     with pytest.raises(DataError, match=f"example 1: {message}"):

@@ -57,7 +57,10 @@ def test_answers_and_a_padded_run_to_compare_with(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The last lines: a question of two skills with what the model wrote, and padded steps."""
-    run(f"{TINY} --max-steps 2", tmp_path)
+    summary = run(f"{TINY} --max-steps 2 --loss-per skill", tmp_path).summary
+    of_skills = [summary[f"held_out_loss, {skill.__name__}"] for skill in synthetic_chat.SKILLS]
+    assert min(of_skills) < summary["held_out_loss"] < max(of_skills)
+    assert len(set(of_skills)) == len(of_skills)
     *_, where, addition, story, padded = capsys.readouterr().out.splitlines()
     assert where == f"model, metrics and summary are in {tmp_path}"
     assert re.match(r"How much is \d plus \d\?  ->  ", addition)
@@ -91,7 +94,7 @@ def test_the_examples_of_a_step_are_printed(base: Path, capsys: Any) -> None:
         assert all(one["text"].strip() for one in found)
 
 
-@pytest.mark.parametrize("trained", ["weights", "adapters"])
+@pytest.mark.parametrize("trained", ["weights", "adapters", "hybrid"])
 def test_rows_one_by_one_all_at_once_or_padded_train_alike(
     trained: str, base: Path, tmp_path: Path
 ) -> None:
@@ -99,6 +102,8 @@ def test_rows_one_by_one_all_at_once_or_padded_train_alike(
     if trained == "adapters":
         pytest.importorskip("peft")
         still += f" --model {base / 'model'} --lora 2 --gradient-checkpointing"
+    if trained == "hybrid":
+        still += " --arch qwen3_5"
     packed = run(still, tmp_path / "packed")
     at_once = run(f"{still} --rows-per-micro-batch 100", tmp_path / "all")
     padded = run(f"{still} --no-packing", tmp_path / "padded")
@@ -226,6 +231,7 @@ REFUSED = {
     "--lora 8": "--lora 8: adapters need a trained model; pass --model",
     "--lora-alpha 8": "--lora-alpha 8: there are no adapters without --lora",
     "--lora 4 --lora-alpha 0": "--lora-alpha 0: must be 1 or more",
+    "--loss-per source": "--loss-per source: the data has skill, messages",
     "--resume": "--resume: no checkpoint in",
     "--dataset no/chats.jsonl": "--dataset no/chats.jsonl: there is no such file",
     "--model no/thing/here": "--model no/thing/here: neither here nor on the hub",

@@ -9,17 +9,20 @@ from typing import Any
 
 import options
 import pytest
+import sft
 import torch
 import trained_model
 import transformers
 from trained_model import ModelWithLoss, choose_attention
 
 import torch_collate_kit as kit
+from tests.hybrid_models import hybrid_model
 from tests.tiny_models import tiny_model
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 EXAMPLES = [{"input_ids": list(range(3, 9))}, {"input_ids": list(range(20, 32))}]
-TWO = kit.PackedCollator(0, max_tokens=64)(EXAMPLES)
+PACK = kit.PackedCollator(0, max_tokens=64)
+TWO = PACK(EXAMPLES)
 AUTO = Namespace(attention="auto", no_packing=False, precision="no", lora=None)
 
 
@@ -58,13 +61,12 @@ def test_the_first_attention_that_keeps_examples_apart(kind: str, line: str) -> 
     assert_is_each_alone(model)
 
 
-def assert_is_each_alone(model: Any) -> None:
-    """The loss of both, packed, is that of each in a batch of its own."""
-    trained = ModelWithLoss(model.eval())
-    trained.check_head(TWO)
-    collate = kit.PackedCollator(0, max_tokens=64)
+def assert_is_each_alone(model: Any, collate: Any = PACK) -> None:
+    """The loss of both together is that of each in a batch of its own."""
+    trained, two = ModelWithLoss(model.eval()), collate(EXAMPLES)
+    trained.check_head(two)
     parts = [trained(collate([example]), 100) for example in EXAMPLES]
-    torch.testing.assert_close(trained(TWO, 100), sum(parts), rtol=1e-4, atol=0)
+    torch.testing.assert_close(trained(two, 100), sum(parts), rtol=1e-4, atol=0)
 
 
 def test_a_model_that_cannot_be_packed() -> None:
@@ -95,6 +97,13 @@ def test_padded_rows_have_the_attention_of_transformers() -> None:
     assert line == "attention: sdpa (the first choice on cpu)"
     line = choose_attention(tiny_model("gemma2", "eager"), padded, CPU, args)
     assert line.startswith("attention: eager (sdpa leaves out the soft-capping")
+
+
+def test_padded_rows_of_a_model_that_reads_pads_on_the_left() -> None:
+    model, args = hybrid_model("rwkv", "eager").train(), with_changes(AUTO, no_packing=True)
+    collate = sft.make_collator(0, model, args)
+    choose_attention(model, collate(EXAMPLES), CPU, args)
+    assert_is_each_alone(model, collate)
 
 
 # --- attention on CUDA: what is installed and the GPU are made up

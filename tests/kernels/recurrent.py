@@ -68,28 +68,6 @@ def _first_tokens(num_tokens: int, rows: int, cu_seqlens: Any, cu_seqlens_cpu: A
     return set(bounds[:-1])
 
 
-def _delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **o: Any) -> Any:
-    """Apply the delta rule with decay ``g`` [B, T, H, K or 1]."""
-    _refuse(o["initial_state"] is not None, "states are for generation")
-    first = _first_tokens(q.shape[1], q.shape[0], o["cu_seqlens"], o["cu_seqlens_cpu"])
-    repeats = v.shape[2] // q.shape[2]  # value heads per key head
-    dtype, (q, k, v, g, beta) = q.dtype, (each.float() for each in (q, k, v, g, beta))
-    q, k = (each.repeat_interleave(repeats, dim=2) for each in (q, k))
-    if o["use_qk_l2norm_in_kernel"]:
-        q, k = (each * torch.rsqrt((each * each).sum(-1, keepdim=True) + 1e-6) for each in (q, k))
-    q = q * (q.shape[-1] ** -0.5 if o["scale"] is None else o["scale"])
-    state, outputs = None, []
-    for t in range(q.shape[1]):
-        k_t, v_t = k[:, t, :, :, None], v[:, t, :, None]
-        if t in first:
-            state = torch.zeros_like(k_t * v_t)
-        state = state * g[:, t].exp()[..., None]
-        missing = v_t - (k_t * state).sum(-2, keepdim=True)
-        state = state + k_t * missing * beta[:, t, :, None, None]
-        outputs.append((q[:, t, :, :, None] * state).sum(-2))
-    return torch.stack(outputs, 1).to(dtype), (state if o["output_final_state"] else None)
-
-
 def chunk_gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -106,19 +84,8 @@ def chunk_gated_delta_rule(
     **kwargs: Any,
 ) -> Any:
     """Return the outputs [B, T, H, V]; ``g`` and ``beta`` are [B, T, H]."""
-    return _delta_rule(
-        q,
-        k,
-        v,
-        g[..., None],
-        beta,
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        cu_seqlens=cu_seqlens,
-        cu_seqlens_cpu=cu_seqlens_cpu,
-    )
+    options = (scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, False)
+    return chunk_kda(q, k, v, g[..., None], beta, *options, cu_seqlens, cu_seqlens_cpu)
 
 
 def chunk_kda(
@@ -137,21 +104,26 @@ def chunk_kda(
     cp_context: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """Return the outputs [B, T, H, V]; ``g`` is [B, T, H, K]."""
+    """Return the outputs [B, T, H, V]; the decay ``g`` is [B, T, H, K or 1]."""
     _refuse(use_gate_in_kernel, "the gate of this stand-in is outside the kernel")
-    return _delta_rule(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        cu_seqlens=cu_seqlens,
-        cu_seqlens_cpu=cu_seqlens_cpu,
-    )
+    _refuse(initial_state is not None, "states are for generation")
+    first = _first_tokens(q.shape[1], q.shape[0], cu_seqlens, cu_seqlens_cpu)
+    repeats = v.shape[2] // q.shape[2]  # value heads per key head
+    dtype, (q, k, v, g, beta) = q.dtype, (each.float() for each in (q, k, v, g, beta))
+    q, k = (each.repeat_interleave(repeats, dim=2) for each in (q, k))
+    if use_qk_l2norm_in_kernel:
+        q, k = (each * torch.rsqrt((each * each).sum(-1, keepdim=True) + 1e-6) for each in (q, k))
+    q = q * (q.shape[-1] ** -0.5 if scale is None else scale)
+    state, outputs = None, []
+    for t in range(q.shape[1]):
+        k_t, v_t = k[:, t, :, :, None], v[:, t, :, None]
+        if t in first:
+            state = torch.zeros_like(k_t * v_t)
+        state = state * g[:, t].exp()[..., None]
+        missing = v_t - (k_t * state).sum(-2, keepdim=True)
+        state = state + k_t * missing * beta[:, t, :, None, None]
+        outputs.append((q[:, t, :, :, None] * state).sum(-2))
+    return torch.stack(outputs, 1).to(dtype), (state if output_final_state else None)
 
 
 def mamba_chunk_scan_combined(

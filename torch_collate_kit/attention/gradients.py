@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_collate_kit.attention.models import keep_random_state, logits_of, unwrap
+from torch_collate_kit.attention.models import keep_random_state, logits_of
 from torch_collate_kit.attention.packed_inputs import PackedInputs
+from torch_collate_kit.batch.model_kind import unwrap
 from torch_collate_kit.errors import IsolationError
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_collate_kit.batch.model_kind import ModelKind, config_of
+from torch_collate_kit.batch.model_kind import ModelKind, config_of, unwrap
 from torch_collate_kit.errors import IsolationError
 from torch_collate_kit.families import sliding_window
 from torch_collate_kit.vision import VisionLayout
@@ -18,12 +18,6 @@ from torch_collate_kit.vision.families import OTHER, family_of
 
 _MEDIA = {"image", "video", "audio", "vision", "boi", "eoi"}
 _BY_PRECISION = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """Return the model inside DistributedDataParallel and similar wrappers."""
-    inner = getattr(model, "module", model)
-    return inner if isinstance(inner, nn.Module) else model
 
 
 def keep_random_state() -> AbstractContextManager[None]:

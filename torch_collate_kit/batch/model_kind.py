@@ -118,10 +118,15 @@ class ModelKind:
             )
 
 
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the model inside DistributedDataParallel and similar wrappers."""
+    inner = getattr(model, "module", model)
+    return inner if isinstance(inner, nn.Module) else model
+
+
 def config_of(model: nn.Module) -> Any:
     """Return the config of a model, also inside DistributedDataParallel and similar wrappers."""
-    inner = getattr(model, "module", model)
-    return getattr(inner if isinstance(inner, nn.Module) else model, "config", None)
+    return getattr(unwrap(model), "config", None)
 
 
 def _checked_attention(attention: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch_collate_kit._checks import needed_package
@@ -73,25 +74,52 @@ def tokenize_chat_dataset(
     >>> examples[0]["loss_mask"], skipped
     ([0, 0, 0, 0, 0, 0, 1, 1], Counter({'no_assistant_turn': 1}))
     """
-    datasets = needed_package("datasets", "tokenize_chat_dataset")
+    check_is_dataset(
+        dataset,
+        "tokenize_chat_dataset",
+        ", or stream.map(tokenize_chat, fn_kwargs=...) and a filter",
+    )
+    setup = ChatSetup(tokenizer, options, overflow="drop")
+    tokenized = _map(dataset, setup, num_proc)
+    removed = [] if options.train_on == "each" else ["record_index"]
+    removed += [] if setup.overflow == "truncate" else ["num_cut_tokens"]
+    return without_skipped(
+        tokenized,
+        removed,
+        "a record needs an assistant turn with tokens that the chat template trains, before "
+        "max_length",
+    )
+
+
+def check_is_dataset(dataset: Any, function: str, others: str = "") -> None:
+    """Raise TypeError unless ``dataset`` is a ``datasets.Dataset``."""
+    datasets = needed_package("datasets", function)
     if not isinstance(dataset, datasets.Dataset):
         raise TypeError(
             f"expected a datasets.Dataset, got {type(dataset).__name__}; use Dataset.from_list, a "
-            "split of the DatasetDict, or stream.map(tokenize_chat, fn_kwargs=...) and a filter"
+            f"split of the DatasetDict{others}"
         )
-    setup = ChatSetup(tokenizer, options, overflow="drop")
-    tokenized = _map(dataset, setup, num_proc)
+
+
+def without_skipped(
+    tokenized: Any, removed: Sequence[str], needed: str
+) -> tuple[Any, Counter[str]]:
+    """Return the examples without a ``skip_reason``, and how many have each.
+
+    One warning is logged for skipped examples, and one for cut ones. ``removed`` are columns that
+    the result is without.
+
+    Raises:
+        DataError: every example is skipped; ``needed`` is the way out.
+    """
     reasons = tokenized["skip_reason"][:]  # a list at once: a column is read in small batches
     skips, cuts = Counter(filter(None, reasons)), list(filter(None, tokenized["num_cut_tokens"][:]))
     if reasons and skips.total() == len(reasons):
         raise DataError(
             f"all {len(reasons)} examples are skipped: "
-            f"{', '.join(f'{count} with {reason}' for reason, count in skips.items())}; a record "
-            "needs an assistant turn with tokens that the chat template trains, before max_length"
+            f"{', '.join(f'{count} with {reason}' for reason, count in skips.items())}; {needed}"
         )
-    removed = ["skip_reason"] if options.train_on == "each" else ["skip_reason", "record_index"]
-    removed += [] if setup.overflow == "truncate" else ["num_cut_tokens"]
-    tokenized = tokenized.remove_columns(removed)
+    tokenized = tokenized.remove_columns(["skip_reason", *removed])
     if cuts:
         _logger.warning("cut %d tokens off %d of %d examples", sum(cuts), len(cuts), len(reasons))
     if skips:

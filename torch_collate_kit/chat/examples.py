@@ -77,7 +77,7 @@ def text_examples(
     try:
         return _examples(setup.tokenizer, conversation, train_on)
     except Refusal as refusal:
-        advice = _way_out(setup.tokenizer, conversation, train_on, refusal)
+        advice = _way_out(setup, conversation, train_on, refusal)
         raise (Refusal(refusal.reason, advice) if advice else refusal) from None
 
 
@@ -134,7 +134,7 @@ def _merged(rendering: Rendering, spans: Spans, turn: int) -> Spans:
 
 
 def _way_out(
-    tokenizer: Any, conversation: Conversation, train_on: str, refusal: Refusal
+    setup: ChatSetup, conversation: Conversation, train_on: str, refusal: Refusal
 ) -> str | None:
     """Return the advice with which the record is not refused, which was tried, or None.
 
@@ -144,12 +144,12 @@ def _way_out(
 
     def refused(part: Conversation, mode: str) -> Refusal | None:
         try:
-            _examples(tokenizer, part, mode)
+            _examples(setup.tokenizer, part, mode)
         except Refusal as other:
             return other
         return None
 
-    code = ChatTemplate.of(tokenizer, conversation.kwargs, conversation.tools).code
+    code = ChatTemplate.of(setup.tokenizer, conversation.kwargs, conversation.tools).code
     if not refusal.rendered and (conversation.tools is not None or "tools" not in code):
         return None
     part = conversation
@@ -164,7 +164,7 @@ def _way_out(
             return "give its tools, in a column `tools` or as tools=[...]: the template needs them"
         return None
     verb = "pass" if part is conversation else "try"
-    may_split = train_on == "all" and len(part.trained) > 1
+    may_split = setup.may_split and train_on == "all" and len(part.trained) > 1
     if may_split and refused(part, "each") is None:
         return f"{verb} train_on='each' (an example per turn)"
     for name, value in _CURES:

@@ -92,7 +92,14 @@ DEFAULT_OPTIONS = ChatOptions()
 class ChatSetup:
     """Checked options with the tokenizer they are used with, and its processor if there is one."""
 
-    def __init__(self, tokenizer: Any, options: ChatOptions, *, overflow: str = "raise") -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        options: ChatOptions,
+        *,
+        overflow: str = "raise",
+        may_split: bool = True,
+    ) -> None:
         if not isinstance(options, ChatOptions):
             raise TypeError(
                 f"options must be ChatOptions, got {type(options).__name__}; pass "
@@ -116,6 +123,8 @@ class ChatSetup:
         self.tokenizer = tokenizer
         self.options = options
         self.overflow = options.overflow or overflow
+        self.may_split = may_split
+        """Whether a refusal may advise ``train_on="each"``."""
 
     def chat_template(self, asked: str | None, tools: Any) -> str | None:
         """Return the template, or the name of one, that ``asked`` and ``tools`` select.

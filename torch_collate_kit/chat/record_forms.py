@@ -38,9 +38,9 @@ def check_columns(example: Mapping[str, Any]) -> None:
     for name in ("chosen", "rejected"):
         if example.get(name) is not None:
             raise DataError(
-                f"`{name}` is a column of preference data, which are no SFT data; keep the good "
-                "answers as `prompt` and `completion`, or as `messages`, and remove the columns "
-                "`chosen` and `rejected`"
+                f"`{name}` is a column of preference data, which are no SFT data; pass the dataset "
+                "to preference.tokenize_preferences, or for SFT keep the good answers as `prompt` "
+                "and `completion`, or as `messages`, and remove the columns `chosen` and `rejected`"
             )
     # Other labels than true or false are a topic or the like, if there are messages.
     label = example.get("label")
@@ -49,7 +49,8 @@ def check_columns(example: Mapping[str, Any]) -> None:
     if is_mark or (label is not None and has_prompt):
         raise DataError(
             f"`label` is {label!r:.40}: a column of preference data (KTO), whose bad answers would "
-            "be trained, too; keep the records with good answers, and remove the column `label`"
+            "be trained, too; pass the dataset to preference.tokenize_preferences, or for SFT keep "
+            "the records with good answers, and remove the column `label`"
         )
     _check_weight_name(tuple(example))
     weight = example.get("weight", 1.0)

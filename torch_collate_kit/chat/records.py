@@ -76,7 +76,7 @@ def _read_dicts(found: Any, what: str) -> list[dict[str, Any]]:
 
     def decode(value: Any) -> Any:
         try:
-            return json.loads(value) if isinstance(value, str) else _drop_none(value)
+            return json.loads(value) if isinstance(value, str) else drop_none(value)
         except ValueError as error:
             raise DataError(f"{what}: invalid JSON {value[:60]!r} ({error}); fix it") from error
 
@@ -146,7 +146,7 @@ def _read_message(found: Any, where: str, from_arrow: bool) -> dict[str, Any]:
         )
     _check_message_keys(found, where)
     message = {
-        key: value if isinstance(value, str) else _drop_none(value)
+        key: value if isinstance(value, str) else drop_none(value)
         for key, value in found.items()
         if value is not None and key not in _LEFT_OUT
     }
@@ -189,7 +189,7 @@ def _check_message_keys(message: Mapping[str, Any], where: str) -> None:
             f"{where} has no `content`, only {', '.join(map(repr, others))} and its role; "
             "rename the key of its text to content"
         )
-    if message.get("function_call") and _drop_none(message["function_call"]):
+    if message.get("function_call") and drop_none(message["function_call"]):
         raise DataError(
             f"{where} has a `function_call`, which chat templates no longer read; convert it to "
             "`tool_calls`: [{'type': 'function', 'function': function_call}], and the result's "
@@ -219,7 +219,7 @@ def _read_call(call: Mapping[str, Any], where: str, from_arrow: bool) -> dict[st
     if arguments is None or arguments == "":
         arguments = {}
     if from_arrow and not isinstance(arguments, str):
-        arguments = _drop_none(arguments)
+        arguments = drop_none(arguments)
     outer = {k: v for k, v in call.items() if v is not None and k not in ("name", "arguments")}
     return {
         "type": "function",
@@ -228,10 +228,10 @@ def _read_call(call: Mapping[str, Any], where: str, from_arrow: bool) -> dict[st
     }
 
 
-def _drop_none(value: Any) -> Any:
+def drop_none(value: Any) -> Any:
     """Return a copy without None: Arrow gives each struct the keys of all others."""
     if isinstance(value, Mapping):
-        return {key: _drop_none(item) for key, item in value.items() if item is not None}
+        return {key: drop_none(item) for key, item in value.items() if item is not None}
     if isinstance(value, (list, tuple)):
-        return [_drop_none(item) for item in value]
+        return [drop_none(item) for item in value]
     return value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch_collate_kit.batch import IGNORE_INDEX
 from torch_collate_kit.chat.examples import TextExample, text_examples
@@ -78,6 +78,42 @@ def tokenize_records(
     records: Collection[Any], setup: ChatSetup, *, from_arrow: bool
 ) -> list[list[dict[str, Any]] | DataError]:
     """Return each record's results, or its refusal. All texts are tokenized in one call."""
+    results: list[list[dict[str, Any]] | DataError] = []
+    found = marked_texts(records, setup, from_arrow=from_arrow)
+    for record, entries in zip(records, found, strict=True):
+        if isinstance(entries, DataError):
+            results.append(entries)
+            continue
+        if isinstance(entries, str):
+            rows = [_result(setup, skip_reason=entries)]
+        else:
+            try:
+                rows = [_fitted(entry, setup) for entry in entries]
+            except DataError as error:  # too long
+                results.append(error)
+                continue
+        if "weight" in record:
+            rows = [row | {"weight": record["weight"]} for row in rows]
+        results.append(rows[:1] if all(row["skip_reason"] for row in rows) else rows)
+    return results
+
+
+class MarkedText(NamedTuple):
+    """A text as tokens, 1 in ``loss_mask`` where they are trained, and the tokens of images."""
+
+    example: TextExample
+    input_ids: list[int]
+    loss_mask: list[int]
+    images: Sequence[tuple[int, int]] = ()
+
+
+def marked_texts(
+    records: Collection[Any], setup: ChatSetup, *, from_arrow: bool
+) -> list[list[MarkedText] | str | DataError]:
+    """Return each record's texts as tokens of any number, the reason why it has none, or a refusal.
+
+    All texts are tokenized in one call.
+    """
     found: list[list[TextExample] | str | DataError] = []
     for record in records:
         try:
@@ -88,24 +124,12 @@ def tokenize_records(
             found.append(DataError(_TOO_DEEP))
     texts = [entry.text for entries in found if isinstance(entries, list) for entry in entries]
     tokens = iter(_encode(setup.tokenizer, texts))
-    results: list[list[dict[str, Any]] | DataError] = []
-    for record, entries in zip(records, found, strict=True):
-        if isinstance(entries, DataError):
-            results.append(entries)
-            continue
-        if isinstance(entries, str):
-            rows = [_result(setup, skip_reason=entries)]
-        else:
-            pairs = [(entry, *next(tokens)) for entry in entries]
-            try:
-                rows = [_tokenized(*pair, setup) for pair in pairs]
-            except DataError as error:  # too long
-                results.append(error)
-                continue
-        if "weight" in record:
-            rows = [row | {"weight": record["weight"]} for row in rows]
-        results.append(rows[:1] if all(row["skip_reason"] for row in rows) else rows)
-    return results
+    return [
+        [_marked(entry, *next(tokens), setup) for entry in entries]
+        if isinstance(entries, list)
+        else entries
+        for entries in found
+    ]
 
 
 def _read(record: Any, setup: ChatSetup, from_arrow: bool) -> list[TextExample] | str:
@@ -148,26 +172,30 @@ def _encode(tokenizer: Any, texts: list[str]) -> list[tuple[list[int], Any]]:
     return list(zip(ids, encoded.encodings or [None] * len(ids), strict=True))
 
 
-def _tokenized(
+def _marked(
     example: TextExample, input_ids: list[int], encoding: Any, setup: ChatSetup
-) -> dict[str, Any]:
+) -> MarkedText:
     loss_mask = _loss_mask(example, input_ids, encoding, setup.tokenizer)
     images = example.expansion
     places = [_tokens_of(encoding, *span) for span in images.images] if images else []
     for first, stop in places:
         loss_mask[first:stop] = [0] * (stop - first)
+    return MarkedText(example, input_ids, loss_mask, places)
+
+
+def _fitted(marked: MarkedText, setup: ChatSetup) -> dict[str, Any]:
+    """Return a text as an example of at most ``max_length`` tokens, or why it is skipped."""
+    example, input_ids, loss_mask, places = marked
     if 1 not in loss_mask[1:]:
         return _result(setup, skip_reason="no_trained_tokens")
     length, limit = len(input_ids), setup.options.max_length
     kept = length if limit is None else min(length, limit)
     if kept < length and setup.overflow == "raise":
-        raise DataError(
-            f"the text has {length} tokens, more than max_length={limit}; raise max_length, "
-            "shorten the record, or pass overflow='drop' or 'truncate'"
-        )
+        raise too_long("the text", length, setup, "'drop' or 'truncate'")
     if kept < length and setup.overflow == "drop":
         return _result(setup, skip_reason="too_long")
     fields: dict[str, Any] = {}
+    images = example.expansion
     if images and places:
         num_images = sum(stop <= kept for _, stop in places)
         num_images = num_kept(images.fields, num_images, of=len(places))
@@ -177,6 +205,14 @@ def _tokenized(
     if 1 not in loss_mask[1:kept]:
         return _result(setup, skip_reason="nothing_left_after_truncation")
     return {**_result(setup, input_ids[:kept], loss_mask[:kept], length - kept), **fields}
+
+
+def too_long(what: str, length: int, setup: ChatSetup, others: str) -> DataError:
+    """Return the error for a text over ``max_length`` where ``overflow`` is "raise"."""
+    return DataError(
+        f"{what} has {length} tokens, more than max_length={setup.options.max_length}; raise "
+        f"max_length, shorten the record, or pass overflow={others}"
+    )
 
 
 def _loss_mask(
@@ -222,8 +258,14 @@ def _result(
     cut: int = 0,
     skip_reason: str = "",
 ) -> dict[str, Any]:
-    target = {"loss_mask": list(mask)}
-    if setup.options.labels:  # another packer would train the first token, which nothing predicts
-        trained = [i if kept else IGNORE_INDEX for i, kept in zip(ids, mask, strict=True)]
-        target = {"labels": [IGNORE_INDEX, *trained[1:]] if trained else []}
+    target = loss_target(setup, ids, mask)
     return {"input_ids": list(ids), **target, "num_cut_tokens": cut, "skip_reason": skip_reason}
+
+
+def loss_target(setup: ChatSetup, ids: Sequence[int], mask: Sequence[int]) -> dict[str, list[int]]:
+    """Return the loss mask under the name and in the form that the options ask for."""
+    if not setup.options.labels:
+        return {"loss_mask": list(mask)}
+    # another packer would train the first token, which nothing predicts
+    trained = [i if kept else IGNORE_INDEX for i, kept in zip(ids, mask, strict=True)]
+    return {"labels": [IGNORE_INDEX, *trained[1:]] if trained else []}

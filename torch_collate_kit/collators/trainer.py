@@ -35,7 +35,7 @@ class ForTrainer(ABC):
 
         Raises:
             ValueError: the collator declares fields, which model inputs do not have.
-            IsolationError: packed rows are wrong in the model.
+            IsolationError: in calls, if packed rows, or pads on the left, are wrong in the model.
 
         >>> from torch_collate_kit import PackedCollator
         >>> collate = PackedCollator(0, max_tokens=6).for_trainer()

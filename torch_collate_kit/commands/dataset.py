@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from torch_collate_kit._checks import needed_package
 from torch_collate_kit.commands.arguments import (
     FILES,
     add_command,
@@ -61,6 +62,9 @@ def add_report(commands: Any) -> None:
         help="rows of a step over all ranks: compares steps by examples, by rows and wrapped",
     )
     parser.add_argument(
+        "--model", metavar="NAME", help="a folder or hub name: notes where padding is wrong in it"
+    )
+    parser.add_argument(
         "--overflow",
         choices=("drop", "truncate", "split", "raise"),
         default="drop",
@@ -83,10 +87,19 @@ def _report(options: argparse.Namespace) -> int:
         overflow=options.overflow,
         batch_size=options.batch_size,
         batch_rows=options.batch_rows,
+        model=_model_config(options),
         show=False,
     )
     print(json.dumps(report, indent=2) if options.json else report)
     return 0
+
+
+def _model_config(options: argparse.Namespace) -> Any:
+    """Load the config of ``--model``, without its weights; None if no model is named."""
+    if options.model is None:
+        return None
+    transformers = needed_package("transformers", "--model")
+    return transformers.AutoConfig.from_pretrained(options.model)
 
 
 def _lengths(options: argparse.Namespace) -> Any:

@@ -65,7 +65,7 @@ def global_num_examples(
 
     Returns:
         A scalar int64 tensor in host memory, or on a device that the backend can reduce on. Nothing
-        waits for it.
+        waits for it. Where a step may have no example (all dropped), divide by ``.clamp(min=1)``.
 
     Raises:
         TypeError: not a Batch.

@@ -1,7 +1,8 @@
-"""Losses of preference pairs: pure functions of sums over segments."""
+"""Preference data: pairs and labelled answers as examples of two segments, and their losses."""
 
 from __future__ import annotations
 
 from torch_collate_kit.preference.losses import PreferenceLoss, bradley_terry, dpo, kto
+from torch_collate_kit.preference.tokenize import tokenize_preferences
 
-__all__ = ["PreferenceLoss", "bradley_terry", "dpo", "kto"]
+__all__ = ["PreferenceLoss", "bradley_terry", "dpo", "kto", "tokenize_preferences"]

@@ -218,11 +218,12 @@ def check_keys(
     """Check the keys of examples; ``owners`` says whose each is, such as "example 0"."""
     others = [key for key in owners if key not in KNOWN and key not in declared]
     check_no_other_weight(owners, others)
+    targets = [name for name in TARGETS if name in owners]
     for key in others:
         name = respelt(str(key), (*PER_TOKEN, *declared))
-        if name is not None and name not in owners:
+        is_class = key == "label" and targets  # of an example, as KTO has it
+        if name is not None and name not in owners and not is_class:
             raise _looks_like(owners[key], name, key)
-    targets = [name for name in TARGETS if name in owners]
     if train_all and targets:
         raise DataError(
             f"{owners[targets[0]]} has {targets[0]}, and train_all=True trains every token; keep "

@@ -54,8 +54,7 @@ def audit(
     Args:
         dataset: examples or rollouts as the collators take them, a list or columns; a
             TokenizedDataset or its sources; or chat records, which are tokenized as
-            :func:`~torch_collate_kit.tokenize_chat` does. It is read whole, and not changed. Of
-            examples with several segments each is looked at as a row, and pairs are compared.
+            :func:`~torch_collate_kit.tokenize_chat` does. It is read whole, and not changed.
         tokenizer: the tokenizer, or of a vision-language model the processor. Without it, what
             needs special tokens or a chat template is not checked, and examples are shown as ids.
         max_tokens: the length at which rows will be cut; None leaves that out.
@@ -104,7 +103,7 @@ def audit(
     findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
     return AuditReport(
         findings,
-        num_rows=len(columns.refused) + len(columns.without_answer) + len(columns.examples[0]),
+        num_rows=len(columns.refused) + len(columns.without_answer) + len(columns.heads),
         num_tokens=len(columns.ids),
         not_checked=not_checked,
     )

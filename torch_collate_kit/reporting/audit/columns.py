@@ -24,9 +24,7 @@ class AuditColumns:
     """Rows of tokens, flat. Legend: N rows, T tokens of all rows."""
 
     numbers: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.int64))
-    """int64 [N], the number of each row in the user's data; that of an example for its segments."""
-    segment_numbers: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.int64))
-    """int64 [N], which segment of its example each row is; 0 of examples that are one."""
+    """int64 [N], the number of each row in the user's data."""
     ids: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.int64))
     """Integers [T]."""
     lengths: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.int64))
@@ -41,10 +39,11 @@ class AuditColumns:
     """Whether the rows say what is trained."""
     labels: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.int64))
     """Integers [T], where the target is given as labels; else empty."""
+
+    segments: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.int64))
+    """int64 [N], which segment of its example each row is; empty for examples of one each."""
     margins: np.ndarray = field(default_factory=partial(np.empty, 0))
-    """float64 [N], by how much the first segment is the better one; NaN where that is not given."""
-    is_rated: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.bool_))
-    """bool [N], of an example with a ``label`` (KTO), whose segments are no pair."""
+    """float64 [N], by how much the chosen side is better, NaN if unknown; empty as above."""
 
     num_actions: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.int64))
     """int64 [N], response tokens per rollout; it and the next are empty for examples."""
@@ -61,6 +60,8 @@ class AuditColumns:
     """Rows that the readers refused, in order; they are not among the N."""
     without_answer: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.int64))
     """int64, numbers of chat records without a row, as nothing in them would be trained."""
+    are_labelled: bool = False
+    """Whether examples have a label (KTO): their segments are no pairs."""
     has_unread_images: bool = False
     """Whether there are images, and no processor that says how many tokens they take."""
     vocabulary: Vocabulary = field(default_factory=Vocabulary)
@@ -77,10 +78,9 @@ class AuditColumns:
         return len(np.unique(self.numbers))
 
     @cached_property
-    def examples(self) -> tuple[np.ndarray, np.ndarray]:
-        """The first row of each example, and the number of its rows: int64 each."""
-        firsts = np.flatnonzero(self.segment_numbers == 0)
-        return firsts, np.diff(np.append(firsts, len(self.lengths)))
+    def heads(self) -> np.ndarray:
+        """int64, the row with which each example begins."""
+        return np.flatnonzero(self.segments == 0 if len(self.segments) else self.lengths)
 
     @cached_property
     def offsets(self) -> np.ndarray:
@@ -346,5 +346,5 @@ class AuditColumns:
         before, marked, after = (self.vocabulary.text(self.ids[a:b].tolist()) for a, b in places)
         sides = "... " if first > begin else "", " ..." if last < end else ""
         text = f"{sides[0]}{before} \u27e6{marked}\u27e7 {after}{sides[1]}".strip()
-        segment = f", segment {self.segment_numbers[row]}" if self.segment_numbers.any() else ""
+        segment = f", segment {self.segments[row]}" if len(self.segments) else ""
         return f"row {self.numbers[row]}{segment}: {' '.join(text.split())}"

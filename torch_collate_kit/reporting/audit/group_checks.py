@@ -14,15 +14,15 @@ _HARD = 0.8  # of the groups: more without variance is a warning; of hard prompt
 
 @check("warning", of_rollouts="note")
 def duplicates(columns: AuditColumns) -> Found | None:
-    """Find rows with the same tokens, all of them; of examples in all of their segments."""
-    firsts, counts = columns.examples
-    starts, stops = columns.starts[firsts], columns.ends[firsts + counts - 1]
-    groups = columns.equal_spans(starts, stops - starts)
-    is_same = (np.bincount(groups)[groups] > 1) & ~columns.has_image[firsts]
-    num_copies = np.count_nonzero(is_same) - len(np.unique(groups[is_same]))
-    is_copied = columns.in_rows(firsts[is_same])
+    """Find rows with the same tokens, all of them."""
+    heads = columns.heads
+    counts = np.diff(heads, append=len(columns.lengths))
+    lengths = np.add.reduceat(columns.lengths, heads)
+    groups = columns.equal_spans(columns.starts[heads], lengths)
+    is_copied = (np.bincount(groups)[groups] > 1) & ~columns.has_image[heads]
+    num_copies = np.count_nonzero(is_copied) - len(np.unique(groups[is_copied]))
     return columns.found_in(
-        is_copied,
+        np.repeat(is_copied, counts),
         f"ROWS have the same tokens as another one; drop the copies ({num_copies:,}), unless the "
         "weight that they get is meant",
     )
@@ -31,8 +31,8 @@ def duplicates(columns: AuditColumns) -> Found | None:
 @check("warning")
 def contradictory_answers(columns: AuditColumns) -> Found | None:
     """Find rows with the same prompt and other answers, in rows with one trained run."""
-    if columns.are_rollouts or not columns.has_target or columns.segment_numbers.any():
-        return None  # pairs and the like have several answers
+    if columns.are_rollouts or not columns.has_target or len(columns.segments):
+        return None
     first, stop = columns.first_trained, columns.last_trained + 1
     is_asked = (stop - first == columns.num_trained) & (columns.num_trained > 0)
     is_asked &= (first > columns.starts + 1) & (columns.ends - stop <= 2) & ~columns.has_image

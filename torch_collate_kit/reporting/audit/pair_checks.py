@@ -1,113 +1,102 @@
-"""Preference pairs: two sides that do not teach what their names say."""
+"""The two sides of preference pairs against each other."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from torch_collate_kit.reporting.audit.check import MOST, check
+from torch_collate_kit.reporting.audit.check import check
 from torch_collate_kit.reporting.audit.columns import AuditColumns
 from torch_collate_kit.reporting.audit.findings import Found
 
-_MANY = 20  # pairs whose answers differ in length, before their lengths are evidence
-_NEARLY_ALL = 0.9  # of them
-_LEAST_SHARED = 3  # tokens that a prompt has at least
-_MERGED = 2  # tokens by which prompts differ where their end is one token with the answer's start
+_LEAST_PAIRS, _NEARLY_ALL = 20, 0.9
+_SHARED = 3  # tokens with which both sides begin
 
 
-@check("warning")
-def pair_sides_equal(columns: AuditColumns) -> Found | None:
-    """Find pairs whose two sides are the same tokens."""
-    chosen = _pairs(columns)
-    lengths = columns.lengths[chosen]
-    is_same = (lengths == columns.lengths[chosen + 1]) & _begin_equally(columns, chosen, lengths)
-    return columns.found_in(
-        columns.in_rows(chosen[is_same]),
-        "ROWS have two equal sides, so their loss has no gradient; drop them",
-    )
-
-
-@check("warning")
-def pair_prompts_differ(columns: AuditColumns) -> Found | None:
-    """Find pairs whose tokens before the first trained one differ."""
-    pairs, num_trained = _pairs(columns), columns.num_trained
-    chosen = pairs[(num_trained[pairs] > 0) & (num_trained[pairs + 1] > 0)]
-    if not columns.has_target or not len(chosen):
-        return None
-    num_prompt = columns.first_trained - columns.starts
-    first, second = num_prompt[chosen], num_prompt[chosen + 1]
-    shared = np.maximum(np.minimum(first, second) - 1, 0)  # the last token may be merged
-    is_far = np.abs(first - second) > _MERGED
-    is_other = is_far | ~_begin_equally(columns, chosen, shared)
-    return columns.found_in(
-        columns.in_rows(chosen[is_other]),
-        "ROWS have different tokens before the first trained one of each side, so their answers "
-        "are compared after two prompts; give both sides the same prompt",
-    )
-
-
-@check("warning")
-def pair_prompt_trained(columns: AuditColumns) -> Found | None:
-    """Find pairs of which every token is trained though the sides begin with the same ones."""
-    if not columns.has_target:
-        return None
-    pairs, is_full = _pairs(columns), columns.is_fully_trained
-    chosen = pairs[is_full[pairs] & is_full[pairs + 1]]
-    shortest = np.minimum(columns.lengths[chosen], columns.lengths[chosen + 1])
-    chosen = chosen[shortest > _LEAST_SHARED]
-    is_same = _begin_equally(columns, chosen, np.full(len(chosen), _LEAST_SHARED))
-    return columns.found_in(
-        columns.in_rows(chosen[is_same]),
-        "ROWS train every token of both sides, which begin with the same prompt: it cancels out "
-        "in a difference of sums, and distorts means (SimPO, ORPO) and what is logged; mark the "
-        "answers alone, as tokenize_preferences does",
-    )
-
-
-@check("warning")
-def pair_lengths_tell(columns: AuditColumns) -> Found | None:
-    """Find that the chosen answer is nearly always the longer one, or the shorter one."""
-    chosen = _pairs(columns)
-    sizes = columns.num_trained if columns.has_target else columns.lengths
-    longer = np.sign(sizes[chosen] - sizes[chosen + 1])
-    num_longer, num_shorter = (longer > 0).sum(), (longer < 0).sum()
-    more = max(num_longer, num_shorter)
-    if more < _MANY or more < _NEARLY_ALL * (num_longer + num_shorter):
-        return None
-    word, sign = ("longer", 1) if num_longer > num_shorter else ("shorter", -1)
-    return columns.found_in(
-        columns.in_rows(chosen[longer == sign]),
-        f"the chosen answer is the {word} one in ROWS, so its length alone tells it: a model may "
-        "learn that in place of the preference; check that the sides are not made by a rule, add "
-        "pairs of equal length, or use a loss that divides by the length",
-    )
-
-
-@check("warning")
-def pair_margin_negative(columns: AuditColumns) -> Found | None:
-    """Find pairs whose margin is below 0, or whose chosen answer has the lower score."""
+@check("error")
+def two_prompts(columns: AuditColumns) -> Found | None:
+    """Find pairs whose sides differ before the first trained token of both."""
     pairs = _pairs(columns)
-    chosen = pairs[columns.margins[pairs] < 0]
-    is_most = len(chosen) > MOST * len(pairs)
-    return columns.found_in(
-        columns.in_rows(chosen),
-        "ROWS have a margin below 0, or a score_chosen below score_rejected: by its own numbers "
-        "the rejected answer is the better one; swap the sides, or drop these pairs",
-        severity="error" if is_most else None,
+    pairs = pairs[(columns.num_trained[pairs] > 0).all(axis=1)]
+    starts = columns.starts[pairs]
+    shared = (columns.first_trained[pairs] - starts).min(axis=1)
+    groups = columns.equal_spans(starts.T.ravel(), np.tile(shared, 2)).reshape(2, -1)
+    differ = groups[0] != groups[1]
+    return columns.found_at(
+        starts[differ, 1],
+        "ROWS have two prompts: the sides differ before their first trained token, so they answer "
+        "different questions; tokenize them with preference.tokenize_preferences",
+        shared[differ],
+    )
+
+
+@check("warning")
+def equal_sides(columns: AuditColumns) -> Found | None:
+    """Find pairs whose sides have the same tokens."""
+    pairs = _pairs(columns)
+    rows = pairs.T.ravel()
+    groups = columns.equal_spans(columns.starts[rows], columns.lengths[rows]).reshape(2, -1)
+    return _found(
+        columns,
+        pairs[groups[0] == groups[1]],
+        "ROWS have the same chosen and rejected side, which teaches nothing; drop them",
+    )
+
+
+@check("warning")
+def shared_prompt_trained(columns: AuditColumns) -> Found | None:
+    """Find pairs of which every token is trained though the sides begin with the same ones."""
+    pairs = _pairs(columns) if columns.has_target else np.empty((0, 2), dtype=np.int64)
+    is_full = columns.is_fully_trained & (columns.lengths > _SHARED)
+    rows = pairs[is_full[pairs].all(axis=1)].T.ravel()
+    groups = columns.equal_spans(columns.starts[rows], np.full_like(rows, _SHARED)).reshape(2, -1)
+    return _found(
+        columns,
+        rows.reshape(2, -1).T[groups[0] == groups[1]],
+        "ROWS train every token of both sides, which begin with the same prompt: it cancels out in "
+        "a difference of sums, and is counted in means (SimPO, ORPO) and in what is logged; mark "
+        "the answers alone, as preference.tokenize_preferences does",
+    )
+
+
+@check("warning")
+def sides_told_by_length(columns: AuditColumns) -> Found | None:
+    """Find pairs of which nearly all have the longer, or the shorter, answer chosen."""
+    pairs = _pairs(columns)
+    chosen, rejected = columns.num_trained[pairs].T
+    longer, shorter = chosen > rejected, chosen < rejected
+    is_usual, word = (longer, "longer") if longer.sum() > shorter.sum() else (shorter, "shorter")
+    if len(pairs) < _LEAST_PAIRS or is_usual.mean() < _NEARLY_ALL:
+        return None
+    return _found(
+        columns,
+        pairs[is_usual],
+        f"ROWS choose the {word} answer, so length alone tells the sides apart and may be what is "
+        "learnt; check that the sides are not swapped, and add pairs of the other kind",
+    )
+
+
+@check("warning")
+def wrong_margin(columns: AuditColumns) -> Found | None:
+    """Find pairs whose margin is negative, or whose rejected side has the higher score."""
+    pairs = _pairs(columns)
+    return _found(
+        columns,
+        pairs[columns.margins[pairs[:, 0]] < 0],
+        "ROWS choose the side with the lower score, or have a negative margin; swap the sides, or "
+        "drop the pairs",
     )
 
 
 def _pairs(columns: AuditColumns) -> np.ndarray:
-    """Return the first row of each preference pair, int64; the other side is the next row."""
-    firsts, counts = columns.examples
-    firsts = firsts[counts == 2]
-    found: np.ndarray = firsts[~columns.is_rated[firsts]]
-    return found
+    """Return the rows of the chosen and the rejected side of each pair: int64 [P, 2]."""
+    heads = columns.heads
+    are_two = (np.diff(heads, append=len(columns.lengths)) == 2).all()
+    are_pairs = len(columns.segments) and not columns.are_labelled and are_two
+    heads = heads if are_pairs else heads[:0]
+    return np.stack([heads, heads + 1], axis=1)
 
 
-def _begin_equally(columns: AuditColumns, chosen: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Return whether both sides of these pairs have the same first ``counts`` tokens: bool."""
-    counts = np.minimum(counts, np.minimum(columns.lengths[chosen], columns.lengths[chosen + 1]))
-    starts = columns.starts[np.concatenate([chosen, chosen + 1])]
-    groups = columns.equal_spans(starts, np.tile(counts, 2))
-    found: np.ndarray = groups[: len(chosen)] == groups[len(chosen) :]
-    return found
+def _found(columns: AuditColumns, pairs: np.ndarray, message: str) -> Found | None:
+    """Return these pairs; the chosen answer of the first one is shown."""
+    places = np.maximum(columns.first_trained[pairs[:, 0]], columns.starts[pairs[:, 0]])
+    return columns.found_at(places, message, columns.ends[pairs[:, 0]] - places)

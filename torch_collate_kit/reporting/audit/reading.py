@@ -23,15 +23,15 @@ from torch_collate_kit.ragged import span_indices
 from torch_collate_kit.reading.examples import ExampleColumns
 from torch_collate_kit.reading.keys import KNOWN, MEDIA, first_with
 from torch_collate_kit.reading.reader import read_columns
-from torch_collate_kit.reading.source import Source, are_nested, check_even, is_a, kind_of
+from torch_collate_kit.reading.segments import are_nested
+from torch_collate_kit.reading.source import Source, check_even, is_a, kind_of
 from torch_collate_kit.reporting.audit.columns import AuditColumns
 from torch_collate_kit.reporting.audit.findings import Refused
 from torch_collate_kit.vision import VisionLayout
-from torch_collate_kit.vision.families import IMAGE_FIELDS
 
 _NO_TARGET = "no loss target"
 _CUT = "num_cut_tokens"  # of examples that were cut when they were tokenized
-_PAIR = ("label", "margin", "score_chosen", "score_rejected")  # of preference pairs, KTO rows
+_OF_PAIRS = ("margin", "score_chosen", "score_rejected", "label")
 _ROWS_AT_A_TIME = 4096
 _RECORDS_AT_A_TIME = 256
 
@@ -66,7 +66,10 @@ def read_dataset(
     if isinstance(dataset, TokenizedDataset):
         train_all, vision = dataset._train_all, vision or dataset.vision
     elif source.is_arrow and kind != "rollouts":
-        source = Source(_with_numbers_of_pairs(dataset, source.names, train_all))
+        columns = None
+        if "input_ids" in source.names and _are_pairs(source.part(0, 1)):
+            columns = [name for name in (*KNOWN, _CUT, *_OF_PAIRS) if name in source.names]
+        source = Source(TokenizedDataset(dataset, columns=columns, train_all=train_all))
     reader = _RowReader(train_all, vision)
     for start in range(0, len(source), _ROWS_AT_A_TIME):
         reader.read(source, start, min(start + _ROWS_AT_A_TIME, len(source)))
@@ -117,6 +120,7 @@ class _RowReader:
     """Columns of AuditColumns, in parts, by the form of their rows."""
     _uids: dict[Any, int] = field(default_factory=dict)
     _has_unread_images: bool = False
+    _has_label: bool = False
 
     def refuse(self, number: int, message: str) -> None:
         """Record a row that no collator accepts."""
@@ -125,13 +129,13 @@ class _RowReader:
     def read(self, source: Source, start: int, stop: int) -> None:
         """Read the examples or rollouts ``start`` to ``stop``."""
         examples: Any = None
-        with_image = np.zeros(stop - start, dtype=np.bool_)
+        has_image = np.zeros(stop - start, dtype=np.bool_)
         try:
             examples = source.part(start, stop)
             if self.vision is None:
                 examples, flags = _without_images(examples)
-                with_image |= flags
-                self._has_unread_images |= bool(with_image.any())
+                has_image |= flags
+                self._has_unread_images |= bool(has_image.any())
             found = self._found(examples, self.vision)
             columns = self._flat(found)
         except DataError as error:
@@ -143,11 +147,11 @@ class _RowReader:
             message = str(error).replace("example 0", f"row {start}", 1)
             self.refused.append(Refused(start, message, self._is_of_images(examples)))
             return
-        numbers = np.repeat(np.arange(stop - start), _num_segments(found))
-        has_image = with_image[numbers]
         if found.images is not None:
             has_image[[*found.images.units]] = True
-        columns |= {"numbers": numbers + start, "has_image": has_image}
+        columns |= {"numbers": np.arange(start, stop), "has_image": has_image}
+        if found.segment_offsets is not None:
+            _open(columns, found.segment_offsets)
         self._blocks.setdefault(_form(found), []).append(columns)
 
     def read_chats(
@@ -182,14 +186,16 @@ class _RowReader:
             **columns,
             has_target=not usual.startswith(_NO_TARGET),
             refused=sorted(self.refused, key=lambda row: row.number),
+            are_labelled=self._has_label,
             has_unread_images=self._has_unread_images,
         )
 
     def _found(self, examples: Any, vision: VisionLayout | None) -> ExampleColumns:
-        keys = first_with(examples) if _are_mappings(examples) else {}
-        fields = {_CUT: PerExample(torch.int64)} if _CUT in keys else {}
-        if keys and _are_segments(examples):
-            fields |= {key: PerExample(torch.float64) for key in _PAIR if key in keys}
+        names = first_with(examples) if _are_mappings(examples) else {}
+        fields = {_CUT: PerExample(torch.int64)} if _CUT in names else {}
+        if "input_ids" in names and _are_pairs(examples):
+            self._has_label |= "label" in names
+            fields |= {name: PerExample(torch.float64) for name in _OF_PAIRS if name in names}
         return read_columns(
             examples, rollouts=None, train_all=self.train_all, fields=fields, vision=vision
         )
@@ -211,7 +217,15 @@ class _RowReader:
         """
         values = {name: column.values for name, column in found.checked(limits=False).items()}
         lengths, num_actions = found.lengths, found.num_actions
-        columns = {"ids": values["input_ids"], "lengths": lengths} | _of_segments(found, values)
+        columns = {"ids": values["input_ids"], "lengths": lengths}
+        offsets = found.segment_offsets
+        num_rows = len(lengths) if offsets is None else len(offsets) - 1
+        columns["num_cut"] = values.get(_CUT, np.zeros(num_rows, dtype=np.int64))
+        if offsets is not None:
+            margins = [values["margin"]] if "margin" in values else []
+            if "score_chosen" in values and "score_rejected" in values:
+                margins.append(values["score_chosen"] - values["score_rejected"])
+            columns["margins"] = np.min(margins or [np.full(num_rows, np.nan)], axis=0)
         if "labels" in values:
             labels = values["labels"]
             return columns | {"trained": labels != IGNORE_INDEX, "labels": labels}
@@ -238,33 +252,18 @@ class _RowReader:
         return columns
 
 
-def _num_segments(found: ExampleColumns) -> Any:
-    """Return the number of segments of each example, int64 [N]; 1 if none has several."""
-    return 1 if found.segment_offsets is None else np.diff(found.segment_offsets)
+def _open(columns: dict[str, np.ndarray], offsets: np.ndarray) -> None:
+    """Repeat what is of an example for each of its segments, and number these."""
+    counts = np.diff(offsets)
+    for name in ("numbers", "has_image", "num_cut", "margins"):
+        columns[name] = np.repeat(columns[name], counts)
+    columns["segments"] = np.arange(offsets[-1]) - np.repeat(offsets[:-1], counts)
 
 
-def _of_segments(found: ExampleColumns, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return what the rows have of their examples, which may have several."""
-    counts, num_rows = _num_segments(found), len(found.lengths)
-    starts = np.arange(num_rows) if isinstance(counts, int) else found.segment_offsets[:-1]
-    empty = np.full(len(starts), np.nan)
-    margins = values.get("margin", empty)
-    apart = values.get("score_chosen", empty) - values.get("score_rejected", empty)
-    margins = np.where(np.isnan(margins) | (apart < 0), apart, margins)
-    of_examples = {
-        "num_cut": values.get(_CUT, np.zeros(len(starts), dtype=np.int64)),
-        "margins": margins,
-        "is_rated": np.full(len(starts), "label" in values),
-    }
-    columns = {name: np.repeat(of, counts) for name, of in of_examples.items()}
-    return columns | {"segment_numbers": np.arange(num_rows) - np.repeat(starts, counts)}
-
-
-def _with_numbers_of_pairs(dataset: Any, names: Sequence[str], train_all: bool) -> TokenizedDataset:
-    """Return the dataset with the columns that it keeps by default, and those of pairs."""
-    kept = [name for name in (*KNOWN, *IMAGE_FIELDS, _CUT, *_PAIR) if name in names]
-    is_default = not set(_PAIR) & set(names)
-    return TokenizedDataset(dataset, columns=None if is_default else kept, train_all=train_all)
+def _are_pairs(examples: Any) -> bool:
+    """Return whether the first example has two segments."""
+    ids = examples["input_ids"] if isinstance(examples, Mapping) else [examples[0]["input_ids"]]
+    return are_nested(ids) and len(ids[0]) == 2
 
 
 def _without_images(examples: Any) -> tuple[Any, list[bool] | bool]:
@@ -287,20 +286,13 @@ def _are_mappings(examples: Any) -> bool:
     return isinstance(examples, Mapping) or all(isinstance(e, Mapping) for e in examples)
 
 
-def _are_segments(examples: Any) -> bool:
-    """Return whether examples are lists of segments, by the first that has ids."""
-    if isinstance(examples, Mapping):
-        return "input_ids" in examples and are_nested(examples["input_ids"])
-    return are_nested([e["input_ids"] for e in examples if "input_ids" in e][:1])
-
-
 def _form(found: ExampleColumns) -> str:
     """Return the form of examples: the name of their target, or the fields of rollouts."""
     weight = () if found.weights is None else ("weight",)
-    if found.segment_offsets is not None:
-        weight = (*weight, "segments")
     if not found.are_rollouts:
-        return ", ".join([_NO_TARGET if found.target is None else found.target.name, *weight])
+        segments = () if found.segment_offsets is None else ("segments",)
+        target = _NO_TARGET if found.target is None else found.target.name
+        return ", ".join([target, *weight, *segments])
     images = () if found.images is None else found.images.arrays
     names = [column.name for column in found.fields if column.name != _CUT]
     return ", ".join([*names, *images, *found.per_example, *weight])

@@ -1,0 +1,288 @@
+"""A whole ``datasets.Dataset`` of preference records -> examples of two segments."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch_collate_kit._checks import checked_choice, checked_int
+from torch_collate_kit.chat.dataset import check_is_dataset, without_skipped
+from torch_collate_kit.chat.options import DEFAULT_OPTIONS, ChatOptions, ChatSetup
+from torch_collate_kit.chat.template import num_shared
+from torch_collate_kit.chat.tokenize import MarkedText, loss_target, marked_texts, too_long
+from torch_collate_kit.errors import DataError
+from torch_collate_kit.preference.other_answers import prompt_key, with_other_answers
+from torch_collate_kit.preference.records import NUMBERS, read_preference
+from torch_collate_kit.reading.keys import check_no_other_weight
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
+
+Keep = Literal["prompt_end", "answer_start"]
+
+_BATCH_SIZE = 256
+# Part of the fingerprint of the `datasets` cache: increase it when the output of a record changes.
+_CACHE_VERSION = 1
+_NEEDED = "both sides need an answer with tokens that the chat template trains, before max_length"
+
+
+def tokenize_preferences(
+    dataset: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    options: ChatOptions = DEFAULT_OPTIONS,
+    *,
+    keep: Keep | None = None,
+    seed: int = 0,
+    num_proc: int | None = None,
+) -> tuple[Dataset, Counter[str]]:
+    """Tokenize preference records as examples of two segments, for DPO, KTO and reward models.
+
+    Args:
+        dataset: pairs with the columns ``chosen`` and ``rejected``, or rows with ``prompt``,
+            ``completion`` and ``label`` (KTO: True or 1 for a good answer, False or 0). Answers are
+            strings, which no template renders and to which no EOS is added, or lists of messages.
+            ``prompt`` has their form, or is a string beside messages. Without it the prompt of a
+            pair is what both sides begin with; where one begins with the other, the last common
+            turn belongs to both answers. A prompt that lists of messages repeat is there once. The
+            columns ``system``, ``tools``, ``documents`` and ``chat_template_kwargs`` belong to the
+            record, as in :func:`~torch_collate_kit.tokenize_chat`.
+        tokenizer: a transformers tokenizer, for messages one with a chat template.
+        options: :class:`~torch_collate_kit.ChatOptions`. Trained are the assistant turns of the
+            answers, ``train_on="last"``: their last one. ``max_length`` limits each segment. Pairs
+            with a longer one are dropped, or with ``overflow="raise"`` refused.
+        keep: cut longer pairs in place of dropping them. "prompt_end" removes the start of the
+            prompt, the same tokens of both sides, and keeps answers whole; pairs whose answer
+            leaves no place for a token of the prompt are dropped. "answer_start" keeps the first
+            ``max_length`` tokens of each side; pairs with a side that trains none are dropped.
+        seed: of KTO rows decides which answer of another row is the second segment.
+        num_proc: the number of processes; None for this one.
+
+    Returns a new dataset of the kept examples, in order, and a Counter of the reasons why others
+    are skipped: "too_long", "nothing_left_after_truncation", or of a side "no_assistant_turn" and
+    "no_trained_tokens", as in "rejected_no_trained_tokens". The columns are ``input_ids`` (lists of
+    lists of int32) and ``loss_mask`` (int8), or with ``labels=True`` ``labels`` (int32). Segments
+    of a pair are the chosen and the rejected side; of a KTO row its prompt with its own answer, and
+    with the answer of another row for the KL term, cut at ``max_length``. Rows are a permutation of
+    the answers, of another prompt unless most rows have the same. With ``keep`` the column
+    ``num_cut_tokens`` (int64) says by how much a pair was cut. ``label`` (bool), ``margin``,
+    ``score_chosen``, ``score_rejected`` and ``weight`` (float32) are kept; other columns are not.
+    Warnings, progress and caching are as in :func:`~torch_collate_kit.tokenize_chat_dataset`.
+
+    Raises:
+        DataError: as in ``tokenize_chat``, naming the index of the row and the side; a record is
+            neither a pair nor a labelled answer; a label, margin or score of another kind; sides
+            that differ before their answers, also because the chat template renders a prompt by
+            what follows it; every row is skipped; or KTO with a single row.
+        ValueError: a wrong option; ``train_on="each"``; ``keep`` without ``max_length``.
+        TypeError: not a ``datasets.Dataset``, or a processor: images are not read.
+        ImportError: datasets is not installed.
+
+    >>> import datasets
+    >>> from torch_collate_kit.chat.preview import byte_tokenizer  # a stand-in for AutoTokenizer
+    >>> pairs = datasets.Dataset.from_list([{"prompt": "1+1=", "chosen": "2", "rejected": "11"}])
+    >>> examples, skipped = tokenize_preferences(pairs, byte_tokenizer(""))
+    >>> examples[0]["loss_mask"], skipped
+    ([[0, 0, 0, 0, 1], [0, 0, 0, 0, 1, 1]], Counter())
+    """
+    check_is_dataset(dataset, "tokenize_preferences")
+    setup = _checked_setup(tokenizer, options, keep)
+    seed = checked_int("seed", seed, minimum=0)
+    is_pair = _are_pairs(dataset.column_names)
+    features = _features(setup, dataset.column_names, is_pair)
+    tokenized = _map(dataset, features, num_proc, setup=setup, keep=keep, version=_CACHE_VERSION)
+    kept, skips = without_skipped(tokenized, [] if keep else ["num_cut_tokens"], _NEEDED)
+    return (kept if is_pair else with_other_answers(kept, setup, seed, num_proc)), skips
+
+
+def _are_pairs(names: Sequence[str]) -> bool:
+    """Return whether the columns are those of pairs, or of labelled answers (False)."""
+    is_labelled = {"completion", "label"} <= set(names)
+    if is_labelled and {"chosen", "rejected"} <= set(names):
+        raise DataError(
+            "the dataset has the columns of pairs (`chosen`, `rejected`) and of labelled answers "
+            "(`completion`, `label`), which are trained with different losses; remove one of them"
+        )
+    check_no_other_weight(dict.fromkeys(names, "the dataset"), names)
+    return not is_labelled
+
+
+def _map(dataset: Any, features: Any, num_proc: int | None, **options: Any) -> Any:
+    import datasets
+
+    if len(dataset) == 0:  # map would return no columns at all
+        return datasets.Dataset.from_dict({name: [] for name in features}, features=features)
+    return dataset.with_format(None).map(
+        _tokenize_rows,
+        with_indices=True,
+        batched=True,
+        batch_size=_BATCH_SIZE,
+        fn_kwargs={"names": list(features), **options},
+        remove_columns=dataset.column_names,
+        features=features,
+        num_proc=num_proc,
+        desc="Tokenizing preferences",
+    )
+
+
+def _checked_setup(tokenizer: Any, options: ChatOptions, keep: Keep | None) -> ChatSetup:
+    checked_choice("keep", keep, ("prompt_end", "answer_start", None))
+    if hasattr(tokenizer, "image_processor"):
+        raise TypeError(
+            "tokenize_preferences reads no images, but got a processor; pass processor.tokenizer"
+        )
+    setup = ChatSetup(tokenizer, options, overflow="drop", may_split=False)
+    if options.train_on == "each":
+        raise ValueError(
+            "train_on='each' makes several examples of a side, and a pair has one of each; pass "
+            "train_on='all' or 'last'"
+        )
+    if keep is None and options.overflow == "truncate":
+        raise ValueError(
+            "overflow='truncate' does not say what to keep of a pair; leave it out and pass "
+            "keep='prompt_end' or 'answer_start'"
+        )
+    if keep is not None and (options.max_length is None or options.overflow in ("raise", "drop")):
+        raise ValueError(
+            f"keep={keep!r} cuts at max_length, got {options!r}; give max_length, and leave "
+            "overflow out"
+        )
+    return setup
+
+
+def _features(setup: ChatSetup, names: Sequence[str], is_pair: bool) -> Any:
+    """Return the columns' types: a first batch without examples would make them null."""
+    import datasets
+
+    target, dtype = ("labels", "int32") if setup.options.labels else ("loss_mask", "int8")
+    lists = {"input_ids": "int32", target: dtype}
+    numbers = dict.fromkeys((n for n in (*NUMBERS, "weight") if n in names), "float32")
+    if not is_pair:
+        weight = {"weight": "float32"} if "weight" in names else {}
+        numbers = {"label": "bool", **weight, "num_prompt": "int32", "prompt_key": "int64"}
+    others = numbers | {"num_cut_tokens": "int64", "skip_reason": "string"}
+    sequence = datasets.Sequence
+    return datasets.Features(
+        {name: sequence(sequence(datasets.Value(kind))) for name, kind in lists.items()}
+        | {name: datasets.Value(kind) for name, kind in others.items()}
+    )
+
+
+def _tokenize_rows(
+    columns: Mapping[str, list[Any]],
+    indices: list[int],
+    *,
+    setup: ChatSetup,
+    keep: Keep | None,
+    names: list[str],
+    version: int,
+) -> dict[str, list[Any]]:
+    records = []
+    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    for i, row in zip(indices, rows, strict=True):
+        with _naming(i):
+            records.append(read_preference(row))
+    sides = [side for record in records for side in record.sides.values()]
+    marked = iter(marked_texts(sides, setup, from_arrow=True))
+    found = []
+    for i, row, record in zip(indices, rows, records, strict=True):
+        with _naming(i):
+            texts = {name: next(marked) for name in record.sides}
+            example = record.values | _example(texts, setup, keep)
+        found.append(example | {"weight": row.get("weight")})
+    return {name: [example.get(name) for example in found] for name in names}
+
+
+@contextmanager
+def _naming(index: int) -> Iterator[None]:
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"example {index}: {error}") from error
+
+
+def _example(
+    sides: Mapping[str, list[MarkedText] | str | DataError], setup: ChatSetup, keep: Keep | None
+) -> dict[str, Any]:
+    """Return the segments of a record, or why it is skipped."""
+    texts: dict[str, MarkedText] = {}
+    for name, entries in sides.items():
+        if isinstance(entries, DataError):
+            raise DataError(f"`{name}`: {entries}")
+        if isinstance(entries, str):
+            return _skipped(f"{name}_{entries}")
+        [texts[name]] = entries
+        if 1 not in texts[name].loss_mask[1:]:
+            return _skipped(f"{name}_no_trained_tokens")
+    _check_same_prompt(texts)
+    num_prompt = _num_prompt(list(texts.values()))
+    first = _first_kept(texts, num_prompt, setup, keep)
+    if first is None:
+        return _skipped("too_long")
+    part = slice(
+        first, None if setup.options.max_length is None else first + setup.options.max_length
+    )
+    kept = [(text.input_ids[part], text.loss_mask[part]) for text in texts.values()]
+    if not all(1 in mask[1:] for _, mask in kept):
+        return _skipped("nothing_left_after_truncation")
+    targets = [loss_target(setup, ids, mask) for ids, mask in kept]
+    num_tokens = sum(len(text.input_ids) for text in texts.values())
+    return {
+        "input_ids": [ids for ids, _ in kept],
+        **{name: [target[name] for target in targets] for name in targets[0]},
+        "num_prompt": num_prompt - first,
+        "prompt_key": prompt_key(next(iter(texts.values())).input_ids[:num_prompt]),
+        "num_cut_tokens": num_tokens - sum(len(ids) for ids, _ in kept),
+        "skip_reason": "",
+    }
+
+
+def _first_kept(
+    texts: Mapping[str, MarkedText], num_prompt: int, setup: ChatSetup, keep: Keep | None
+) -> int | None:
+    """Return the first token that is kept of each side, or None if the record is too long."""
+    lengths = {name: len(text.input_ids) for name, text in texts.items()}
+    longest, limit = max(lengths, key=lengths.__getitem__), setup.options.max_length
+    if limit is None or lengths[longest] <= limit or keep == "answer_start":
+        return 0
+    if setup.overflow == "raise":
+        raise too_long(
+            f"`{longest}` with its prompt", lengths[longest], setup, "'drop' or keep='prompt_end'"
+        )
+    first = lengths[longest] - limit
+    return first if keep is not None and first < num_prompt else None
+
+
+def _skipped(reason: str) -> dict[str, Any]:
+    empty: dict[str, Any] = {"input_ids": [], "loss_mask": [], "labels": []}
+    return {**empty, "num_cut_tokens": 0, "skip_reason": reason}
+
+
+def _check_same_prompt(texts: Mapping[str, MarkedText]) -> None:
+    """Refuse sides whose texts before the first trained character differ."""
+    heads = [example.text[: example.spans[0][0]] for example, *_ in texts.values()]
+    if heads[0] == heads[-1]:
+        return
+    place = num_shared(heads[0], heads[-1])
+    seen = " and ".join(
+        f"`{name}` has {head[max(place - 20, 0) : place + 40]!r}"
+        for name, head in zip(texts, heads, strict=True)
+    )
+    raise DataError(
+        f"the sides differ before their first trained token: {seen}. Both need one prompt: begin "
+        "the answers with a turn of the assistant, and where the chat template renders a prompt "
+        "by what follows it (thinking, for example), give both answers equally many turns, or set "
+        "another tokenizer.chat_template"
+    )
+
+
+def _num_prompt(texts: Sequence[MarkedText]) -> int:
+    """Return the number of tokens before the first trained one, the same of all sides.
+
+    A side whose first trained token holds a part of the prompt differs there from the other.
+    """
+    count = texts[0].loss_mask.index(1)
+    first, last = texts[0].input_ids[:count], texts[-1].input_ids[:count]
+    return count if first == last else num_shared(first, last)
