@@ -23,8 +23,7 @@ from torch_collate_kit.ragged import span_indices
 from torch_collate_kit.reading.examples import ExampleColumns
 from torch_collate_kit.reading.keys import KNOWN, MEDIA, first_with
 from torch_collate_kit.reading.reader import read_columns
-from torch_collate_kit.reading.segments import are_nested
-from torch_collate_kit.reading.source import Source, check_even, is_a, kind_of
+from torch_collate_kit.reading.source import Source, are_nested, check_even, is_a, kind_of
 from torch_collate_kit.reporting.audit.columns import AuditColumns
 from torch_collate_kit.reporting.audit.findings import Refused
 from torch_collate_kit.vision import VisionLayout
