@@ -97,10 +97,17 @@ def test_a_fault_is_found_in_its_rows(fault: str) -> None:
 def test_messages_say_how_many_and_show_an_answer() -> None:
     report = audit(planted((3, make_equal), (4, lambda row: row.update(margin=-1.0))))
     assert report["equal_sides"].message.startswith("1 of 24 rows have the same chosen and")
-    assert report["wrong_margin"].example.startswith("row 4: ")
+    assert report["wrong_margin"].example.startswith("row 4, segment 0: ")
     longer = audit(FAULTS["longer"][0])["sides_told_by_length"].message
     assert longer.startswith("24 of 24 rows choose the longer answer")
     assert "choose the shorter" in audit(FAULTS["shorter"][0])["sides_told_by_length"].message
+
+
+def test_prompts_that_are_trained_are_found_without_a_tokenizer() -> None:
+    rows = [{**row, "loss_mask": [[1] * len(ids) for ids in row["input_ids"]]} for row in pairs()]
+    assert audit(rows).names == ["shared_prompt_trained"]
+    rewards = [{"input_ids": row["input_ids"]} for row in pairs()]
+    assert audit(rewards, train_all=True).names == []
 
 
 def test_three_answers_are_no_pairs() -> None:

@@ -23,6 +23,8 @@ from torch_collate_kit.commands.arguments import (
     read_data,
 )
 from torch_collate_kit.errors import DataError
+from torch_collate_kit.reading.keys import PER_TOKEN
+from torch_collate_kit.reading.source import are_nested
 
 _ROW = "row 0 of 1"
 
@@ -53,9 +55,10 @@ def _explain(options: argparse.Namespace) -> int:
     most = None if options.all else options.show
     batches = _batches(rows[number], kind, number, options, tokenizer)
     found = [batch.explain(0, tokenizer, max_tokens=most) for batch in batches]
+    what = "segment" if _is_of_segments(rows[number]) else "example"
     weight = rows[number].get("weight")
     for i, one in enumerate(found):
-        of = f", example {i + 1} of {len(found)} of it" if len(found) > 1 else ""
+        of = f", {what} {i + 1} of {len(found)} of it" if len(found) > 1 else ""
         one.title = f"record {number:,} of {num_records:,}{of}{one.title.removeprefix(_ROW)}"
         one.title += "" if weight is None else f", weight {weight:g} of the record"
         for name in ("example", "segment"):  # the row holds nothing else
@@ -84,6 +87,8 @@ def _batches(
             examples = _tokenized(record, ChatSetup(tokenizer, chat_options(tokenizer, options)))
         shared: dict[str, Any] = {"train_all": options.train_all}
         collate: Any = PaddedCollator(0, **shared)
+        if _is_of_segments(record):
+            examples = _segments(record, collate)
         if options.max_tokens is not None:
             shared |= {"max_tokens": options.max_tokens, "overflow": "truncate"}
             collate = PackedCollator(0, **shared)
@@ -91,6 +96,20 @@ def _batches(
     except DataError as error:
         text = str(error).removeprefix("example 0: ").removeprefix("example 0 ")
         raise DataError(f"record {number}: {text}") from error
+
+
+def _is_of_segments(record: Any) -> bool:
+    return are_nested([record.get("input_ids", ())])
+
+
+def _segments(record: Mapping[str, Any], collate: Any) -> list[dict[str, Any]]:
+    """Return each segment of an example as one of its own."""
+    known = {name: record[name] for name in (*PER_TOKEN, "weight") if name in record}
+    collate([known])  # refuses what does not belong together
+    return [
+        {name: of if name == "weight" else of[i] for name, of in known.items()}
+        for i in range(len(record["input_ids"]))
+    ]
 
 
 def _tokenized(record: Mapping[str, Any], setup: ChatSetup) -> list[dict[str, Any]]:
