@@ -118,8 +118,9 @@ class ExampleColumns:
             weights=None if self.weights is None else np.append(self.weights, np.float32(0)),
         )
         if self.segment_offsets is not None:
-            offsets = np.append(self.segment_offsets, len(self.input_ids) + 1)
-            columns = replace(columns, segment_offsets=offsets)
+            columns = replace(
+                columns, segment_offsets=np.append(self.segment_offsets, len(input_ids))
+            )
         ends = pieces.row_offsets[1:][rows]
         return columns, Pieces(
             np.insert(pieces.examples, ends, number),
