@@ -53,7 +53,7 @@ FAULTS = [
     Fault("packing/rank_plan.py", "            self._check_segments(segments)\n", "            pass\n", "loading/test_segments.py"),
     Fault("collators/packed.py", "numbers = span_indices(np.zeros_like(per_piece), per_piece)", "numbers = np.arange(len(indices.values))", "collators/test_segments.py"),
     Fault("reading/examples.py", "is_first = numbers == 0", "is_first = numbers >= 0", "collators/test_segments.py"),
-    Fault("reading/examples.py", "number = len(self.example_lengths)", "number = len(self.input_ids)", "vision/test_dummy_images.py"),
+    Fault("reading/examples.py", "ends, len(self.example_lengths))", "ends, len(self.input_ids))", "vision/test_dummy_images.py"),
     Fault("reading/segments.py", 'np.repeat(weights_of_examples(raw["weight"]), counts)', 'np.resize(weights_of_examples(raw["weight"]), counts.sum())', "collators/test_segments.py"),
     Fault("batch/unpacking.py", "places = span_indices(offsets[own], np.diff(offsets)[own])", "places = np.arange(len(cells))", "collators/test_segments.py"),
     Fault("batch/row_changes.py", "~is_first | ~(is_next | is_last)", "~is_first", "collators/test_segments.py"),
