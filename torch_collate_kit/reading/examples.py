@@ -106,6 +106,7 @@ class ExampleColumns:
         assert self.images is not None
         layout = self.images.layout
         num_tokens, target, num_actions = layout.smallest_tokens, self.target, self.num_actions
+        number = len(self.example_lengths)
         input_ids = with_row(self.input_ids, np.full(num_tokens, layout.image_token_id))
         columns = replace(
             self,
@@ -121,7 +122,7 @@ class ExampleColumns:
             columns = replace(columns, segment_offsets=offsets)
         ends = pieces.row_offsets[1:][rows]
         return columns, Pieces(
-            np.insert(pieces.examples, ends, len(self.input_ids)),
+            np.insert(pieces.examples, ends, number),
             np.insert(pieces.starts, ends, 0),
             np.insert(pieces.lengths, ends, num_tokens),
             pieces.row_offsets + np.append(0, np.cumsum(rows)),

@@ -85,7 +85,7 @@ def read_columns(
             del declared[key]
             per_example[key] = text_column(key, _declared(key, raw))
         else:
-            numbers[key] = _one_number_each(key, _declared(key, raw))
+            numbers[key] = _of_examples(key, declared[key], _declared(key, raw))
     offsets = None
     if not are_rollouts and are_nested(raw["input_ids"]):
         others = [key for key in declared if key not in numbers]
@@ -230,9 +230,21 @@ def _field(
     return rows
 
 
-def _one_number_each(key: str, column: Any) -> Ragged:
-    wanted = "it is declared PerExample, so give one number"
-    numbers = scalar_column(key, column, "iufb", wanted)
+def _of_examples(key: str, spec: Any, column: Any) -> Ragged:
+    """Return one entry per example, a number or a vector."""
+    if not spec.shape:
+        wanted = "it is declared PerExample, so give one number"
+        numbers = scalar_column(key, column, "iufb", wanted)
+    else:
+        kind: Kind = "numbers" if spec.dtype.is_floating_point else "whole numbers"
+        rows = number_column(key, column, kind)
+        if len(wrong := np.flatnonzero(rows.lengths != spec.shape[0])):
+            i = int(wrong[0])
+            raise DataError(
+                f"example {i}: {key} has {rows.lengths[i]} entries, and the field's shape is "
+                f"{spec.shape}; give {spec.shape[0]}"
+            )
+        numbers = joined(rows).values.reshape(-1, *spec.shape)
     return Ragged(numbers, np.arange(len(numbers) + 1))
 
 

@@ -18,7 +18,8 @@ from torch_collate_kit.loading.orders.checks import (
 )
 from torch_collate_kit.loading.orders.states import digest_in_blocks
 from torch_collate_kit.packing import PackingPlan, RankPlan
-from torch_collate_kit.packing.segments import are_nested, checked_segments, sums_of
+from torch_collate_kit.packing.rows import row_sums
+from torch_collate_kit.packing.segments import are_nested, checked_segments
 from torch_collate_kit.ragged import Ragged, unchecked
 
 _STOPS = ("first_exhausted", "all_exhausted")
@@ -195,7 +196,7 @@ class Mixture:
     def num_tokens(self) -> Indices:
         """Tokens of every example, with all its segments: int64 [N]; raises as ``lengths``."""
         lengths = self.lengths
-        return sums_of(lengths.values, lengths.offsets) if isinstance(lengths, Ragged) else lengths
+        return row_sums(lengths.values, lengths.offsets) if isinstance(lengths, Ragged) else lengths
 
     @property
     def num_loss_tokens(self) -> Indices:

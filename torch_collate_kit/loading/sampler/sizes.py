@@ -148,16 +148,18 @@ class ExampleSizes:
     def fingerprint(self, num_examples: int) -> dict[str, Any]:
         """Return digests of the first so many examples, as JSON."""
         counted = {
-            "lengths_digest": self.lengths,
-            "patches_digest": self.patches,
-            "loss_tokens_digest": self.counts,
+            "lengths_digest": self.lengths[:num_examples],
+            "patches_digest": None if self.patches is None else self.patches[:num_examples],
+            "loss_tokens_digest": None if self.counts is None else self.counts[:num_examples],
         }
         if self._segments is not None:
-            counted["segments_digest"] = self._segments.cells
-            counted["num_segments_digest"] = self._segments.counts
+            counted["num_segments_digest"] = counts = self._segments.counts
+            of_segments = self._segments.lengths
+            assert of_segments is not None, "segments are those of all examples"
+            counted["segments_digest"] = of_segments[: int(counts[:num_examples].sum())]
         digests = {
-            name: None if counts is None else digest_in_blocks(counts[:num_examples])
-            for name, counts in counted.items()
+            name: None if numbers is None else digest_in_blocks(numbers)
+            for name, numbers in counted.items()
         }
         return {"num_tokens": int(self.lengths[:num_examples].sum()), **digests}
 

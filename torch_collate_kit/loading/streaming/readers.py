@@ -22,7 +22,7 @@ from torch_collate_kit.loading.streaming.skipping import WrongExamples
 from torch_collate_kit.loading.streaming.states import Place
 from torch_collate_kit.packing.pieces import Load, cut_to_fit, image_load, num_pieces
 from torch_collate_kit.packing.planner import sizes_of
-from torch_collate_kit.packing.segments import Segments, sums_of
+from torch_collate_kit.packing.segments import Segments
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.keys import KNOWN, MEDIA
 from torch_collate_kit.reading.reader import read_columns
@@ -131,24 +131,24 @@ class _ExampleReader:
         """Return the tokens of one example, and what else it holds."""
         ids: Any = example.get("input_ids") if isinstance(example, Mapping) else None
         if ids is None or not are_nested([ids]):
-            return self._length(example), self._images([example])
-        if not all(map(len, ids)):
-            _check(self._collator, [example])  # raises which is empty
-        packing = self._collator.packing
-        parts = [example]
-        if self._collator.vision is not None:
-            media = [key for key in MEDIA if example.get(key) is not None]
+            return self._length(example), self._images(example, [example])
+        media = [key for key in MEDIA if example.get(key) is not None]
+        try:
+            counts = [*map(len, ids)]
             parts = [{key: example[key][i] for key in media} for i in range(len(ids))]
-        lengths, load = sizes_of([[*map(len, ids)]], packing)
+        except (TypeError, LookupError):
+            counts, parts = [0], []
+        if not all(counts):
+            _check(self._collator, [example])  # raises what is wrong
+        lengths, load = sizes_of([counts], self._collator.packing)
         assert load is not None
-        return int(lengths[0]), self._images(parts)._replace(segments=load.segments)
+        return int(lengths[0]), self._images(example, parts)._replace(segments=load.segments)
 
-    def _images(self, parts: list[Any]) -> Load:
-        """Return the images of one example, or of the segments of one."""
+    def _images(self, example: Example, parts: list[Any]) -> Load:
+        """Return the images of one example, whose segments are ``parts``."""
         vision = self._collator.vision
         if vision is None:
             return _NO_IMAGE
-        example = parts[0]
         try:
             patches = [number for part in parts for number in vision.patches(part)]
             return image_load([patches], 1, self._collator.packing.cost) if patches else _NO_IMAGE
@@ -255,9 +255,7 @@ class _RowReader:
         empty = np.flatnonzero(lengths.values == 0)
         if len(empty):
             self._check(positions[np.searchsorted(lengths.offsets, empty[:1], side="right") - 1])
-        packing, offsets = self._collator.packing, lengths.offsets
-        align, cost = packing.parallel.align, packing.cost
-        return sums_of(lengths.values, offsets), Segments.of(lengths.values, offsets, align, cost)
+        return Segments.of(lengths.values, lengths.offsets, self._collator.packing)
 
     def _entries_of(
         self, positions: np.ndarray, lengths: np.ndarray, segments: Segments | None
