@@ -123,6 +123,19 @@ def test_pairs_are_reported_audited_and_explained(run: Run, folder: Path) -> Non
     ]
 
 
+def test_records_of_pairs_are_tokenized(run: Run, folder: Path) -> None:
+    rows = [{"prompt": f"Is it {i}?", "chosen": f"Yes {i}", "rejected": "No"} for i in range(3)]
+    (folder / "records.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    code, _, err = run("audit", "records.jsonl")
+    assert (code, "records.jsonl holds preferences, which only a tokenizer" in err) == (2, True)
+    tokenizer = ("--tokenizer", "tokenizer")
+    out = run("report", "records.jsonl", *tokenizer, "--max-tokens", "64")[1]
+    assert out.startswith("3 examples of 6 segments")
+    assert run("audit", "records.jsonl", *tokenizer)[1].startswith("audit of 3 rows")
+    out = run("explain", "records.jsonl", *tokenizer, "--row", "1")[1]
+    assert out.count("record 1 of 3, segment") == 2
+
+
 # --- explain -------------------------------------------------------------------------------------
 
 
