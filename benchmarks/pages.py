@@ -138,6 +138,8 @@ def _overview(all_results: Mapping[str, Results]) -> Rows:
         ("chat", "How much longer"),
         ("hybrids", "What does packing a hybrid"),
         ("hybrids", "What does isolate_mixers"),
+        ("preference", "What does packing preference"),
+        ("preference", "What does it cost to keep pairs"),
     ]
     asked += [
         (name, "How fast is a Qwen3") for name in sorted(all_results) if name.startswith("gpu-")
