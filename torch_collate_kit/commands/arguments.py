@@ -122,7 +122,7 @@ def read_data(options: argparse.Namespace) -> tuple[Any, str]:
         raise DataError(f"{options.data}: there is no record in it")
     if options.limit is not None:
         rows = rows.select(range(min(options.limit, len(rows))))
-    kind = kind_of(rows.column_names)
+    kind: str | None = kind_of(rows.column_names)
     if are_preferences(rows.column_names):
         kind = "preferences"
     if kind is None:
