@@ -1,11 +1,11 @@
-# `make sft`, `make grpo` and `make vlm` train the examples, `make notebooks` executes
+# `make sft`, `make dpo`, `make grpo` and `make vlm` train the examples, `make notebooks` executes
 # the notebooks and writes their outputs, `make test` runs the whole suite; all set up .venv first.
 # `make dropin` runs the scripts of examples/dropin in an environment with Lightning, Ray and TRL.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: venv sft grpo vlm kills chains notebooks test test-bare test-oldest test-sdist dropin dist why bench gpu docs check format clean
+.PHONY: venv sft dpo grpo vlm kills chains notebooks test test-bare test-oldest test-sdist dropin dist why bench gpu docs check format clean
 
 # Launched once per GPU, or once on a CPU; all options are given, or the launcher prints a page about its defaults.
 GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c GPU)
@@ -25,6 +25,9 @@ $(VENV)/.installed: setup.cfg pyproject.toml constraints.txt
 
 sft: $(VENV)/.installed
 	$(LAUNCH) examples/sft.py $(ARGS)
+
+dpo: $(VENV)/.installed
+	$(LAUNCH) examples/preference.py $(ARGS)
 
 grpo: $(VENV)/.installed
 	$(LAUNCH) examples/grpo.py $(ARGS)
@@ -104,7 +107,7 @@ why: build/bench/.installed
 	build/bench/bin/python benchmarks/why.py $(ARGS)
 
 bench: build/bench/.installed
-	for name in packing balance steps vision_plan collate loader rollout stream hybrids shared_prefixes chat vision scale elastic audit; do build/bench/bin/python benchmarks/bench_$$name.py $(ARGS) || exit 1; done
+	for name in packing balance steps vision_plan collate loader rollout stream hybrids preference shared_prefixes chat vision scale elastic audit; do build/bench/bin/python benchmarks/bench_$$name.py $(ARGS) || exit 1; done
 	build/bench/bin/python benchmarks/pages.py
 
 # On a machine with a CUDA GPU, in .venv if it is there, else with its own Python: it installs nothing.

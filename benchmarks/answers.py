@@ -261,6 +261,24 @@ def _gpu(r: Results) -> dict[str, str]:
     return rows
 
 
+def _preference(r: Results) -> dict[str, str]:
+    packed, padded = (
+        cell(r, "Packed against padded", rows, "real tokens per second")
+        for rows in ("packed", "padded")
+    )
+    pairs, segments = r["rows"]["pairs"], r["rows"]["segments"]
+    return {
+        "What does packing preference pairs save?": (
+            f"{times(r, 'padded', 'padded', 'packed')} the real tokens per second of TRL-style "
+            f"padded batches: {packed}, padded {padded} (DPO, one core)"
+        ),
+        "What does it cost to keep pairs together?": (
+            f"{pairs / segments - 1:.1%} more rows, and a plan takes "
+            f"{times(r, 'planning', 'pairs', 'singles')} that of single examples"
+        ),
+    }
+
+
 ANSWERS: dict[str, Callable[[Results], dict[str, str]]] = {
     **PLAN_ANSWERS,
     "audit": _audit,
@@ -270,6 +288,7 @@ ANSWERS: dict[str, Callable[[Results], dict[str, str]]] = {
     "hybrids": _hybrids,
     "loader": _loader,
     "packing": _packing,
+    "preference": _preference,
     "rollout": _rollout,
     "shared_prefixes": _shared_prefixes,
     "stream": _stream,

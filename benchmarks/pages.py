@@ -139,6 +139,8 @@ def _overview(all_results: Mapping[str, Results]) -> Rows:
         ("hybrids", "What does packing a hybrid"),
         ("hybrids", "What does isolate_mixers"),
         ("shared_prefixes", "What do shared prefixes"),
+        ("preference", "What does packing preference"),
+        ("preference", "What does it cost to keep pairs"),
     ]
     asked += [
         (name, "How fast is a Qwen3") for name in sorted(all_results) if name.startswith("gpu-")

@@ -25,7 +25,6 @@ from typing import Any
 import numpy as np
 import synthetic_chat
 import torch
-import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import gather_object, parse_flag_from_env, set_seed
 from checkpoints import fail
@@ -34,6 +33,7 @@ from tqdm import tqdm
 
 import torch_collate_kit as kit
 from torch_collate_kit import rl
+from torch_collate_kit.losses import trained_values
 
 # Options that must be 1 or more; other numbers must be 0 or more.
 COUNTS = {
@@ -59,7 +59,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--rows-per-micro-batch", type=int, default=64, help="turns at a time, on each rank")
     add("--merge-steps", action="store_true", help="a trajectory is one row, not one a turn")
     add("--learning-rate", type=float, default=3e-4, help="of AdamW, constant")
-    add("--clip", type=float, default=0.2, help="how far a token's probability may move")
+    add("--loss", default="ppo", choices=["ppo", "grpo", "gspo"], help="see policy_loss")
+    add("--clip", type=float, default=0.2, help="how far a ratio may move from 1")
     add("--max-grad-norm", type=float, default=1.0, help="gradients are clipped to it")
     add("--seed", type=int, default=0, help="games, weights and samples follow from it")
     add = parser.add_argument_group("run").add_argument
@@ -188,61 +189,60 @@ def stage(steps: list[dict], tokenizer: Any, num_ranks: int, args: Any) -> list[
         is_last_step=batch.row_metadata["is_last_step"],  # what a game earned goes to all its turns
     )
     boundaries = rl.mini_batch_boundaries(uids, args.prompts_per_mini_batch)  # whole games
+    reduction = "token_mean" if args.loss == "ppo" else "sequence_mean"
     advantages = rl.normalize_advantages(
-        advantages, batch["loss_mask"], boundaries, reduction="token_mean"
+        advantages, batch["loss_mask"], boundaries, reduction=reduction
     )
     batch = batch.with_fields(advantages=advantages)
     return rl.stage_mini_batches(batch, boundaries, num_ranks, balance="tokens")
 
 
 def response_log_probs(model: Any, batch: kit.Batch) -> torch.Tensor:
-    """Return the log-probabilities of the last A tokens, [rows, A], as in all response fields.
+    """Return the log-probabilities of the trained tokens, [n], from the last A + 1 logits."""
+    kept = {"logits_to_keep": batch.metadata["response_length"] + 1}
+    logits = model(**batch.model_inputs("sdpa", labels=False), **kept).logits
+    return kit.token_logps(logits, batch)
 
-    From those of all tokens that is `log_probs[:, -A-1:-1]`, since logits predict the next cell.
-    A cell has as many logits as the vocabulary, so only those of the last A + 1 are computed.
+
+def policy_loss(model: Any, batch: kit.Batch, args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return PPO's clipped loss, and [loss, clipped, divergence, number, largest |ratio - 1|].
+
+    Ratios are of tokens, whose mean is taken over the mini-batch (ppo) or over each response first
+    (grpo), or there is one per response, their geometric mean (gspo). It is a plain sum:
+    `normalize_advantages` has divided.
     """
-    width = batch.metadata["response_length"]
-    logits = model(**batch.model_inputs("sdpa", labels=False), logits_to_keep=width + 1).logits
-    predicted, targets = logits[:, :-1].float(), batch["input_ids"][:, -width:]
-    nll = F.cross_entropy(predicted.flatten(0, 1), targets.flatten(), reduction="none")
-    return -nll.view_as(targets)
-
-
-def policy_loss(model: Any, batch: kit.Batch, clip: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return PPO's clipped loss, and [loss, clipped tokens, divergence, largest |ratio - 1|].
-
-    It is a plain sum: `normalize_advantages` has divided by the tokens of the mini-batch.
-    """
-    trained = batch["loss_mask"] != 0
-    log_ratio = response_log_probs(model, batch) - batch["rollout_logprobs"]
-    log_ratio = torch.where(trained, log_ratio, 0)
-    ratio, advantages = log_ratio.exp(), batch["advantages"]
-    gain = torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)
-    loss = -torch.where(trained, gain, 0).sum()
+    names = ("rollout_logprobs", "advantages")
+    sampled, advantages = (trained_values(batch[name], batch) for name in names)
+    log_ratio = response_log_probs(model, batch) - sampled
+    if args.loss == "gspo":
+        log_ratio = kit.segment_sums(log_ratio, batch, mean=True)
+        advantages = kit.segment_sums(advantages, batch)
+    ratio, clip = log_ratio.exp(), args.clip
+    loss = -torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages).sum()
     with torch.no_grad():
         moved = (ratio - 1).abs()
         divergence = (ratio - 1 - log_ratio).sum()  # an estimate of KL(rollout || policy)
-        found = torch.stack([loss, (moved > clip).sum().float(), divergence, moved.max()])
-    return loss, found
+        clipped, number = (moved > clip).sum().float(), loss.new_tensor(len(ratio))
+        largest = moved.max() if len(moved) else number  # added rows alone: 0
+    return loss, torch.stack([loss.detach(), clipped, divergence, number, largest])
 
 
 def train_step(
     model: Any, batch: kit.Batch, optimizer: Any, accelerator: Accelerator, args: Any
 ) -> dict[str, float]:
     """Take an optimizer step on this rank's rows of a mini-batch, a few at a time."""
-    sums, largest = torch.zeros(3, device=accelerator.device), []
+    sums, largest = torch.zeros(4, device=accelerator.device), []
     for part in batch.split(args.rows_per_micro_batch):
         synchronize = part.metadata["is_last_part"]
         with contextlib.nullcontext() if synchronize else accelerator.no_sync(model):
-            loss, found = policy_loss(model, part.to(accelerator.device), args.clip)
+            loss, found = policy_loss(model, part.to(accelerator.device), args)
             accelerator.backward(loss * accelerator.num_processes)  # DDP averages over ranks
-        sums += found[:3]
-        largest.append(found[3])
+        sums += found[:4]
+        largest.append(found[4])
     grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm)
     optimizer.step()
     optimizer.zero_grad()
-    loss, clipped, divergence = accelerator.reduce(sums, "sum").tolist()
-    number = batch.metadata["num_loss_tokens"]  # of the mini-batch, over all ranks
+    loss, clipped, divergence, number = accelerator.reduce(sums, "sum").tolist()
     record = {"loss": loss, "grad_norm": float(grad_norm), "clip_fraction": clipped / number}
     record |= {"approx_kl": divergence / number}
     return record | {"max_ratio_error": accelerator.gather(torch.stack(largest).max()).max().item()}

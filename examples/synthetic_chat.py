@@ -121,6 +121,32 @@ def make_corpus(count: int, seed: int) -> list[dict]:
     return corpus
 
 
+def make_pairs(count: int, seed: int) -> list[dict]:
+    """`count` preferences, no two prompts alike: of two to eight words the first in the alphabet.
+
+    All words of a kind are in the data, but a held-out list of them is not.
+    """
+    rng, pairs = np.random.default_rng(np.random.SeedSequence((seed, 0))), {}
+    while len(pairs) < count:
+        kind = (NAMES, THINGS, ANIMALS)[rng.integers(3)][:14]
+        words = rng.choice(kind, rng.integers(2, 9), replace=False).tolist()
+        first, *others = sorted(words)
+        asked = f"Choose one: {', '.join(words)}."
+        sides = {"chosen": first, "rejected": str(rng.choice(others))}
+        said = {side: qa(asked, f"I choose {word}.") for side, word in sides.items()}
+        pairs[asked] = {"prompt": said["chosen"][:1]} | {k: of[1:] for k, of in said.items()}
+    return list(pairs.values())
+
+
+def rated(pairs: list[dict]) -> list[dict]:
+    """Return each answer of pairs alone, and whether it is good: what KTO is trained on."""
+    return [
+        {"prompt": pair["prompt"], "completion": pair[side], "label": side == "chosen"}
+        for pair in pairs
+        for side in ("chosen", "rejected")
+    ]
+
+
 def texts_of(record: dict) -> list[str]:
     """Return what a record says; whether it is a conversation, its tokenization finds out."""
     messages = record.get("messages")

@@ -99,6 +99,43 @@ def test_an_audit_says_by_its_exit_code_whether_there_are_findings(run: Run) -> 
     assert json.loads(out)["num_tokens"] == 6
 
 
+# --- pairs ---------------------------------------------------------------------------------------
+
+
+def test_pairs_are_reported_audited_and_explained(run: Run, folder: Path) -> None:
+    pair = {"input_ids": [[5, 6, 7, 8], [5, 6, 9]], "loss_mask": [[0, 0, 1, 1], [0, 0, 1]]}
+    rated = {"label": True, "weight": 0.5}
+    rows = [pair | rated | {"input_ids": [[5, 6, 7, 8 + i], [5, 6, 9]]} for i in range(3)]
+    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    code, out, err = run("report", "pairs.jsonl", "--max-tokens", "14")
+    assert (code, err) == (0, "")
+    assert out.startswith("3 examples of 6 segments, 21 tokens")
+    code, out, err = run("audit", "pairs.jsonl")
+    assert (code, err) == (0, "")
+    assert out.startswith("audit of 3 rows (21 tokens): nothing found")
+    code, out, err = run("explain", "pairs.jsonl", "--row", "2")
+    assert (code, err) == (0, "")
+    titles = [line for line in out.splitlines() if line.startswith("record")]
+    of, weight = "record 2 of 3, segment {} of 2 of it: ", ", weight 0.5 of the record"
+    assert titles == [
+        f"{of.format(1)}4 tokens in 4 cells, 2 trained{weight}",
+        f"{of.format(2)}3 tokens in 3 cells, 1 trained{weight}",
+    ]
+
+
+def test_records_of_pairs_are_tokenized(run: Run, folder: Path) -> None:
+    rows = [{"prompt": f"Is it {i}?", "chosen": f"Yes {i}", "rejected": "No"} for i in range(3)]
+    (folder / "records.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    code, _, err = run("audit", "records.jsonl")
+    assert (code, "records.jsonl holds preferences, which only a tokenizer" in err) == (2, True)
+    tokenizer = ("--tokenizer", "tokenizer")
+    out = run("report", "records.jsonl", *tokenizer, "--max-tokens", "64")[1]
+    assert out.startswith("3 examples of 6 segments")
+    assert run("audit", "records.jsonl", *tokenizer)[1].startswith("audit of 3 rows")
+    out = run("explain", "records.jsonl", *tokenizer, "--row", "1")[1]
+    assert out.count("record 1 of 3, segment") == 2
+
+
 # --- explain -------------------------------------------------------------------------------------
 
 

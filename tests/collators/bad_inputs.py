@@ -16,6 +16,7 @@ from torch_collate_kit.ragged import Ragged
 
 IDS = [5, 6, 7]
 GOOD = {"input_ids": IDS}
+PAIR = {"input_ids": [IDS, [5, 6, 8]], "loss_mask": [[0, 0, 1], [0, 0, 1]]}
 LABELLED = {**GOOD, "labels": IDS}
 ROLLOUT = {"prompt_ids": [5, 6], "response_ids": [7, 8, 9], "rewards": 1.0, "loss_mask": [1, 1, 1]}
 COLUMNS = {
@@ -55,6 +56,10 @@ def _example(**keys: Any) -> Callable[[], Any]:
     return _collated({**GOOD, **keys})
 
 
+def _pair(**keys: Any) -> Callable[[], Any]:
+    return _collated(PAIR, {**PAIR, **keys})
+
+
 def _padded(*examples: Any, **settings: Any) -> Callable[[], Any]:
     return lambda: PaddedCollator(0, **settings)(list(examples))
 
@@ -82,6 +87,26 @@ def _packed_rollouts(*examples: Any, **settings: Any) -> Callable[[], Any]:
 def _for_trainer(*examples: Any) -> Callable[[], Any]:
     return lambda: PackedCollator(0, max_tokens=8).for_trainer()(list(examples))
 
+
+SEGMENTED_INPUTS = [
+    BadInput("segments that differ in number", _pair(loss_mask=[[0, 0, 1]])),
+    BadInput("a flat mask of several segments", _pair(loss_mask=[0, 0, 1])),
+    BadInput("an example without segments", _pair(input_ids=[], loss_mask=[])),
+    BadInput("an empty segment", _pair(input_ids=[IDS, []], loss_mask=[[0, 0, 1], []])),
+    BadInput("a short mask of a segment", _pair(loss_mask=[[0, 0, 1], [0, 1]])),
+    BadInput("segments beside a flat example", _collated(PAIR, GOOD | {"loss_mask": [0, 0, 1]})),
+    BadInput("a flat example beside segments", _collated(GOOD | {"loss_mask": [0, 0, 1]}, PAIR)),
+    BadInput("segments in a 2-D array", _pair(input_ids=np.ones((2, 3), dtype=int))),
+    BadInput("segments over a row", _collated(PAIR, PAIR | {"input_ids": [IDS, [5] * 9],
+     "loss_mask": [[0, 0, 1], [1] * 9]})),
+    BadInput("segments over `max_length`", _padded(PAIR, max_length=5)),
+    BadInput("segments to truncate", lambda: PackedCollator(0, max_tokens=8,
+     overflow="truncate")([PAIR])),
+    BadInput("more segments than a row may have", lambda: PackedCollator(0,
+     packing=PackingOptions(8, max_sequences_per_row=1))([PAIR])),
+    BadInput("segments without a list among lengths", lambda: pack([[3, 4], 2], 8)),
+    BadInput("padded rows cut within an example", lambda: PaddedCollator(0)([PAIR])[:1]),
+]  # fmt: skip
 
 ROLLOUT_INPUTS = [
     BadInput("no `rewards`", _without("rewards")),
@@ -197,7 +222,7 @@ BAD_INPUTS = [
     BadInput("two targets", _example(labels=[-100, 6, 7], loss_mask=[0, 1, 1])),
     BadInput("a key that may be a target", _example(mask=[0, 1, 1])),
     BadInput("`loss_maks` for `loss_mask`", _example(loss_maks=[0, 1, 1])),
-    BadInput("a misspelled key next to a target", _example(loss_mask=[0, 1, 1], label=IDS)),
+    BadInput("a misspelled key next to a target", _example(loss_mask=[0, 1, 1], lables=IDS)),
     BadInput("a target and `train_all`", lambda: PaddedCollator(0, train_all=True)([LABELLED])),
     BadInput("no target in model inputs", _for_trainer(GOOD)),
     BadInput("a label of -1", _example(labels=[-100, -1, 7])),
@@ -225,6 +250,7 @@ BAD_INPUTS = [
     BadInput("mixed keys", _collated({**GOOD, "labels": [5, 6, 7]}, GOOD)),
     BadInput("padded examples", _example(attention_mask=[0, 1, 1])),
     BadInput("a short `attention_mask`", _example(attention_mask=[1, 1])),
+    *SEGMENTED_INPUTS,
     BadInput("an example over a row", _collated(GOOD, {"input_ids": list(range(9))})),
     BadInput("an `overflow` without `max_length`", _padded(GOOD, overflow="drop")),
     BadInput("no example within `max_length`", _padded(GOOD, max_length=2, overflow="drop")),

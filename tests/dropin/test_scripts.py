@@ -73,6 +73,19 @@ def test_losses_are_those_of_one_example_at_a_time(
         check_evaluation(result["printed"], {1: 3.106, 2: 3.103}[num_ranks])
 
 
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.release), 2])
+def test_dpo_in_a_trainer_is_one_pair_at_a_time(num_ranks: int, tmp_path: Path) -> None:
+    """The script has the reference, and ends with an error where a loss differs by 1e-5."""
+    if num_ranks == 1:
+        result = run_script("dpo_trainer", tmp_path)
+    else:
+        result = run_on_two_ranks("dpo_trainer", tmp_path)
+    losses, numbers = result["losses"], result["numbers"]
+    assert losses[0] == pytest.approx(np.log(2), abs=1e-6)
+    assert np.mean(losses[-5:]) < np.mean(losses[:5]) - 0.1
+    assert set(chain.from_iterable(numbers)) == set(range(160))
+
+
 def check_evaluation(printed: str, eval_loss: float) -> None:
     """The script compares each example with itself alone; the mean of Trainer is not exact."""
     assert "evaluation: 21 examples, the largest difference is" in printed

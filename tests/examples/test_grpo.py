@@ -15,7 +15,9 @@ import synthetic_chat
 import torch
 import transformers
 
+import torch_collate_kit as kit
 from tests.examples.runs import TWO_RANKS, Results, launch, refusal, run
+from torch_collate_kit import rl
 
 TINY = (
     "--warm-start-steps 60 --iterations 2 --prompts 8 --group-size 4 --prompts-per-mini-batch 4 "
@@ -104,7 +106,7 @@ def test_layout_does_not_change_the_gradient(
 
 def test_the_ratio_error_notices_a_shift(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right = grpo.response_log_probs
-    monkeypatch.setattr(grpo, "response_log_probs", lambda *a: right(*a).roll(1, dims=1))
+    monkeypatch.setattr(grpo, "response_log_probs", lambda *a: right(*a).roll(1))
     [record] = play(f"{TINY} --iterations 1", tmp_path).steps
     assert record["max_ratio_error"] > 1
 
@@ -172,35 +174,62 @@ def steps(tokenizer: Any) -> list[dict]:
     return [s | {"logprobs": -6 + rng.random(len(s["logprobs"]))} for s in played]
 
 
-def test_two_ranks_have_the_loss_of_one(tokenizer: Any, steps: list[dict]) -> None:
+@pytest.mark.parametrize("loss", ["ppo", "grpo", "gspo"])
+def test_two_ranks_have_the_loss_of_one(tokenizer: Any, steps: list[dict], loss: str) -> None:
     model = make_small_model(tokenizer).eval()
     for merge in (False, True):
-        args = SimpleNamespace(merge_steps=merge, prompts_per_mini_batch=3)
+        args = SimpleNamespace(merge_steps=merge, prompts_per_mini_batch=3, loss=loss, clip=0.2)
         one, two = (grpo.stage(steps, tokenizer, ranks, args) for ranks in (1, 2))
         for [whole], parts in zip(one, two, strict=True):
-            loss, found = grpo.policy_loss(model, whole, 0.2)
-            others = [grpo.policy_loss(model, part, 0.2) for part in parts]
-            assert loss.item() != 0
-            assert sum(o[0] for o in others).item() == pytest.approx(loss.item(), rel=1e-4)
+            total, found = grpo.policy_loss(model, whole, args)
+            others = [grpo.policy_loss(model, part, args) for part in parts]
+            assert total.item() != 0
+            assert sum(o[0] for o in others).item() == pytest.approx(total.item(), rel=1e-4)
             assert sum(o[1][1] for o in others) == found[1]
+            assert sum(o[1][3] for o in others) == found[3]
 
 
-def test_clipped_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of ratios 0.5, 1.1 and 1.5 with gains and losses: what is clipped has no gradient."""
-    ratios = torch.tensor([[0.5, 1.1, 1.5, 9.0], [0.5, 1.1, 1.5, 9.0]])
-    log_probs = ratios.log().requires_grad_()
-    batch = {
-        "rollout_logprobs": torch.zeros(2, 4),
-        "loss_mask": torch.tensor([[1.0, 1.0, 0.5, 0.0]] * 2),  # weights or not, as documented
-        "advantages": torch.tensor([[2.0] * 4, [-2.0] * 4]),
-    }
+def clipped(ratio: float, advantage: float) -> float:
+    return -min(ratio * advantage, min(max(ratio, 0.8), 1.2) * advantage)
+
+
+@pytest.mark.parametrize("loss", ["ppo", "grpo", "gspo"])
+def test_clipped_loss(monkeypatch: pytest.MonkeyPatch, loss: str) -> None:
+    """Of ratios 0.5, 1.1 and 1.5 with gains and losses, and of responses of 3 and 1 tokens."""
+    rows = [([0.5, 1.1, 1.5, 9.0], [1, 1, 0.5, 0], 2.0), ([1.3], [1], -2.0), ([0.9], [1], 3.0)]
+    examples = [
+        {"prompt_ids": [1], "response_ids": [2] * len(mask), "rewards": 0.0, "uid": "a"}
+        | {"logprobs": [0.0] * len(mask), "loss_mask": mask, "advantages": advantage}
+        for _, mask, advantage in rows
+    ]
+    batch = kit.RolloutCollator(0)(examples)
+    trained = [
+        [ratio for ratio, weight in zip(of, mask, strict=True) if weight] for of, mask, _ in rows
+    ]
+    reduction = "token_mean" if loss == "ppo" else "sequence_mean"
+    advantages = rl.normalize_advantages(
+        batch["advantages"], batch["loss_mask"], [0, 3], reduction=reduction
+    )
+    log_probs = torch.tensor([r for of in trained for r in of]).log().requires_grad_()
     monkeypatch.setattr(grpo, "response_log_probs", lambda model, batch: log_probs)
-    loss, found = grpo.policy_loss(None, batch, 0.2)
-    loss.backward()
-    assert loss.item() == pytest.approx(-2 * (0.5 + 1.1 + 1.2) + 2 * (0.8 + 1.1 + 1.5))
-    torch.testing.assert_close(log_probs.grad, torch.tensor([[-1.0, -2.2, 0, 0], [0, 2.2, 3.0, 0]]))
-    divergence = 2 * sum(r - 1 - np.log(r) for r in (0.5, 1.1, 1.5))
-    assert found.tolist() == pytest.approx([loss.item(), 4, divergence, 0.5])
+    args: Any = SimpleNamespace(loss=loss, clip=0.2)
+    total, found = grpo.policy_loss(None, batch.with_fields(advantages=advantages), args)
+    total.backward()
+    of_rows = [(of, advantage) for of, (_, _, advantage) in zip(trained, rows, strict=True)]
+    if loss == "gspo":
+        of_rows = [([float(np.exp(np.mean(np.log(of))))], a) for of, a in of_rows]
+    losses = [[clipped(ratio, a) for ratio in of] for of, a in of_rows]
+    means = [np.mean(of) for of in losses]
+    expected = np.mean([of for row in losses for of in row]) if loss == "ppo" else np.mean(means)
+    assert total.item() == pytest.approx(expected)
+    ratios = np.array([ratio for of, _ in of_rows for ratio in of])
+    divergence = (ratios - 1 - np.log(ratios)).sum()
+    moved = np.abs(ratios - 1)
+    wanted = [expected, (moved > 0.2).sum(), divergence, len(ratios), moved.max()]
+    assert found.tolist() == pytest.approx(wanted)
+    assert log_probs.grad is not None
+    if loss != "gspo":  # 1.5 with a gain is clipped, 1.3 with a loss is not
+        assert (log_probs.grad != 0).tolist() == [True, True, False, True, True]
 
 
 @pytest.mark.parametrize(

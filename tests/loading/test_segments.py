@@ -25,6 +25,7 @@ from torch_collate_kit import (
     ParallelLayout,
     PerToken,
     PrefetchLoader,
+    StateError,
     TokenizedDataset,
     unpack,
 )
@@ -202,7 +203,30 @@ def test_streams_and_their_resumes(source: Callable[[], Any]) -> None:
         assert all(segments[: len(WHOLE[key])] == WHOLE[key] for key, segments in whole.items())
 
 
+def arrow(*rows: Any) -> pa.Table:
+    return pa.table({"input_ids": pa.array(rows, pa.list_(pa.list_(pa.int64())))})
+
+
+def test_rows_with_a_null_that_are_not_selected_do_no_harm() -> None:
+    rows = arrow([[5, 6], None], [[7, 8], [9]], None)
+    dataset = TokenizedDataset(datasets.Dataset(rows).select([1, 1]))
+    assert dataset.lengths.tolist() == [[2, 1], [2, 1]]
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+@pytest.mark.parametrize("number", [{"batch_size": 2}, {"batch_rows": 1}])
+def test_a_state_is_of_the_segments_not_of_their_sums(tp: int, number: dict[str, int]) -> None:
+    """Costs, which decide where rows go, are those of the segments."""
+    collate = PackedCollator(0, max_tokens=64, parallel=ParallelLayout(tp=tp), normalize_loss=False)
+    lengths = [[3, 6], [2, 7], [4, 5]]
+    state = PackedBatchSampler(lengths, collate, **number).state_dict()
+    for others in ([[6, 3], *lengths[1:]], [[2, 7], *lengths[1:]], [[9], *lengths[1:]]):
+        with pytest.raises(StateError, match="segments"):
+            PackedBatchSampler(others, collate, **number).load_state_dict(state)
+
+
 FLAT = {"input_ids": [1, 2], "loss_mask": [0, 1], "weight": 1.0}
+NULL = "input_ids is null or holds a null; drop the row, or fill it in before training"
 ONE = "of one where it has one segment"
 WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a stream of both": (
@@ -240,6 +264,16 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         DataError,
         "example 0 of the stream, segment 1 is empty (input_ids has 0 tokens); filter it out",
     ),
+    "a segment that is a number": (
+        lambda: [*PackedIterableDataset([{"input_ids": [[5, 6], 7]}], collator())],
+        DataError,
+        "example 0 of the stream, segment 1: input_ids is int; give a list, a 1-D ndarray or a 1-D",
+    ),
+    "images": (
+        lambda: TokenizedDataset([{**PAIRS[1], "pixel_values": [np.ones((4, 3)), None]}]),
+        DataError,
+        "the source has pixel_values and examples of several segments, whose images columns do not",
+    ),
     "other loss tokens": (
         lambda: PackedBatchSampler([[3, 4]], collator(), batch_size=1, num_loss_tokens=[6]),
         DataError,
@@ -262,11 +296,22 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "example 0 of the dataset is a list of 1 segment in ",
     ),
     "a null": (
-        lambda: TokenizedDataset(
-            pa.table({"input_ids": pa.array([[[5, 6]], None], pa.list_(pa.list_(pa.int64())))})
-        )[1],
+        lambda: TokenizedDataset(arrow([[5, 6]], None))[1], DataError, f"row 1: {NULL}"
+    ),
+    "a null among lengths": (
+        lambda: TokenizedDataset(arrow([[5, 6]], None)).lengths, DataError, f"row 1: {NULL}"
+    ),
+    "a null segment": (
+        lambda: TokenizedDataset(arrow([[5, 6], [5]], [[1], None])).lengths,
         DataError,
-        "row 1: input_ids is null or holds a null; drop the row, or fill it in before training",
+        f"row 1: {NULL}",
+    ),
+    "a null segment of a stream": (
+        lambda: [
+            *PackedIterableDataset(TokenizedDataset(arrow([[5, 6], [5]], [[1], None])), collator())
+        ],
+        DataError,
+        f"example 1 of the stream: {NULL}",
     ),
 }  # fmt: skip
 

@@ -9,7 +9,7 @@ import pytest
 from datasets import Dataset
 
 from tests.reporting.audit_words import chat, word_tokenizer
-from torch_collate_kit import TokenizedDataset, audit
+from torch_collate_kit import ChatOptions, TokenizedDataset, audit
 
 Pair = dict[str, Any]
 
@@ -97,10 +97,62 @@ def test_a_fault_is_found_in_its_rows(fault: str) -> None:
 def test_messages_say_how_many_and_show_an_answer() -> None:
     report = audit(planted((3, make_equal), (4, lambda row: row.update(margin=-1.0))))
     assert report["equal_sides"].message.startswith("1 of 24 rows have the same chosen and")
-    assert report["wrong_margin"].example.startswith("row 4: ")
+    assert report["wrong_margin"].example.startswith("row 4, segment 0: ")
     longer = audit(FAULTS["longer"][0])["sides_told_by_length"].message
     assert longer.startswith("24 of 24 rows choose the longer answer")
     assert "choose the shorter" in audit(FAULTS["shorter"][0])["sides_told_by_length"].message
+
+
+def test_prompts_that_are_trained_are_found_without_a_tokenizer() -> None:
+    rows = [{**row, "loss_mask": [[1] * len(ids) for ids in row["input_ids"]]} for row in pairs()]
+    assert audit(rows).names == ["shared_prompt_trained"]
+    rewards = [{"input_ids": row["input_ids"]} for row in pairs()]
+    assert audit(rewards, train_all=True).names == []
+
+
+def _talk(*answers: str) -> list[dict[str, str]]:
+    roles = ("user", "assistant") * 2
+    return [
+        {"role": role, "content": of} for role, of in zip(roles, ("w1 w2", *answers), strict=False)
+    ]
+
+
+RECORDS = [
+    {
+        "chosen": _talk(f"w{i} w4" + " w5" * (i % 2)),
+        "rejected": _talk(f"w5 w{i}" + " w6" * (1 - i % 2)),
+    }
+    for i in range(7, 31)
+]
+
+
+def test_records_of_pairs_are_tokenized_and_named() -> None:
+    tokenizer = word_tokenizer()
+    for form in (RECORDS, Dataset.from_list(RECORDS)):
+        assert audit(form, tokenizer).names == []
+    rows: list[Any] = [{**row, "margin": 1.0} for row in RECORDS]
+    rows[2]["rejected"] = rows[2]["chosen"]
+    rows[4]["margin"] = -1.0
+    rows[6]["rejected"] = _talk()[:1]
+    rows[9]["margin"] = float("nan")
+    report = audit(rows, tokenizer)
+    found = {f.name: f.rows.tolist() for f in report.findings if f.severity != "note"}
+    assert found == {
+        "equal_sides": [2],
+        "wrong_margin": [4],
+        "no_trained_token": [6],
+        "refused": [9],
+    }
+    assert report.num_rows == len(rows)
+    with pytest.raises(ValueError, match="train_on='each' is not for pairs"):
+        audit(rows, tokenizer, chat=ChatOptions(train_on="each"))
+
+
+def test_labelled_records_have_one_answer_each() -> None:
+    rows = [{"prompt": "w7 ", "completion": f"w{i}", "label": i % 2 == 0} for i in range(8, 30)]
+    found = audit(rows, word_tokenizer())
+    assert not {"equal_sides", "two_prompts", "contradictory_answers"} & set(found.names)
+    assert found.num_rows == len(rows)
 
 
 def test_three_answers_are_no_pairs() -> None:

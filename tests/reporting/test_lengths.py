@@ -45,7 +45,7 @@ def lengths_of(data, count=3):
         {"input_ids": IDS},
         {"input_ids": Ragged.from_rows(IDS), "loss_mask": None},
         {key: [rollout[key] for rollout in ROLLOUTS] for key in ROLLOUTS[0]},
-        Ragged.from_rows(IDS),
+        Ragged.from_rows([[2, 1], [1], [1, 1]]),  # of segments, as `pack` reads it
         TokenizedDataset(EXAMPLES),
         [{"input_ids": np.array(ids)} for ids in IDS],
     ],

@@ -10,7 +10,14 @@ import torch
 from torch.nn import functional
 
 from tests.vision.oracle_images import LAYOUTS, TOKEN
-from torch_collate_kit import DataError, PackedCollator, ParallelLayout, token_loss
+from torch_collate_kit import (
+    DataError,
+    PackedCollator,
+    ParallelLayout,
+    PerExample,
+    token_loss,
+    unpack,
+)
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.packing import RankPlan
 from torch_collate_kit.rl import from_response_values, response_values
@@ -113,3 +120,24 @@ def test_a_batch_of_text_alone_needs_none() -> None:
     assert batch.metadata["num_dummy_images"] == 0
     assert not len(batch["pixel_values"].values)
     assert "pixel_values" not in batch.model_inputs("sdpa")
+
+
+def test_with_several_segments_it_is_none_of_an_example() -> None:
+    """The rows are those of the same examples of one segment, which hold the same tokens."""
+    flat = [{**example, "kind": i} for i, example in enumerate(examples())]
+    for example in flat:
+        del example["num_actions"]
+        example["loss_mask"] = [1] * len(example["input_ids"])
+    pairs: list[dict[str, Any]] = []
+    for first, second in (flat[:2], flat[2:]):
+        pair: dict[str, Any] = {key: [first[key], second.get(key)] for key in first}
+        pairs.append({**pair, "kind": first["kind"] // 2})
+    options: dict[str, Any] = {"max_tokens": 24, "fields": {"kind": PerExample(torch.int64)}}
+    batch = collate(pairs, **options)
+    assert batch["image_grid_thw"].tolist() == [[[1, 4, 4]], [[1, 2, 2]]]
+    assert batch["kind"].tolist() == [[0], [1]]
+    assert batch.row_metadata["example_indices"].tolist() == [[0, 0], [1, 1]]
+    assert batch.row_metadata["segment_numbers"].tolist() == [[0, 1], [0, 1]]
+    assert [of.tolist() for of in unpack(batch["input_ids"], batch)] == [
+        example["input_ids"] for example in flat
+    ]

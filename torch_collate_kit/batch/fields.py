@@ -56,16 +56,23 @@ class PerResponseToken:
 
 @dataclass(frozen=True)
 class PerExample:
-    """A field with one number per example: ragged, the examples of a row in their order there.
+    """A field with one entry per example: ragged, the examples of a row in their order there.
+
+    ``shape`` is that of an entry: ``(k,)`` for ``k`` numbers per example, such as the reference
+    log-probs of the two answers of a pair; values are then ``[P, k]``.
 
     ``PerExample(str)`` is for names and ids, which become row metadata: ``batch.row_metadata`` has
     a string per row, or of packed rows a tuple of strings per row.
 
-    >>> PerExample(torch.int64).dtype
-    torch.int64
+    >>> from torch_collate_kit import PackedCollator
+    >>> fields = {"ref_logps": PerExample(torch.float32, shape=(2,))}
+    >>> pair = {"input_ids": [[5, 6], [5, 7]], "loss_mask": [[0, 1]] * 2, "ref_logps": [-1.5, -2]}
+    >>> PackedCollator(0, max_tokens=8, fields=fields)([pair, pair])["ref_logps"].values.tolist()
+    [[-1.5, -2.0], [-1.5, -2.0]]
     """
 
     dtype: torch.dtype | type[str]
+    shape: tuple[int, ...] = ()
     count: ClassVar[str | None] = None
 
 

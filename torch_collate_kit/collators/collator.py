@@ -149,7 +149,9 @@ def _checked_fields(fields: DeclaredFields | None, taken_names: tuple[str, ...])
             )
         if not isinstance(spec, PerExample) or spec.dtype is not str:
             _check_dtype(where, spec)
-            _check_shape(where, getattr(spec, "shape", ()))
+            _check_shape(where, spec.shape)
+            if isinstance(spec, PerExample) and len(spec.shape) > 1:
+                raise ValueError(f"{where} has shape={spec.shape}; an example has (k,) numbers")
         elif name in _ROW_METADATA:
             raise ValueError(f"fields names {name!r}, which is row metadata; rename yours")
         if not isinstance(name, str) or not name.isidentifier():
@@ -179,7 +181,7 @@ def _check_dtype(where: str, spec: Any) -> None:
 def _check_shape(where: str, shape: Any) -> None:
     if not isinstance(shape, tuple) or any(type(size) is not int or size < 1 for size in shape):
         is_size = type(shape) is int and shape > 0
-        way_out = f"shape=({shape},)" if is_size else "for k numbers per token shape=(k,)"
+        way_out = f"shape=({shape},)" if is_size else "for k numbers in an entry shape=(k,)"
         raise ValueError(
             f"{where} has shape={shape!r:.40}; give a tuple of positive ints, {way_out}"
         )

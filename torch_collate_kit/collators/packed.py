@@ -248,7 +248,8 @@ class PackedCollator(Collator, ForTrainer):
         if not images.units:
             return None
         load = image_load(columns.patches(), len(columns.example_lengths), packing.cost)
-        if packing.overflow != "truncate" or columns.are_rollouts:
+        is_whole = columns.are_rollouts or columns.segment_offsets is not None
+        if packing.overflow != "truncate" or is_whole:
             return load
         return load.with_cuts(*images.cuts(packing.capacity, packing.max_patches), packing.cost)
 

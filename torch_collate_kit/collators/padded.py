@@ -108,7 +108,8 @@ class _OneExamplePerRow(Collator):
         found = f"example {i} has {lengths[i]} tokens{in_all}, more than max_length={max_length}"
         if self.overflow == "raise":
             others = f" ({len(too_long) - 1} more are too long)" if len(too_long) > 1 else ""
-            ways = '"drop"' if examples.are_rollouts else '"truncate" or "drop"'
+            is_whole = examples.are_rollouts or offsets is not None
+            ways = '"drop"' if is_whole else '"truncate" or "drop"'
             raise DataError(
                 f"{found}{others}; raise max_length, shorten it, or pass overflow={ways}"
             )

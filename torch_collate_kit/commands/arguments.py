@@ -11,7 +11,8 @@ from typing import Any
 from torch_collate_kit.chat import ChatOptions, tokenize_chat_dataset
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.loading import TokenizedDataset, read_records
-from torch_collate_kit.reading.source import kind_of
+from torch_collate_kit.preference import tokenize_preferences
+from torch_collate_kit.reading.source import are_preferences, kind_of
 from torch_collate_kit.vision import load_processor
 
 FILES = (
@@ -19,8 +20,8 @@ FILES = (
     "tokenized rows or rollouts"
 )
 _FORMS = (
-    "chats (messages, conversations, prompt and completion, instruction and output), tokenized "
-    "rows (input_ids) or rollouts (prompt_ids, response_ids)"
+    "chats (messages, conversations, prompt and completion, instruction and output), pairs "
+    "(chosen and rejected), tokenized rows (input_ids) or rollouts (prompt_ids, response_ids)"
 )
 _OF_CHATS = ("train_on", "image_root", "num_proc", "max_length")
 _FLAGS = {  # of arguments that messages of the library name
@@ -102,7 +103,9 @@ def add_data(
 
 
 def read_data(options: argparse.Namespace) -> tuple[Any, str]:
-    """Return the ``datasets.Dataset`` of the arguments, and "chats", "tokens" or "rollouts".
+    """Return the ``datasets.Dataset`` of the arguments, and what its records are.
+
+    These are "chats", "preferences", "tokens" or "rollouts".
 
     Raises:
         DataError: it cannot be read, is empty, or holds another kind of records.
@@ -119,16 +122,19 @@ def read_data(options: argparse.Namespace) -> tuple[Any, str]:
         raise DataError(f"{options.data}: there is no record in it")
     if options.limit is not None:
         rows = rows.select(range(min(options.limit, len(rows))))
-    kind = kind_of(rows.column_names)
+    kind: str | None = kind_of(rows.column_names)
+    if are_preferences(rows.column_names):
+        kind = "preferences"
     if kind is None:
         names = ", ".join(rows.column_names)
         raise DataError(f"{options.data}: has the columns {names}; it must hold {_FORMS}")
-    if kind == "chats" and options.tokenizer is None:
+    is_text = kind in ("chats", "preferences")
+    if is_text and options.tokenizer is None:
         raise DataError(
-            f"{options.data} holds chats, which only a tokenizer makes tokens of; pass --tokenizer "
-            "with a folder or hub name"
+            f"{options.data} holds {kind}, which only a tokenizer makes tokens of; pass "
+            "--tokenizer with a folder or hub name"
         )
-    if kind != "chats":
+    if not is_text:
         note_unused(options, _OF_CHATS, {"tokens": "tokenized rows"}.get(kind, kind))
     return rows, kind
 
@@ -173,9 +179,11 @@ def chat_options(loaded: Any, options: argparse.Namespace) -> ChatOptions:
 def tokenized_chats(
     rows: Any, options: argparse.Namespace, num_proc: int | None = None
 ) -> TokenizedDataset:
-    """Return the dataset of chats as tokens, made in ``num_proc`` processes."""
+    """Return the dataset of chats or pairs as tokens, made in ``num_proc`` processes."""
     loaded = loaded_tokenizer(options)
     chosen = chat_options(loaded, options)
-    tokenized, _ = tokenize_chat_dataset(rows, loaded, chosen, num_proc=num_proc)
+    are_pairs = are_preferences(rows.column_names)
+    tokenize: Any = tokenize_preferences if are_pairs else tokenize_chat_dataset
+    tokenized, _ = tokenize(rows, loaded, chosen, num_proc=num_proc)
     is_processor = hasattr(loaded, "image_processor")
     return TokenizedDataset(tokenized, vision=loaded if is_processor else None)

@@ -77,7 +77,7 @@ def _report(options: argparse.Namespace) -> int:
         data = _lengths(options)
     else:
         data, kind = read_data(options)
-        if kind == "chats":
+        if kind in ("chats", "preferences"):
             data = tokenized_chats(data, options, num_proc=options.num_proc)
     report = packing_report(
         data,

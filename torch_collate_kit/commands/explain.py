@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,9 @@ from torch_collate_kit.commands.arguments import (
     read_data,
 )
 from torch_collate_kit.errors import DataError
+from torch_collate_kit.preference.tokenize import preference_examples
+from torch_collate_kit.reading.keys import PER_TOKEN
+from torch_collate_kit.reading.source import are_nested
 
 _ROW = "row 0 of 1"
 
@@ -53,9 +56,11 @@ def _explain(options: argparse.Namespace) -> int:
     most = None if options.all else options.show
     batches = _batches(rows[number], kind, number, options, tokenizer)
     found = [batch.explain(0, tokenizer, max_tokens=most) for batch in batches]
+    is_one = kind != "preferences" and not _is_of_segments(rows[number])
+    what = "example" if is_one else "segment"
     weight = rows[number].get("weight")
     for i, one in enumerate(found):
-        of = f", example {i + 1} of {len(found)} of it" if len(found) > 1 else ""
+        of = f", {what} {i + 1} of {len(found)} of it" if len(found) > 1 else ""
         one.title = f"record {number:,} of {num_records:,}{of}{one.title.removeprefix(_ROW)}"
         one.title += "" if weight is None else f", weight {weight:g} of the record"
         for name in ("example", "segment"):  # the row holds nothing else
@@ -84,6 +89,11 @@ def _batches(
             examples = _tokenized(record, ChatSetup(tokenizer, chat_options(tokenizer, options)))
         shared: dict[str, Any] = {"train_all": options.train_all}
         collate: Any = PaddedCollator(0, **shared)
+        if kind == "preferences":
+            setup = ChatSetup(tokenizer, chat_options(tokenizer, options))
+            record = _kept(preference_examples([record], setup, from_arrow=True))[0]
+        if _is_of_segments(record):
+            examples = _segments(record, collate)
         if options.max_tokens is not None:
             shared |= {"max_tokens": options.max_tokens, "overflow": "truncate"}
             collate = PackedCollator(0, **shared)
@@ -93,16 +103,37 @@ def _batches(
         raise DataError(f"record {number}: {text}") from error
 
 
+def _is_of_segments(record: Any) -> bool:
+    return are_nested([record.get("input_ids", ())])
+
+
+def _segments(record: Mapping[str, Any], collate: Any) -> list[dict[str, Any]]:
+    """Return each segment of an example as one of its own."""
+    known = {name: record[name] for name in (*PER_TOKEN, "weight") if name in record}
+    collate([known])  # refuses what does not belong together
+    return [
+        {name: of if name == "weight" else of[i] for name, of in known.items()}
+        for i in range(len(known["input_ids"]))
+    ]
+
+
 def _tokenized(record: Mapping[str, Any], setup: ChatSetup) -> list[dict[str, Any]]:
     """Return the examples of a chat that are trained."""
     (found,) = tokenize_records([record], setup, from_arrow=True)
-    if isinstance(found, DataError):
-        raise found
-    kept = [example for example in found if not example["skip_reason"]]
-    if not kept:
-        raise DataError(f"it is skipped, as nothing of it is trained: {found[0]['skip_reason']}")
+    kept = _kept([found] if isinstance(found, DataError) else found)
     names = ("input_ids", "loss_mask", "weight")
     return [{name: example[name] for name in names if name in example} for example in kept]
+
+
+def _kept(found: Sequence[dict[str, Any] | DataError]) -> list[dict[str, Any]]:
+    """Return the examples of a record that are trained."""
+    for of in found:
+        if isinstance(of, DataError):
+            raise of
+    kept = [of for of in found if isinstance(of, dict) and not of["skip_reason"]]
+    if not kept and isinstance(found[0], dict):
+        raise DataError(f"it is skipped, as nothing of it is trained: {found[0]['skip_reason']}")
+    return kept
 
 
 def add_template(commands: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch_collate_kit.loading.dataset import TokenizedDataset, read_records, split_trees
+from torch_collate_kit.loading.map_segments import map_segments
 from torch_collate_kit.loading.orders import Mixture
 from torch_collate_kit.loading.prefetch import AsyncBatchCollator, PrefetchLoader
 from torch_collate_kit.loading.sampler import (
@@ -23,6 +24,7 @@ __all__ = [
     "PrefetchingSampler",
     "ResumableSampler",
     "TokenizedDataset",
+    "map_segments",
     "merge_states",
     "read_records",
     "split_trees",

@@ -70,7 +70,9 @@ class ModelCost:
 
     def language(self, lengths: Ints) -> Ints:
         """Return the cost of sub-sequences of these lengths: int64, their shape."""
-        costs = lengths * (self.language_linear + self.language_quadratic * lengths)
+        costs = self.language_quadratic * lengths
+        costs += self.language_linear
+        costs *= lengths
         if self.language_window:
             within = np.minimum(lengths, self.language_window)
             costs += self.language_windowed_quadratic * within * (2 * lengths - within)

@@ -62,7 +62,7 @@ class Load(NamedTuple):
 
 
 def image_load(patches: Patches | Load, num_examples: int, cost: ModelCost) -> Load:
-    """Return checked ``patches`` of the examples with their cost; an Load as it is."""
+    """Return checked ``patches`` of the examples with their cost; a Load as it is."""
     if isinstance(patches, Load):
         return patches
     values, offsets = _patches_of_images(patches)
@@ -126,21 +126,21 @@ def _checked_patches(values: npt.NDArray[Any], offsets: Ints | None) -> Ints:
     return values.astype(np.int64, copy=False)
 
 
-def cut_to_fit(lengths: Ints, packing: PackingOptions, images: Load | None = None) -> PackingPlan:
-    """Return the pieces of examples of these lengths, int64 [N], and images: one in each row."""
-    most, overflow = _longest(packing, images), packing.overflow
-    if images is None:
-        images = Load.none(len(lengths))
-    if images.segments is None:
+def cut_to_fit(lengths: Ints, packing: PackingOptions, load: Load | None = None) -> PackingPlan:
+    """Return the pieces of examples of these lengths, int64 [N], and load: one in each row."""
+    most, overflow = _longest(packing, load), packing.overflow
+    if load is None:
+        load = Load.none(len(lengths))
+    if load.segments is None:
         does_not_fit = lengths > most
     else:
         check_not_cut(packing)
-        does_not_fit = images.segments.cells > most
+        does_not_fit = load.segments.cells > most
         if packing.max_sequences_per_row is not None:
-            does_not_fit |= images.segments.counts > packing.max_sequences_per_row
+            does_not_fit |= load.segments.counts > packing.max_sequences_per_row
     if packing.max_patches is not None:
-        does_not_fit = does_not_fit | (images.patches > packing.max_patches)
-    whole = _whole_examples(lengths, packing, images)
+        does_not_fit = does_not_fit | (load.patches > packing.max_patches)
+    whole = _whole_examples(lengths, packing, load)
     too_long = np.flatnonzero(does_not_fit)
     if not len(too_long):
         return whole
@@ -149,18 +149,18 @@ def cut_to_fit(lengths: Ints, packing: PackingOptions, images: Load | None = Non
         kept = np.delete(whole.example_indices, too_long)
         lost = int(lengths[too_long].sum())
         return replace(_one_in_each_row(whole, kept), dropped=too_long, num_dropped_tokens=lost)
-    with_images = too_long[images.patches[too_long] > 0]
-    if overflow == "raise" or (len(with_images) and (overflow == "split" or images.cuts is None)):
+    with_images = too_long[load.patches[too_long] > 0]
+    if overflow == "raise" or (len(with_images) and (overflow == "split" or load.cuts is None)):
         unfit = too_long if overflow == "raise" else with_images
-        raise _unfit_error(unfit, lengths, limits, packing, images)
+        raise _unfit_error(unfit, lengths, limits, packing, load)
     if overflow == "truncate":
         shortened = np.minimum(lengths, limits)
         if len(with_images):
-            shortened, images = _cut_before_images(shortened, with_images, packing, images)
+            shortened, load = _cut_before_images(shortened, with_images, packing, load)
         lost = int((lengths - shortened).sum())
-        whole = _whole_examples(shortened, packing, images)
+        whole = _whole_examples(shortened, packing, load)
         return replace(whole, cut=too_long, num_cut_tokens=lost)
-    counts = num_pieces(lengths, packing, images)
+    counts = num_pieces(lengths, packing, load)
     split = _one_in_each_row(whole, np.repeat(whole.example_indices, counts))
     limit = limits[split.example_indices]
     first_piece = np.repeat(np.cumsum(counts) - counts, counts)
@@ -170,17 +170,15 @@ def cut_to_fit(lengths: Ints, packing: PackingOptions, images: Load | None = Non
     )
 
 
-def wrapped_pieces(
-    lengths: Ints, packing: PackingOptions, images: Load | None = None
-) -> PackingPlan:
+def wrapped_pieces(lengths: Ints, packing: PackingOptions, load: Load | None = None) -> PackingPlan:
     """Return the pieces of documents joined end to end, in rows cut at exactly ``max_tokens``.
 
     The last row may be shorter; empty rows follow up to a multiple of the ranks.
     """
-    if images is not None and images.segments is not None:
+    if load is not None and load.segments is not None:
         check_not_cut(packing)
-    if images is not None and images.patches.any():
-        i = int(images.patches.argmax())
+    if load is not None and load.patches.any():
+        i = int(load.patches.argmax())
         raise DataError(
             f'example {i} has images, which strategy="wrapped" would cut; use another strategy'
         )
@@ -208,7 +206,7 @@ def wrapped_pieces(
     )
 
 
-def _whole_examples(lengths: Ints, packing: PackingOptions, images: Load) -> PackingPlan:
+def _whole_examples(lengths: Ints, packing: PackingOptions, load: Load) -> PackingPlan:
     """Return a plan with every example in a row of its own."""
     none, numbers = np.zeros(0, dtype=np.int64), np.arange(len(lengths) + 1)
     return PackingPlan(
@@ -223,12 +221,12 @@ def _whole_examples(lengths: Ints, packing: PackingOptions, images: Load) -> Pac
         cut=none,
         num_cut_tokens=0,
         num_dropped_tokens=0,
-        patches=images.patches,
-        vision_costs=images.costs,
+        patches=load.patches,
+        vision_costs=load.costs,
         max_patches=packing.max_patches,
         dummy_image_tokens=packing.dummy_image_tokens,
         cost=packing.cost,
-        segments=images.segments,
+        segments=load.segments,
     )
 
 
@@ -236,30 +234,32 @@ def _one_in_each_row(plan: PackingPlan, pieces: Ints) -> PackingPlan:
     return plan.in_rows(Rows(pieces, np.arange(len(pieces) + 1)))
 
 
-def num_pieces(lengths: Ints, packing: PackingOptions, images: Load | None = None) -> Ints:
+def num_pieces(lengths: Ints, packing: PackingOptions, load: Load | None = None) -> Ints:
     """Count the pieces of each example that is placed: int64 [N]."""
     if packing.overflow != "split":
         return np.ones_like(lengths)
-    return -(-lengths // _longest(packing, images))
+    return -(-lengths // _longest(packing, load))
 
 
-def _longest(packing: PackingOptions, images: Load | None) -> Ints | np.int64:
+def _longest(packing: PackingOptions, load: Load | None) -> Ints | np.int64:
     """Return the longest piece that each example may have: int64 [N], or one for all."""
     capacity = min(packing.capacity, 2**63 - 1)
     if packing.strategy == "wrapped":  # cut where a row ends, wherever that is
         capacity = 2**63 - 1
-    if images is None:
+    if load is None:
         return np.int64(capacity)
-    return np.where(images.patches > 0, capacity, capacity - packing.reserved)
+    if not load.patches.any():
+        return np.int64(capacity - packing.reserved)
+    return np.where(load.patches > 0, capacity, capacity - packing.reserved)
 
 
 def _cut_before_images(
-    lengths: Ints, examples: Ints, packing: PackingOptions, images: Load
+    lengths: Ints, examples: Ints, packing: PackingOptions, load: Load
 ) -> tuple[Ints, Load]:
-    """Cut these ``examples`` as ``images.cuts`` says; return the lengths and images of all."""
-    assert images.cuts is not None
-    lengths, patches, costs = lengths.copy(), images.patches.copy(), images.costs.copy()
-    kept, patches[examples], costs[examples] = (values[examples] for values in images.cuts)
+    """Cut these ``examples`` as ``load.cuts`` says; return the lengths and the load of all."""
+    assert load.cuts is not None
+    lengths, patches, costs = lengths.copy(), load.patches.copy(), load.costs.copy()
+    kept, patches[examples], costs[examples] = (values[examples] for values in load.cuts)
     if (kept < 1).any():
         i = int(examples[kept.argmin()])
         raise DataError(
@@ -278,12 +278,12 @@ def _cut_before_images(
 
 
 def _unfit_error(
-    unfit: Ints, lengths: Ints, limits: Ints, packing: PackingOptions, images: Load
+    unfit: Ints, lengths: Ints, limits: Ints, packing: PackingOptions, load: Load
 ) -> DataError:
     """Return the error that names the first example that does not fit, and counts the others."""
     i, overflow = int(unfit[0]), packing.overflow
-    limit, has_image = int(limits[i]), bool(images.patches[i] > 0)
-    segments = images.segments
+    limit, has_image = int(limits[i]), bool(load.patches[i] > 0)
+    segments = load.segments
     if segments is not None:
         return unfit_segments(i, len(unfit) - 1, lengths, limit, packing, segments)
     if lengths[i] > limit:
@@ -299,7 +299,7 @@ def _unfit_error(
         others, way_out = "too long as well", "raise max_tokens, shorten it"
     else:
         what = (
-            f"{int(images.patches[i])} patches of images, more than the max_patches="
+            f"{int(load.patches[i])} patches of images, more than the max_patches="
             f"{packing.max_patches} of a row"
         )
         others, way_out = "too large as well", "raise max_patches, make its images smaller"

@@ -25,7 +25,6 @@ from torch_collate_kit.packing.segments import (
     are_nested,
     bare_lengths,
     checked_segments,
-    sums_of,
 )
 from torch_collate_kit.packing.strategies import (
     best_fit_decreasing,
@@ -114,22 +113,14 @@ def sizes_of(
     if not are_nested(lengths):
         checked = checked_lengths(lengths)
         return checked, None if patches is None else image_load(patches, len(checked), packing.cost)
-    values, offsets = checked_segments(lengths)
-    checked = sums_of(values, offsets)
+    checked, segments = Segments.of(*checked_segments(lengths), packing, depths)
     load = Load.none(len(checked))
     if patches is not None:
         load = image_load(patches, len(checked), packing.cost)
-    if load.segments is None:
-        align, cost = packing.parallel.align, packing.cost
-        if depths is None:
-            segments = Segments.of(values, offsets, align, cost)
-        else:
-            segments = Segments.of_trees(values, offsets, depths, align, cost)
-        load = load._replace(segments=segments)
-    return checked, load
+    return checked, load._replace(segments=segments)
 
 
-def plan_rows(lengths: Ints, packing: PackingOptions, images: Load | None = None) -> PackingPlan:
+def plan_rows(lengths: Ints, packing: PackingOptions, load: Load | None = None) -> PackingPlan:
     """Plan rows as ``pack`` does, of checked ``lengths`` int64 [N]."""
     dp, multiple = packing.parallel.dp, packing.row_multiple
     if multiple % dp:
@@ -138,26 +129,26 @@ def plan_rows(lengths: Ints, packing: PackingOptions, images: Load | None = None
             "examples: every rank has as many rows; leave it out, or plan with batch_rows="
         )
     if packing.strategy == "wrapped":
-        pieces = wrapped_pieces(lengths, packing, images)
+        pieces = wrapped_pieces(lengths, packing, load)
         sizes, limits = measured(pieces, packing, has_images=False)
         costs = costs_to_balance(sizes, limits, pieces, packing)
         alone = Rows(np.arange(len(pieces.lengths)), pieces.row_offsets)
         rows = assign_ranks(alone, costs, limits, packing, num_ranks=multiple)
         return pieces.in_rows(rows, multiple)
-    pieces = cut_to_fit(lengths, packing, images)
-    sizes, limits = measured(pieces, packing, has_images=images is not None)
+    pieces = cut_to_fit(lengths, packing, load)
+    sizes, limits = measured(pieces, packing, has_images=load is not None)
     rows = filled_rows(sizes, limits, packing.strategy)
     return _for_ranks(pieces, rows, sizes, limits, packing)
 
 
-def fill_rows(lengths: Ints, packing: PackingOptions, images: Load | None = None) -> PackingPlan:
+def fill_rows(lengths: Ints, packing: PackingOptions, load: Load | None = None) -> PackingPlan:
     """Fill rows as the strategy opens them: not evened out, and for no ranks yet.
 
-    ``lengths`` int64 [N]. "balanced" opens the rows of best fit. With ``images``, of these examples
+    ``lengths`` int64 [N]. "balanced" opens the rows of best fit. With ``load``, of these examples
     or of others of the run, rows reserve cells for a dummy image.
     """
-    pieces = cut_to_fit(lengths, packing, images)
-    sizes, limits = measured(pieces, packing, has_images=images is not None)
+    pieces = cut_to_fit(lengths, packing, load)
+    sizes, limits = measured(pieces, packing, has_images=load is not None)
     return pieces.in_rows(filled_rows(sizes, limits, packing.strategy))
 
 

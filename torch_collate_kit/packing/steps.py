@@ -62,14 +62,14 @@ class WindowPlan(NamedTuple):
 
 
 def num_that_fit(
-    lengths: Ints, packing: PackingOptions, num_rows: int, images: Load | None = None
+    lengths: Ints, packing: PackingOptions, num_rows: int, load: Load | None = None
 ) -> int:
     """Count how many of the first examples fit in ``num_rows`` rows with 0.5% of the cells free.
 
     At least ``num_rows`` of them do, if there are as many: best fit opens at most one row for each.
     ``lengths`` int64 [N], of which none is split. Only sizes are counted, no piece is moved.
     """
-    sizes, limits, kept = _sizes_of(lengths, packing, images)
+    sizes, limits, kept = _sizes_of(lengths, packing, load)
     if not len(kept):
         return len(lengths)
     if packing.strategy == "sequential":
@@ -80,16 +80,16 @@ def num_that_fit(
     return int(kept[num_pieces]) if num_pieces < len(kept) else len(lengths)
 
 
-def num_rows_needed(lengths: Ints, packing: PackingOptions, images: Load | None = None) -> int:
+def num_rows_needed(lengths: Ints, packing: PackingOptions, load: Load | None = None) -> int:
     """Count the rows that the strategy fills with these examples, none of which is split."""
-    sizes, limits, kept = _sizes_of(lengths, packing, images)
+    sizes, limits, kept = _sizes_of(lengths, packing, load)
     return _num_rows(sizes, limits, packing) if len(kept) else 0
 
 
 def plan_window(
     lengths: Ints,
     packing: PackingOptions,
-    images: Load | None = None,
+    load: Load | None = None,
     *,
     num_steps: int,
     batch_rows: int,
@@ -101,8 +101,8 @@ def plan_window(
     at the same time, are dealt to the steps in a snake. Then the steps are taken from both ends in
     turn, so that any run of them is close to the mean of all.
     """
-    pieces = cut_to_fit(lengths, packing, images)
-    sizes, limits = measured(pieces, packing, has_images=images is not None)
+    pieces = cut_to_fit(lengths, packing, load)
+    sizes, limits = measured(pieces, packing, has_images=load is not None)
     rows = filled_rows(sizes, limits, packing.strategy)
     costs = costs_to_balance(sizes, limits, pieces, packing)
     num_rows = num_steps * batch_rows
@@ -151,11 +151,11 @@ def _dealt(costs: Ints, num_steps: int, group: int) -> Ints:
 
 
 def _sizes_of(
-    lengths: Ints, packing: PackingOptions, images: Load | None
+    lengths: Ints, packing: PackingOptions, load: Load | None
 ) -> tuple[Sizes, Limits, Ints]:
     """Return the sizes of the examples that are placed, the limits, and the examples' numbers."""
-    pieces = cut_to_fit(lengths, packing, images)
-    sizes, limits = measured(pieces, packing, has_images=images is not None)
+    pieces = cut_to_fit(lengths, packing, load)
+    sizes, limits = measured(pieces, packing, has_images=load is not None)
     return sizes, limits, pieces.example_indices
 
 

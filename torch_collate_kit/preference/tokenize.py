@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch_collate_kit._checks import checked_choice, checked_int
@@ -14,7 +13,7 @@ from torch_collate_kit.chat.template import num_shared
 from torch_collate_kit.chat.tokenize import MarkedText, loss_target, marked_texts, too_long
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.preference.other_answers import prompt_key, with_other_answers
-from torch_collate_kit.preference.records import NUMBERS, read_preference
+from torch_collate_kit.preference.records import NUMBERS, PreferenceRecord, read_preference
 from torch_collate_kit.reading.keys import check_no_other_weight
 
 if TYPE_CHECKING:
@@ -179,28 +178,43 @@ def _tokenize_rows(
     names: list[str],
     version: int,
 ) -> dict[str, list[Any]]:
-    records = []
     rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-    for i, row in zip(indices, rows, strict=True):
-        with _naming(i):
-            records.append(read_preference(row))
-    sides = [side for record in records for side in record.sides.values()]
-    marked = iter(marked_texts(sides, setup, from_arrow=True))
-    found = []
-    for i, row, record in zip(indices, rows, records, strict=True):
-        with _naming(i):
+    found = preference_examples(rows, setup, keep, from_arrow=True)
+    for i, example in zip(indices, found, strict=True):
+        if isinstance(example, DataError):
+            raise DataError(f"example {i}: {example}") from example
+    examples = [example for example in found if isinstance(example, dict)]
+    return {name: [example.get(name) for example in examples] for name in names}
+
+
+def preference_examples(
+    records: Sequence[Mapping[str, Any]],
+    setup: ChatSetup,
+    keep: Keep | None = None,
+    *,
+    from_arrow: bool,
+) -> list[dict[str, Any] | DataError]:
+    """Return the example of each record, which may have a ``skip_reason``, or its error."""
+    found: list[Any] = [_or_error(read_preference, record) for record in records]
+    sides = [side for of in found if isinstance(of, PreferenceRecord) for side in of.sides.values()]
+    marked = iter(marked_texts(sides, setup, from_arrow=from_arrow))
+    for i, record in enumerate(found):
+        if isinstance(record, PreferenceRecord):
             texts = {name: next(marked) for name in record.sides}
-            example = record.values | _example(texts, setup, keep)
-        found.append(example | {"weight": row.get("weight")})
-    return {name: [example.get(name) for example in found] for name in names}
+            example = _or_error(_example, texts, setup, keep)
+            if isinstance(example, dict):
+                example = record.values | example
+                if records[i].get("weight") is not None:
+                    example["weight"] = records[i]["weight"]
+            found[i] = example
+    return found
 
 
-@contextmanager
-def _naming(index: int) -> Iterator[None]:
+def _or_error(function: Callable[..., Any], *arguments: Any) -> Any:
     try:
-        yield
+        return function(*arguments)
     except DataError as error:
-        raise DataError(f"example {index}: {error}") from error
+        return error
 
 
 def _example(

@@ -226,7 +226,9 @@ def _bad_entry(name: str, index: int, row: list[Any], typecode: str) -> DataErro
         except (struct.error, TypeError, OverflowError):
             where = f"example {index}: {name}[{j}] is {entry!r:.40}"
             if isinstance(entry, list | tuple | np.ndarray):
-                return DataError(f"{where}, so {name} is nested; a segment is one flat list")
+                hint = ", and examples are lists of segments all or none"
+                hint = hint if name == "input_ids" else ""
+                return DataError(f"{where}, so {name} is nested; a segment is one flat list{hint}")
             wanted = "an integer that fits 64 bits" if typecode == "q" else "a number"
             return DataError(f"{where} ({type(entry).__name__}); it must be {wanted}")
     raise AssertionError("the row converts one by one but not as a whole")

@@ -299,7 +299,7 @@ class FieldColumn:
 
     def _bad_number(self, number: Any, example: int, place: tuple[int, ...]) -> DataError:
         if self.key is None:
-            at = "".join(f"[{i}]" for i in place if not isinstance(self.spec, PerExample))
+            at = "".join(f"[{i}]" for i in place[isinstance(self.spec, PerExample) :])
             return DataError(
                 f"example {example}: {self.name}{at} is {number}, which {self.spec.dtype} does not "
                 "hold; declare another dtype, or give other numbers"

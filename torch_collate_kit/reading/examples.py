@@ -35,6 +35,7 @@ from torch_collate_kit.reading.entries import (
     with_row,
 )
 from torch_collate_kit.reading.images import Images
+from torch_collate_kit.reading.responses import last_of_examples, last_tokens
 from torch_collate_kit.reading.segments import name_of
 from torch_collate_kit.vision import VisionLayout
 
@@ -118,11 +119,11 @@ class ExampleColumns:
             weights=None if self.weights is None else np.append(self.weights, np.float32(0)),
         )
         if self.segment_offsets is not None:
-            offsets = np.append(self.segment_offsets, len(self.input_ids) + 1)
+            offsets = np.append(self.segment_offsets, len(input_ids))
             columns = replace(columns, segment_offsets=offsets)
         ends = pieces.row_offsets[1:][rows]
         return columns, Pieces(
-            np.insert(pieces.examples, ends, len(self.input_ids)),
+            np.insert(pieces.examples, ends, len(self.example_lengths)),
             np.insert(pieces.starts, ends, 0),
             np.insert(pieces.lengths, ends, num_tokens),
             pieces.row_offsets + np.append(0, np.cumsum(rows)),
@@ -283,11 +284,11 @@ class ExampleColumns:
             target = self._given(pieces)
             target[np.cumsum(pieces.lengths) - pieces.lengths] = untrained
         else:
-            responses = _last_of_examples(pieces, self.lengths, self.num_actions)
+            responses = last_of_examples(pieces, self.lengths, self.num_actions)
             most = responses.lengths
             target = self._given(responses)
             if is_image is not None:
-                is_image = is_image[_last_tokens(pieces, most)]
+                is_image = is_image[last_tokens(pieces, most)]
         if is_image is not None and is_image.any():  # no model and no processor excludes them
             target[is_image] = untrained
         trained = target if target.dtype == np.bool_ else target != untrained
@@ -302,7 +303,7 @@ class ExampleColumns:
         elif not self.are_rollouts:  # one per token, as from every other form of target
             given = target
             target = np.zeros(int(pieces.lengths.sum()), dtype=given.dtype)
-            target[_last_tokens(pieces, most)] = given
+            target[last_tokens(pieces, most)] = given
         return target, responses, num_trained
 
     def _responses_of_split(self, pieces: Pieces, num_responses: np.ndarray) -> np.ndarray:
@@ -311,7 +312,7 @@ class ExampleColumns:
         whole = Pieces(split, np.zeros_like(split), self.lengths[split], np.zeros(0))
         num_actions = np.zeros_like(self.lengths)
         num_actions[split] = self._target(whole, None)[1].lengths
-        of_whole = _last_of_examples(pieces, self.lengths, num_actions).lengths
+        of_whole = last_of_examples(pieces, self.lengths, num_actions).lengths
         return np.where(np.isin(pieces.examples, split), of_whole, num_responses)
 
     @property
@@ -344,16 +345,3 @@ class ExampleColumns:
     @property
     def _unit_of_weights(self) -> str:
         return "token" if self.num_actions is None else "response token"
-
-
-def _last_of_examples(pieces: Pieces, lengths: np.ndarray, num_actions: np.ndarray) -> Pieces:
-    """Return which of its example's last ``num_actions`` tokens each piece has."""
-    prompts = (lengths - num_actions)[pieces.examples]
-    ends = pieces.starts + pieces.lengths
-    num_responses = np.clip(ends - prompts, 0, pieces.lengths - 1)
-    return pieces._replace(starts=ends - num_responses - prompts, lengths=num_responses)
-
-
-def _last_tokens(pieces: Pieces, numbers: np.ndarray) -> np.ndarray:
-    """Return the places of so many last tokens of each piece among all tokens."""
-    return span_indices(np.cumsum(pieces.lengths) - numbers, numbers)

@@ -85,13 +85,15 @@ def read_columns(
             del declared[key]
             per_example[key] = text_column(key, _declared(key, raw))
         else:
-            numbers[key] = _one_number_each(key, _declared(key, raw))
+            numbers[key] = _of_examples(key, declared[key], _declared(key, raw))
     offsets = None
     if not are_rollouts and are_nested(raw["input_ids"]):
         others = [key for key in declared if key not in numbers]
         raw, offsets = opened(raw, (*PER_TOKEN, *others, *MEDIA))
     with examples_named(name_of(offsets)):
         columns = _per_token(raw, declared, numbers, vision, are_rollouts=are_rollouts)
+    if not per_example and offsets is None:
+        return columns  # a copy takes 10 us
     return replace(columns, per_example=per_example, segment_offsets=offsets)
 
 
@@ -230,9 +232,21 @@ def _field(
     return rows
 
 
-def _one_number_each(key: str, column: Any) -> Ragged:
-    wanted = "it is declared PerExample, so give one number"
-    numbers = scalar_column(key, column, "iufb", wanted)
+def _of_examples(key: str, spec: Any, column: Any) -> Ragged:
+    """Return one entry per example, a number or a vector."""
+    if not spec.shape:
+        wanted = "it is declared PerExample, so give one number"
+        numbers = scalar_column(key, column, "iufb", wanted)
+    else:
+        kind: Kind = "numbers" if spec.dtype.is_floating_point else "whole numbers"
+        rows = number_column(key, column, kind)
+        if len(wrong := np.flatnonzero(rows.lengths != spec.shape[0])):
+            i = int(wrong[0])
+            raise DataError(
+                f"example {i}: {key} has {rows.lengths[i]} entries, and the field's shape is "
+                f"{spec.shape}; give {spec.shape[0]}"
+            )
+        numbers = joined(rows).values.reshape(-1, *spec.shape)
     return Ragged(numbers, np.arange(len(numbers) + 1))
 
 

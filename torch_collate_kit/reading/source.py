@@ -56,6 +56,12 @@ def kind_of(names: Collection[str]) -> Literal["tokens", "rollouts", "chats"] | 
     return "chats" if any(key in names for key in _CHAT_KEYS) else None
 
 
+def are_preferences(names: Collection[str]) -> bool:
+    """Return whether records with these keys are pairs, or answers with a label, not yet tokens."""
+    is_rated = "completion" in names and "label" in names
+    return kind_of(names) in ("chats", None) and (is_rated or {"chosen", "rejected"} <= set(names))
+
+
 class Source:
     """Dataset in any form, which is read in parts.
 

@@ -59,10 +59,10 @@ def data_lengths(data: Any) -> DataLengths:
             "data is a Batch, whose rows are padded or packed already; pass the examples that the "
             "batch was made of"
         )
-    if isinstance(data, Ragged):
-        data = data.lengths
     begins_with_number = is_sequence(data) and not isinstance(next(iter(data), 0), _NO_NUMBERS)
-    if hasattr(data, "dtype") or isinstance(data, range) or begins_with_number:
+    if isinstance(data, Ragged):  # as `pack` reads it, and TokenizedDataset.lengths returns it
+        lengths = unchecked(*checked_segments(data))
+    elif hasattr(data, "dtype") or isinstance(data, range) or begins_with_number:
         lengths = checked_lengths(data)
     else:
         source = Source(data, "data", "lengths, or ")

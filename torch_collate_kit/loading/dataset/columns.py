@@ -72,6 +72,11 @@ def column_of(name: str, column: Any, *, of_segments: bool) -> AnyColumn:
     Lists of lists are segments where ``input_ids`` are lists of them, else a vector per token.
     """
     if name in IMAGE_FIELDS:
+        if of_segments:
+            raise DataError(
+                f"the source has {name} and examples of several segments, whose images columns do "
+                "not hold; give the DataLoader the list of examples, or a dataset of your own"
+            )
         return ArrayColumn(name, column)
     if isinstance(column, list):
         return TextColumn(name, column)

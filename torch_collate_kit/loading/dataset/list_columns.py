@@ -76,13 +76,18 @@ class ListColumn:
 
     def lengths(self, rows: np.ndarray | None = None) -> np.ndarray:
         """Return int64 lengths of all or the given rows from offsets; a null row is an error."""
+        lengths = self.lengths_or_null()
+        lengths = lengths if rows is None else lengths[rows]
+        if (lengths < 0).any():
+            raise null_error(self.name, int(np.flatnonzero(lengths < 0)[0]))
+        return lengths
+
+    def lengths_or_null(self) -> np.ndarray:
+        """Return int64 lengths of all rows from offsets, -1 of a null row."""
         parts = [np.diff(np.asarray(offsets)) for offsets in self._offsets]
         lengths = np.concatenate([np.empty(0, dtype=np.int64), *parts])
         for i, chunk in self._suspects.items():
             lengths[self._starts[i] + np.flatnonzero(chunk.is_null())] = -1
-        lengths = lengths if rows is None else lengths[rows]
-        if (lengths < 0).any():
-            raise null_error(self.name, int(np.flatnonzero(lengths < 0)[0]))
         return lengths
 
     def row(self, row: np.ndarray, named: np.ndarray) -> np.ndarray:
@@ -216,10 +221,14 @@ class NestedColumn:
 
     def lengths(self, rows: np.ndarray | None = None) -> Ragged:
         """Return int64 lengths of the inner lists of all or the given rows, from offsets."""
-        if len(self._nulls):
-            raise null_error(self.name, int(self._nulls[0]))
         assert isinstance(self._inner, ListColumn)  # of ids
-        found = Ragged(self._inner.lengths(), self._offsets)
+        found = Ragged(self._inner.lengths_or_null(), self._offsets)
+        null_segments = np.flatnonzero(found.values < 0)
+        with_null = np.searchsorted(self._offsets, null_segments, side="right") - 1
+        if len(nulls := np.append(self._nulls, with_null)):
+            is_null = np.isin(np.arange(len(self)) if rows is None else rows, nulls)
+            if is_null.any():
+                raise null_error(self.name, int(is_null.argmax()))
         return found if rows is None else found.take(rows)
 
     def row(self, row: np.ndarray, named: np.ndarray) -> list[np.ndarray]:
@@ -230,7 +239,8 @@ class NestedColumn:
         """Return int64 lengths of the inner lists of the given rows alone; reads no token."""
         assert isinstance(self._inner, ListColumn)
         inner, counts = self._inner_rows(rows, named)
-        return Ragged.from_lengths(self._inner.lengths_at(inner, inner), counts)
+        lengths = self._inner.lengths_at(inner, np.repeat(named, counts))
+        return Ragged.from_lengths(lengths, counts)
 
     def take(self, rows: np.ndarray, named: np.ndarray) -> Nested:
         """Return the rows, copied end to end."""

@@ -97,6 +97,8 @@ def _column(
     name: str, column: Any, *, of_segments: bool
 ) -> np.ndarray | Ragged | Nested | list[Any]:
     if name in IMAGE_FIELDS:
+        if of_segments:
+            return list(column)  # which is refused
         return [None if entry is None else np.array(entry) for entry in column]
     if of_segments and are_nested(column):
         flat, counts = opened_column(name, column)

@@ -42,7 +42,8 @@ def split_trees(dataset: TokenizedDataset, *, max_tokens: int) -> TokenizedDatas
     every, lengths = np.arange(len(dataset)), dataset.lengths
     assert isinstance(lengths, Ragged), "shared lengths of segments"
     firsts = [np.zeros(0, dtype=np.int64)]  # of each example, the first segment of each run
-    cells = sums_of(lengths.values - shared.values, shared.offsets)
+    own = lengths.values - shared.values
+    cells = sums_of(own, shared.lengths, shared.offsets)
     for i, num_cells in enumerate(cells.tolist()):
         of_example = [0]
         if num_cells > max_tokens:

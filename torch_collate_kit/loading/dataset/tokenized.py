@@ -26,7 +26,7 @@ from torch_collate_kit.loading.dataset.list_columns import (
 from torch_collate_kit.loading.dataset.sources import IDS, DatasetSource, kept_source
 from torch_collate_kit.packing import RankPlan
 from torch_collate_kit.packing.rank_plan import PlannedExamples
-from torch_collate_kit.packing.segments import sums_of
+from torch_collate_kit.packing.rows import running_sum
 from torch_collate_kit.packing.trees import depths_of
 from torch_collate_kit.ragged import Nested, Ragged, row_indices, unchecked
 from torch_collate_kit.reading.reader import read_columns
@@ -147,7 +147,7 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
         if not isinstance(lengths, Ragged):
             return None
         if self._depths is None:
-            before = np.append(0, np.cumsum(sums_of(lengths.values, lengths.offsets)))
+            before = running_sum(lengths.values)[lengths.offsets]
             parts, start = [np.empty(0, dtype=np.int64)], 0
             while start < len(self):
                 most = before[start] + _TOKENS_AT_A_TIME

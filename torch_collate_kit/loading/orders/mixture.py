@@ -15,7 +15,8 @@ from torch_collate_kit.loading.dataset import TokenizedDataset
 from torch_collate_kit.loading.orders.checks import Indices, checked_length
 from torch_collate_kit.loading.orders.states import digest_in_blocks
 from torch_collate_kit.packing import PackingPlan, RankPlan
-from torch_collate_kit.packing.segments import are_nested, checked_segments, sums_of
+from torch_collate_kit.packing.rows import row_sums
+from torch_collate_kit.packing.segments import are_nested, checked_segments
 from torch_collate_kit.ragged import Ragged, unchecked
 
 _STOPS = ("first_exhausted", "all_exhausted")
@@ -86,7 +87,11 @@ class Mixture:
         self.by, self.stop = by, stop
         read = [] if self.has_streams else self.sources
         self._lengths = [_lengths_of(s, i, by) for i, s in enumerate(read)]
-        units = [_total(n) for n in self._lengths] if by == "tokens" else self.sizes
+        units = (
+            [int(getattr(n, "values", n).sum()) for n in self._lengths]
+            if by == "tokens"
+            else self.sizes
+        )
         first = units if weights is None else _checked_weights("weights", weights, len(self.sizes))
         self.stages = [(0, [Fraction(w) for w in first])]
         for number, stage in enumerate(schedule or []):
@@ -198,7 +203,7 @@ class Mixture:
     def num_tokens(self) -> Indices:
         """Tokens of every example, with all its segments: int64 [N]; raises as ``lengths``."""
         lengths = self.lengths
-        return sums_of(lengths.values, lengths.offsets) if isinstance(lengths, Ragged) else lengths
+        return row_sums(lengths.values, lengths.offsets) if isinstance(lengths, Ragged) else lengths
 
     @property
     def num_loss_tokens(self) -> Indices:
@@ -238,10 +243,6 @@ class Mixture:
 
 def _is_number(source: Any) -> bool:
     return hasattr(source, "__index__")
-
-
-def _total(lengths: Indices | Ragged) -> int:
-    return int((lengths.values if isinstance(lengths, Ragged) else lengths).sum())
 
 
 def _lengths_of(source: Any, number: int, by: str) -> Indices | Ragged:

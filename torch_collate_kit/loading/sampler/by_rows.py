@@ -32,7 +32,7 @@ class Entries(NamedTuple):
 
     lengths: Indices
     """int64 [E] tokens."""
-    images: Load | None = None
+    load: Load | None = None
     examples: Indices | None = None
     """int64 [E], the example of each piece; None where an entry is an example."""
     starts: Indices | None = None
@@ -41,7 +41,7 @@ class Entries(NamedTuple):
     @property
     def cells(self) -> Indices:
         """int64 [E], fewer than tokens where prefixes are shared."""
-        return cells_of(self.lengths, self.images)
+        return cells_of(self.lengths, self.load)
 
 
 def cells_of(lengths: Indices, load: Load | None) -> Indices:
@@ -224,11 +224,11 @@ class ByRows(Budget):
         if kept is not None and kept[:2] == (epoch, window):
             return kept[2:]
         entries = self.order.take(epoch, window.start, window.stop)
-        lengths, images = self._sizes(entries)
+        lengths, load = self._sizes(entries)
         planned = plan_window(
             lengths,
             self._packing,
-            images,
+            load,
             num_steps=window.num_steps,
             batch_rows=self.batch_rows,
             group=self.group,
@@ -237,8 +237,8 @@ class ByRows(Budget):
         return entries, planned
 
     def _sizes(self, entries: Indices) -> tuple[Indices, Load | None]:
-        images = self._entries.images
-        return self._entries.lengths[entries], None if images is None else images.take(entries)
+        load = self._entries.load
+        return self._entries.lengths[entries], None if load is None else load.take(entries)
 
     def _window_of(self, epoch: int, step: int) -> _Window | None:
         """Return the window that has a step; None if the epoch has no such step."""
@@ -313,8 +313,8 @@ class ByRows(Budget):
         ahead = self._guess
         while True:
             num_read = ahead if self.tail == "wrap" else min(ahead, most)
-            lengths, images = self._sizes(self.order.take(epoch, start, start + num_read))
-            number = num_that_fit(lengths, self._packing, rows, images)
+            lengths, load = self._sizes(self.order.take(epoch, start, start + num_read))
+            number = num_that_fit(lengths, self._packing, rows, load)
             if number < num_read or (num_read == most and self.tail != "wrap"):
                 break
             ahead *= 2
@@ -322,8 +322,8 @@ class ByRows(Budget):
             return start + number, most_steps
         capacity = rows * self._packing.max_tokens
         needed = rows + 1
-        if number == most or int(cells_of(lengths, images).sum()) <= capacity:
-            needed = num_rows_needed(lengths, self._packing, images)
+        if number == most or int(cells_of(lengths, load).sum()) <= capacity:
+            needed = num_rows_needed(lengths, self._packing, load)
         if needed > rows:
             return start + number, most_steps
         if self.tail == "keep":
@@ -331,5 +331,5 @@ class ByRows(Budget):
         num_steps = needed // self.batch_rows
         if not num_steps:
             return start, 0
-        number = num_that_fit(lengths, self._packing, num_steps * self.batch_rows, images)
+        number = num_that_fit(lengths, self._packing, num_steps * self.batch_rows, load)
         return start + number, num_steps

@@ -17,7 +17,7 @@ from torch_collate_kit.loading.sampler.by_rows import Entries
 from torch_collate_kit.packing import PackingOptions
 from torch_collate_kit.packing.pieces import Load, Patches, cut_to_fit
 from torch_collate_kit.packing.planner import sizes_of
-from torch_collate_kit.packing.segments import bare_lengths, checked_segments
+from torch_collate_kit.packing.segments import bare_lengths
 from torch_collate_kit.packing.trees import is_shared
 
 
@@ -153,28 +153,23 @@ class ExampleSizes:
     def fingerprint(self, num_examples: int, *, with_trees: bool) -> dict[str, Any]:
         """Return digests of the first so many examples, as JSON; ``with_trees`` of their cells."""
         counted = {
-            "lengths_digest": self.lengths,
-            "patches_digest": self.patches,
-            "loss_tokens_digest": self.counts,
+            "lengths_digest": self.lengths[:num_examples],
+            "patches_digest": None if self.patches is None else self.patches[:num_examples],
+            "loss_tokens_digest": None if self.counts is None else self.counts[:num_examples],
         }
         if self._segments is not None:
-            counted["num_segments_digest"] = self._segments.counts
+            counted["num_segments_digest"] = counts = self._segments.counts[:num_examples]
+            of_segments = self._segments.lengths
+            assert of_segments is not None, "segments are those of all examples"
+            counted["segments_digest"] = of_segments[: int(counts.sum())]
             if with_trees:
                 of = self._segments
-                counted["trees_digest"] = of.cells if of.shares else None
+                counted["trees_digest"] = of.cells[:num_examples] if of.shares else None
         digests = {
-            name: None if counts is None else digest_in_blocks(counts[:num_examples])
-            for name, counts in counted.items()
+            name: None if numbers is None else digest_in_blocks(numbers)
+            for name, numbers in counted.items()
         }
-        if self._segments is not None:  # whatever they are aligned to
-            digests["segments_digest"] = digest_in_blocks(self._segment_lengths(num_examples))
         return {"num_tokens": int(self.lengths[:num_examples].sum()), **digests}
-
-    def _segment_lengths(self, num_examples: int) -> Indices:
-        """Return the tokens of each segment of the first so many examples, int64."""
-        of = self._examples
-        lengths = of.lengths if isinstance(of, TokenizedDataset | Mixture) else of
-        return checked_segments(lengths[:num_examples])[0]
 
 
 def sized(

@@ -24,7 +24,7 @@ from torch_collate_kit.loading.streaming.states import Place
 from torch_collate_kit.packing.pieces import Load, cut_to_fit, image_load, num_pieces
 from torch_collate_kit.packing.planner import sizes_of
 from torch_collate_kit.packing.rows import running_sum
-from torch_collate_kit.packing.segments import Segments, sums_of
+from torch_collate_kit.packing.segments import Segments
 from torch_collate_kit.packing.trees import depths_of
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.keys import KNOWN, MEDIA
@@ -107,18 +107,20 @@ class _ExampleReader:
         """Return the tokens of one example, and what else it holds."""
         ids: Any = example.get("input_ids") if isinstance(example, Mapping) else None
         if ids is None or not are_nested([ids]):
-            return self._length(example), self._images([example])
-        if not all(map(len, ids)):
-            _check(self._collator, [example])  # raises which is empty
-        packing = self._collator.packing
-        parts = [example]
-        if self._collator.vision is not None:
-            media = [key for key in MEDIA if example.get(key) is not None]
+            return self._length(example), self._images(example, [example])
+        media = [key for key in MEDIA if example.get(key) is not None]
+        try:
+            counts = [*map(len, ids)]
             parts = [{key: example[key][i] for key in media} for i in range(len(ids))]
+        except (TypeError, LookupError):
+            counts, parts = [0], []
+        if not all(counts):
+            _check(self._collator, [example])  # raises what is wrong
+        packing = self._collator.packing
         depths = self._depths(example) if packing.share_prefixes else None
-        lengths, load = sizes_of([[*map(len, ids)]], packing, depths=depths)
+        lengths, load = sizes_of([counts], packing, depths=depths)
         assert load is not None
-        return int(lengths[0]), self._images(parts)._replace(segments=load.segments)
+        return int(lengths[0]), self._images(example, parts)._replace(segments=load.segments)
 
     def _depths(self, example: Any) -> np.ndarray:
         """Return the tokens that each segment of an example shares, int64."""
@@ -128,12 +130,11 @@ class _ExampleReader:
         offsets = running_sum(np.array([*map(len, ids)]))
         return depths_of(np.concatenate(ids), offsets, np.array([0, len(ids)]))
 
-    def _images(self, parts: list[Any]) -> Load:
-        """Return the images of one example, or of the segments of one."""
+    def _images(self, example: Example, parts: list[Any]) -> Load:
+        """Return the images of one example, whose segments are ``parts``."""
         vision = self._collator.vision
         if vision is None:
             return _NO_IMAGE
-        example = parts[0]
         try:
             patches = [number for part in parts for number in vision.patches(part)]
             return image_load([patches], 1, self._collator.packing.cost) if patches else _NO_IMAGE
@@ -240,14 +241,9 @@ class _RowReader:
         empty = np.flatnonzero(lengths.values == 0)
         if len(empty):
             self._check(positions[np.searchsorted(lengths.offsets, empty[:1], side="right") - 1])
-        packing, offsets = self._collator.packing, lengths.offsets
-        align, cost, tokens = packing.parallel.align, packing.cost, lengths.values
-        if packing.share_prefixes:
-            depths = self._dataset._depths_at(positions)
-            segments = Segments.of_trees(tokens, offsets, depths, align, cost)
-        else:
-            segments = Segments.of(tokens, offsets, align, cost)
-        return sums_of(tokens, offsets), segments
+        packing = self._collator.packing
+        depths = self._dataset._depths_at(positions) if packing.share_prefixes else None
+        return Segments.of(lengths.values, lengths.offsets, packing, depths)
 
     def _entries_of(
         self, positions: np.ndarray, lengths: np.ndarray, segments: Segments | None

@@ -54,7 +54,8 @@ def audit(
     Args:
         dataset: examples or rollouts as the collators take them, a list or columns; a
             TokenizedDataset or its sources; or chat records, which are tokenized as
-            :func:`~torch_collate_kit.tokenize_chat` does. It is read whole, and not changed.
+            :func:`~torch_collate_kit.tokenize_chat` does, pairs and labelled answers as
+            ``preference.tokenize_preferences`` does. It is read whole, and not changed.
         tokenizer: the tokenizer, or of a vision-language model the processor. Without it, what
             needs special tokens or a chat template is not checked, and examples are shown as ids.
         max_tokens: the length at which rows will be cut; None leaves that out.

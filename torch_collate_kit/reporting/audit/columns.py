@@ -80,8 +80,7 @@ class AuditColumns:
     @cached_property
     def heads(self) -> np.ndarray:
         """int64, the row with which each example begins."""
-        is_first = self.segments == 0 if len(self.segments) else np.ones_like(self.lengths)
-        return np.flatnonzero(is_first)
+        return np.flatnonzero(self.segments == 0 if len(self.segments) else self.lengths)
 
     @cached_property
     def offsets(self) -> np.ndarray:
@@ -347,4 +346,5 @@ class AuditColumns:
         before, marked, after = (self.vocabulary.text(self.ids[a:b].tolist()) for a, b in places)
         sides = "... " if first > begin else "", " ..." if last < end else ""
         text = f"{sides[0]}{before} \u27e6{marked}\u27e7 {after}{sides[1]}".strip()
-        return f"row {self.numbers[row]}: {' '.join(text.split())}"
+        segment = f", segment {self.segments[row]}" if len(self.segments) else ""
+        return f"row {self.numbers[row]}{segment}: {' '.join(text.split())}"

@@ -9,6 +9,7 @@ from torch_collate_kit.reporting.audit.columns import AuditColumns
 from torch_collate_kit.reporting.audit.findings import Found
 
 _LEAST_PAIRS, _NEARLY_ALL = 20, 0.9
+_SHARED = 3  # tokens with which both sides begin
 
 
 @check("error")
@@ -38,6 +39,22 @@ def equal_sides(columns: AuditColumns) -> Found | None:
         columns,
         pairs[groups[0] == groups[1]],
         "ROWS have the same chosen and rejected side, which teaches nothing; drop them",
+    )
+
+
+@check("warning")
+def shared_prompt_trained(columns: AuditColumns) -> Found | None:
+    """Find pairs of which every token is trained though the sides begin with the same ones."""
+    pairs = _pairs(columns) if columns.has_target else np.empty((0, 2), dtype=np.int64)
+    is_full = columns.is_fully_trained & (columns.lengths > _SHARED)
+    rows = pairs[is_full[pairs].all(axis=1)].T.ravel()
+    groups = columns.equal_spans(columns.starts[rows], np.full_like(rows, _SHARED)).reshape(2, -1)
+    return _found(
+        columns,
+        rows.reshape(2, -1).T[groups[0] == groups[1]],
+        "ROWS train every token of both sides, which begin with the same prompt: it cancels out in "
+        "a difference of sums, and is counted in means (SimPO, ORPO) and in what is logged; mark "
+        "the answers alone, as preference.tokenize_preferences does",
     )
 
 

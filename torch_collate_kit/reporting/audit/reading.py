@@ -19,11 +19,19 @@ from torch_collate_kit.chat.options import ChatSetup
 from torch_collate_kit.chat.tokenize import tokenize_records
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.loading.dataset import TokenizedDataset
+from torch_collate_kit.preference.tokenize import preference_examples
 from torch_collate_kit.ragged import span_indices
 from torch_collate_kit.reading.examples import ExampleColumns
 from torch_collate_kit.reading.keys import KNOWN, MEDIA, first_with
 from torch_collate_kit.reading.reader import read_columns
-from torch_collate_kit.reading.source import Source, are_nested, check_even, is_a, kind_of
+from torch_collate_kit.reading.source import (
+    Source,
+    are_nested,
+    are_preferences,
+    check_even,
+    is_a,
+    kind_of,
+)
 from torch_collate_kit.reporting.audit.columns import AuditColumns
 from torch_collate_kit.reporting.audit.findings import Refused
 from torch_collate_kit.vision import VisionLayout
@@ -54,7 +62,7 @@ def read_dataset(
         check_even(dataset, next(key for key in dataset if kind_of([key]) == kind))
     if not len(source):
         raise DataError("the dataset is empty (0 rows); give at least one")
-    if kind == "chats":
+    if kind == "chats" or are_preferences(source.names):
         bar: Any = nullcontext()
         if is_a(dataset, "datasets", "Dataset"):  # with progress, as its map shows it
             from datasets.utils import tqdm
@@ -93,7 +101,7 @@ def _read_chats(source: Source, setup: ChatSetup, bar: Any) -> AuditColumns:
             kind = type(record).__name__
             reader.refuse(i, f"a record is a mapping, such as one with messages, got {kind}")
         weighted: dict[bool, list[tuple[int, dict[str, Any]]]] = {False: [], True: []}
-        results = tokenize_records(known.values(), setup, from_arrow=source.is_arrow)
+        results = _tokenized([*known.values()], setup, source)
         for i, found in zip(known, results, strict=True):
             if isinstance(found, DataError):
                 reader.refuse(i, str(found))
@@ -106,6 +114,18 @@ def _read_chats(source: Source, setup: ChatSetup, bar: Any) -> AuditColumns:
         if bar is not None:
             bar.update(stop - start)
     return replace(reader.columns(), without_answer=np.array(without_answer, dtype=np.int64))
+
+
+def _tokenized(
+    records: list[Any], setup: ChatSetup, source: Source
+) -> list[list[dict[str, Any]] | DataError]:
+    """Return the examples of each record, or why it is refused."""
+    if not are_preferences(source.names):
+        return tokenize_records(records, setup, from_arrow=source.is_arrow)
+    if setup.options.train_on == "each":
+        raise ValueError("train_on='each' is not for pairs; pass train_on='all' or 'last'")
+    found = preference_examples(records, setup, from_arrow=source.is_arrow)
+    return [of if isinstance(of, DataError) else [of] for of in found]
 
 
 @dataclass
@@ -159,7 +179,12 @@ class _RowReader:
         """Read tokenized chats of the same keys, each with the number of its record."""
         numbers, examples = zip(*rows, strict=True)
         names = [n for n in ("input_ids", "loss_mask", "weight") if n in examples[0]]
-        found = read_columns({name: [e[name] for e in examples] for name in names})
+        numbers_of = [n for n in _OF_PAIRS if n in examples[0]]
+        self._has_label |= "label" in numbers_of
+        found = read_columns(
+            {name: [e[name] for e in examples] for name in (*names, *numbers_of)},
+            fields=dict.fromkeys(numbers_of, PerExample(torch.float64)),
+        )
         columns = self._flat(found)
         columns["num_cut"] = np.array([e.get(_CUT, 0) for e in examples], dtype=np.int64)
         has_image = np.zeros(len(numbers), dtype=np.bool_)
@@ -167,6 +192,8 @@ class _RowReader:
             starts = np.cumsum(columns["lengths"]) - columns["lengths"]
             has_image |= np.logical_or.reduceat(columns["ids"] == image_token_id, starts)
         columns |= {"numbers": np.array(numbers), "has_image": has_image}
+        if found.segment_offsets is not None:
+            _open(columns, found.segment_offsets)
         self._blocks.setdefault(_form(found), []).append(columns)
 
     def columns(self) -> AuditColumns:
