@@ -222,8 +222,7 @@ def _shared_prefixes(r: Results) -> dict[str, str]:
             f"per CPU second, {shared} against {packed}"
         ),
         "And what does it cost where nothing is shared?": (
-            f'a step with "auto" takes {ms(r, "nothing shared", "auto")}, without '
-            f"{ms(r, 'nothing shared', 'without')}"
+            f'a step with "auto" takes {times(r, "nothing shared", "auto", "without")} the time'
         ),
     }
 
