@@ -208,7 +208,7 @@ def _hybrids(r: Results) -> dict[str, str]:
     }
 
 
-def _shared_prefixes(r: Results) -> dict[str, str]:
+def _trees(r: Results) -> dict[str, str]:
     tokens, cells, factor = (
         cell(r, "Cells", "32,768", column) for column in ("tokens", "cells", "tokens per cell")
     )
@@ -270,7 +270,7 @@ ANSWERS: dict[str, Callable[[Results], dict[str, str]]] = {
     "loader": _loader,
     "packing": _packing,
     "rollout": _rollout,
-    "shared_prefixes": _shared_prefixes,
+    "trees": _trees,
     "stream": _stream,
     "vision": _vision,
 }

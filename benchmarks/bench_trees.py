@@ -4,7 +4,7 @@ Claimed: airline dialogues of tau-bench through ``train_on="each"`` with Qwen3's
 least 9 times fewer cells, bring at least 4 times the training tokens per CPU second, and train the
 same model; "auto" costs at most 1.02 times as much where nothing is shared.
 
-    python benchmarks/bench_shared_prefixes.py
+    python benchmarks/bench_trees.py
 
 A random Qwen3 of two layers, one thread, forward and backward pass, ``torch_varlen``. "packed" is
 the same turns as examples of their own, in rows of the same ``max_tokens``. Loss and parameters are
@@ -244,9 +244,7 @@ def main() -> None:
     torch.set_num_threads(1)
     register_torch_varlen()
     transformers.logging.set_verbosity_error()
-    report = Report(
-        "shared_prefixes", "A prefix that segments share is computed once, and trained the same."
-    )
+    report = Report("trees", "A prefix that segments share is computed once, and trained the same.")
     examples = dialogues(options.data)
     cells(report, examples)
     nothing_shared(report, options.hidden, 2 * options.rounds)
