@@ -176,6 +176,8 @@ def same_training(report: Report, examples: Examples, num_steps: int) -> None:
     moved = (weights["shared"] - weights["packed"]).abs().max().item()
     fell = f"{losses['shared'][0]:.3f} to {losses['shared'][-1]:.3f}"
     report.text(f"Losses of {num_steps} steps of SGD, a dialogue each, in float64: {fell}.")
+    first = abs(losses["shared"][0] - losses["packed"][0])
+    report.target("loss of the first step, difference in float64", first, "<", 1e-12)
     report.target(f"loss of 2 dialogues after {num_steps} steps, difference", apart, "<", 1e-12)
     report.target(f"parameters after {num_steps} steps, difference", moved, "<", 1e-8)
 
