@@ -208,7 +208,7 @@ def _hybrids(r: Results) -> dict[str, str]:
     }
 
 
-def _shared_prefixes(r: Results) -> dict[str, str]:
+def _trees(r: Results) -> dict[str, str]:
     tokens, cells, factor = (
         cell(r, "Cells", "32,768", column) for column in ("tokens", "cells", "tokens per cell")
     )
@@ -222,8 +222,7 @@ def _shared_prefixes(r: Results) -> dict[str, str]:
             f"per CPU second, {shared} against {packed}"
         ),
         "And what does it cost where nothing is shared?": (
-            f'a step with "auto" takes {ms(r, "nothing shared", "auto")}, without '
-            f"{ms(r, 'nothing shared', 'without')}"
+            f'a step with "auto" takes {times(r, "nothing shared", "auto", "without")} the time'
         ),
     }
 
@@ -290,7 +289,7 @@ ANSWERS: dict[str, Callable[[Results], dict[str, str]]] = {
     "packing": _packing,
     "preference": _preference,
     "rollout": _rollout,
-    "shared_prefixes": _shared_prefixes,
+    "trees": _trees,
     "stream": _stream,
     "vision": _vision,
 }

@@ -4,7 +4,7 @@ Claimed: airline dialogues of tau-bench through ``train_on="each"`` with Qwen3's
 least 9 times fewer cells, bring at least 4 times the training tokens per CPU second, and train the
 same model; "auto" costs at most 1.02 times as much where nothing is shared.
 
-    python benchmarks/bench_shared_prefixes.py
+    python benchmarks/bench_trees.py
 
 A random Qwen3 of two layers, one thread, forward and backward pass, ``torch_varlen``. "packed" is
 the same turns as examples of their own, in rows of the same ``max_tokens``. Loss and parameters are
@@ -171,11 +171,14 @@ def same_training(report: Report, examples: Examples, num_steps: int) -> None:
             optimizer.step()
             optimizer.zero_grad()
         weights[name] = torch.cat([p.detach().flatten() for p in model.parameters()])
-    first = abs(losses["shared"][0] - losses["packed"][0])
+    one, other = (backward(model, of(opened(examples[:2]))) for of, opened in collators.values())
+    apart = abs(one - other)
     moved = (weights["shared"] - weights["packed"]).abs().max().item()
     fell = f"{losses['shared'][0]:.3f} to {losses['shared'][-1]:.3f}"
     report.text(f"Losses of {num_steps} steps of SGD, a dialogue each, in float64: {fell}.")
+    first = abs(losses["shared"][0] - losses["packed"][0])
     report.target("loss of the first step, difference in float64", first, "<", 1e-12)
+    report.target(f"loss of 2 dialogues after {num_steps} steps, difference", apart, "<", 1e-12)
     report.target(f"parameters after {num_steps} steps, difference", moved, "<", 1e-8)
 
 
@@ -204,7 +207,7 @@ def speed(report: Report, examples: Examples, hidden: int, rounds: int) -> None:
     speeds = {name: num_tokens / each.median for name, each in times.items()}
     rows = [[name, f"{cells[name]:,}", f"{each:,.0f}"] for name, each in speeds.items()]
     note = (
-        f"{len(examples)} dialogues, {len(turns)} trained contexts of {num_tokens:,} tokens, "
+        f"The dialogue of median size: {len(turns)} trained contexts of {num_tokens:,} tokens, "
         f"hidden size {hidden}; collating, forward and backward pass, medians of {rounds} rounds."
     )
     header = ["rows", "cells", "training tokens per CPU second"]
@@ -243,9 +246,7 @@ def main() -> None:
     torch.set_num_threads(1)
     register_torch_varlen()
     transformers.logging.set_verbosity_error()
-    report = Report(
-        "shared_prefixes", "A prefix that segments share is computed once, and trained the same."
-    )
+    report = Report("trees", "A prefix that segments share is computed once, and trained the same.")
     examples = dialogues(options.data)
     cells(report, examples)
     nothing_shared(report, options.hidden, 2 * options.rounds)
