@@ -3,7 +3,7 @@
 Claimed: of 1,024 segments of 4,096 tokens, the cell of every token in at most 50 ms on one core,
 and at least 10 times faster than TRL's `TreeRow.add`.
 
-    python benchmarks/bench_trees.py
+    python benchmarks/bench_prefixes.py
 
 "trees" finds the cell of every token (what a batch needs), "depths" what a plan needs of a dataset.
 TRL's trie has a node more for each branch, and gets its samples as tensors; `pack`, which lays it
@@ -66,7 +66,7 @@ def trl_trie() -> Callable[[np.ndarray, int], Callable[[], int]] | None:
 
 def main() -> None:
     options = arguments(__doc__, rounds=5, data=False).parse_args()
-    report = Report("trees", (__doc__ or "").split("Claimed: ")[1].split("\n\n")[0])
+    report = Report("prefixes", (__doc__ or "").split("Claimed: ")[1].split("\n\n")[0])
     theirs_of, rows = trl_trie(), []
     slowest, least = 0.0, float("inf")
     for what, (group, shared) in GROUPS.items():

@@ -57,7 +57,7 @@ FAULTS = [
     Fault("loading/sampler/by_rows.py", "int(cells_of(lengths, images).sum()) <= capacity", "int(lengths.sum()) <= capacity", "loading/test_trees.py"),
     Fault("loading/sampler/sizes.py", "of.cells if of.shares else None", "None", "loading/test_trees.py"),
     Fault("loading/sampler/sizes.py", "and packing != self._packing:", "and False:", "loading/test_trees.py"),
-    Fault("loading/streaming/entries.py", "shares = bool(packing.share_prefixes)", "shares = False", "loading/test_trees.py"),
+    Fault("loading/streaming/entries.py", "shares=bool(packing.share_prefixes)", "shares=False", "loading/test_trees.py"),
     Fault("loading/dataset/tokenized.py", "stop = max(start + 1,", "stop = max(start + 2,", "loading/test_trees.py"),
     Fault("loading/dataset/split_trees.py", "first += max(1, int(", "first += max(2, int(", "loading/test_trees.py"),
     # families
