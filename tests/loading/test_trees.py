@@ -122,9 +122,9 @@ def test_samplers_plan_rows_of_trees_on_every_rank(
 
 
 def test_the_last_window_has_no_more_steps_than_its_cells_need() -> None:
-    pairs = [{"input_ids": [[*range(40), i], [*range(40), i, i]]} for i in range(100, 108)]
-    sampler = PackedBatchSampler(TokenizedDataset(pairs), collator(), batch_rows=4, window=8)
-    assert len(sampler) == 2  # of 42 cells each; of 83 tokens it would be four
+    pairs = [{"input_ids": [[*range(22), i], [*range(22), i, i]]} for i in range(100, 108)]
+    sampler = PackedBatchSampler(TokenizedDataset(pairs), collator(), batch_rows=4, window=1)
+    assert len(sampler) == 1  # two trees of 24 cells fill a row of 48; of 47 tokens it would be two
 
 
 def test_rows_of_a_dataset() -> None:

@@ -86,12 +86,9 @@ class Mixture:
         checked_choice("stop", stop, _STOPS)
         self.by, self.stop = by, stop
         read = [] if self.has_streams else self.sources
-        self._lengths = [_lengths_of(s, i, by) for i, s in enumerate(read)]
-        units = (
-            [int(getattr(n, "values", n).sum()) for n in self._lengths]
-            if by == "tokens"
-            else self.sizes
-        )
+        self._lengths: list[Any] = [_lengths_of(s, i, by) for i, s in enumerate(read)]
+        sums = [int(getattr(of, "values", of).sum()) for of in self._lengths]
+        units = sums if by == "tokens" else self.sizes
         first = units if weights is None else _checked_weights("weights", weights, len(self.sizes))
         self.stages = [(0, [Fraction(w) for w in first])]
         for number, stage in enumerate(schedule or []):

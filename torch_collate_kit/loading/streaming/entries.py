@@ -65,6 +65,5 @@ def load_of(entries: np.ndarray, packing: PackingOptions) -> Load:
             f"example {nested} of the stream is a list of segments, and example {flat} is not; "
             "give every example a list, of one where it has one segment"
         )
-    return load._replace(
-        segments=Segments(cells, counts, costs_of_segments, shares=bool(packing.share_prefixes))
-    )
+    segments = Segments(cells, counts, costs_of_segments, shares=bool(packing.share_prefixes))
+    return load._replace(segments=segments)
