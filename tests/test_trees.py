@@ -87,7 +87,7 @@ def check_tree(seed: int, models: dict[Any, Any]) -> None:
     """Every loss and the logits of each segment, of one random set of trees."""
     rng = np.random.default_rng((seed, 1))
     options = {"fields": FIELDS, "parallel": ParallelLayout(tp=int(rng.choice([1, 4])))}
-    batches = both(random_examples(seed), max_tokens=int(rng.choice([80, 160])), **options)
+    batches = both(random_examples(seed), max_tokens=int(rng.choice([320, 640])), **options)
     for (_, window), model in models.items():
         for loss in LOSSES.values():
             check(model, batches, loss, window)

@@ -82,7 +82,7 @@ def pairs(seed: int, count: int = 3) -> list[dict[str, Any]]:
 
 def both(examples: Any, **options: Any) -> tuple[Batch, Batch]:
     """The rows with shared prefixes, and without."""
-    options = {"max_tokens": 160, **options}
+    options = {"max_tokens": 320, **options}
     shared = PackedCollator(0, share_prefixes=True, **options)(examples)
     return shared, PackedCollator(0, **options)(examples)
 

@@ -141,11 +141,11 @@ def tree_mask(
     on_path.index_put_((of_keys, paths.cells % width), on_path.new_ones(()))
     # pads have position 0, so that those of a run see each other, which nothing reads
     positions: Any = make_field("position_ids", columns, {}, {})
-    distance = positions[:, :, None] - positions[:, None, :]
-    seen = on_path[of_cells].view(num_rows, width, width) & (distance >= 0)
+    of_query, of_key = positions[:, :, None], positions[:, None, :]  # no numbers [R, W, W]
+    seen = on_path[of_cells].view(num_rows, width, width) & (of_key <= of_query)
     masks = {"full_attention": seen[:, None]}
     if window is not None:
-        masks["sliding_attention"] = (seen & (distance < window))[:, None]
+        masks["sliding_attention"] = (seen & (of_key > of_query - window))[:, None]
     if attention != "sdpa":
         zeros = torch.zeros(seen[:, None].shape, dtype=torch.bfloat16, device=device)
         masks = {name: zeros.masked_fill(~of, -math.inf) for name, of in masks.items()}
