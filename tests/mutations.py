@@ -72,7 +72,7 @@ FAULTS = [
     Fault("batch/unpacking.py", "places = span_indices(offsets[own], np.diff(offsets)[own])", "places = np.arange(len(cells))", "collators/test_segments.py"),
     Fault("batch/row_changes.py", "~is_first | ~(is_next | is_last)", "~is_first", "collators/test_segments.py"),
     Fault("loading/sampler/sizes.py", "of_segments = self._segments.lengths", "of_segments = self._segments.cells", "loading/test_segments.py"),
-    Fault("loading/streaming/entries.py", "    return load._replace(\n        segments=Segments(cells, counts, costs_of_segments,", "    return load\n    return load._replace(\n        segments=Segments(cells, counts, costs_of_segments,", "loading/test_segments.py"),
+    Fault("loading/streaming/entries.py", "    return load._replace(segments=segments)", "    return load", "loading/test_segments.py"),
     Fault("loading/dataset/list_columns.py", 'searchsorted(self._offsets, null_segments, side="right") - 1', 'searchsorted(self._offsets, null_segments, side="right")', "loading/test_segments.py"),
     # families
     Fault("families.py", '_DELTA = ("seq_idx", ', "_DELTA = (", "kernels"),

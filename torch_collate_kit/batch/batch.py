@@ -279,7 +279,7 @@ class Batch(Counted, Mapping[str, Field]):
 
     def model_inputs(
         self,
-        model: nn.Module | str | Mapping[str, str] = "torch_varlen",
+        model: nn.Module | str | Mapping[str, str] | None = None,
         *,
         labels: bool = True,
         mask: Literal["block"] | None = None,
@@ -289,14 +289,15 @@ class Batch(Counted, Mapping[str, Field]):
 
         ``input_ids``, ``position_ids``, ``use_cache=False``, ``labels`` unless False, fields of
         images; of padded rows the ``attention_mask``, never of packed ones. The ``model``, or the
-        name of its attention or ``attn_implementation`` if it is not recurrent, decides the rest:
+        name of its attention ("torch_varlen" by default) or ``attn_implementation`` if it is not
+        recurrent, decides the rest:
 
         - varlen attention gets ``cu_seq_lens_q/k`` (int32) and ``max_length_q/k`` (ints);
         - a hybrid model what its family reads (docs/isolation.md) of these and of ``seq_idx``,
           ``cu_seqlens``, ``cu_seqlens_cpu``; some kernels take one row: fields ``[1, R * W]``;
         - ``mask="block"`` ("sdpa", "eager"), chosen for models whose mask ignores positions: causal
           ``[R, 1, W, W]``, a block per segment; with ``sliding_window`` a dict of two masks;
-        - segments that share prefixes: ``path_cells``, or a mask of paths, and no ``labels``.
+        - segments that share prefixes, which need it: ``path_cells``, or a mask; no ``labels``.
 
         Raises:
             ValueError: an unknown name, or one without the other it needs; more cells than int32.

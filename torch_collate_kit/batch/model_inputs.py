@@ -29,8 +29,14 @@ def model_inputs(
 ) -> dict[str, Any]:
     """Return ``Batch.model_inputs`` of its dense fields and its content."""
     checked_bool("labels", labels)
-    kind = ModelKind.of(model)
-    if stored.columns and stored.columns.placement.tree_width:
+    is_tree = bool(stored.columns) and stored.columns.placement.tree_width > 0
+    if is_tree and model is None:  # another attention would ignore the paths in silence
+        raise ValueError(
+            "the segments of these rows share prefixes (share_prefixes), and their inputs are those "
+            "of one attention: pass the model, or the name of its attention"
+        )
+    kind = ModelKind.of("torch_varlen" if model is None else model)
+    if is_tree:
         if mask is not None or sliding_window is not None:
             _refuse_unknown_mask(kind, "block" if mask is None else mask, sliding_window)
         return tree_inputs(batch, stored.columns, kind, sliding_window)

@@ -170,8 +170,11 @@ class PackedCollator(Collator, ForTrainer):
         else:
             columns = self._read(examples, rollouts=None)
             patches = None if columns.images is None else self._image_load(columns, columns.images)
-            depths = shared_depths(columns, self.packing)
-            lengths, load = sizes_of(columns.example_lengths, self.packing, patches, depths=depths)
+            lengths, load = columns.lengths, patches
+            if columns.segment_offsets is not None:
+                depths = shared_depths(columns, self.packing)
+                of_segments = columns.example_lengths
+                lengths, load = sizes_of(of_segments, self.packing, patches, depths=depths)
             part = RankPlan(plan_rows(lengths, self.packing, load))
         if for_trainer:
             check_targets(columns, self.train_all)
@@ -202,11 +205,12 @@ class PackedCollator(Collator, ForTrainer):
             columns = self._read(examples)
         else:
             columns = ExampleColumns.of_none(self.fields, self.vision)
-        planned = part.plan.segments
-        shares = planned is not None and planned.shares and columns.segment_offsets is not None
-        depths = columns.trees.depths if shares else None
-        lengths, load = sizes_of(columns.example_lengths, self.packing, depths=depths)
-        part.check_lengths(lengths, None if load is None else load.segments)
+        planned, lengths, segments = part.plan.segments, columns.lengths, None
+        if columns.segment_offsets is not None:
+            depths = columns.trees.depths if planned is not None and planned.shares else None
+            lengths, load = sizes_of(columns.example_lengths, self.packing, depths=depths)
+            segments = None if load is None else load.segments
+        part.check_lengths(lengths, segments)
         is_limited = part.plan.max_patches is not None or part.plan.rows_multiple_of > 1
         if columns.images is not None and is_limited:
             part.check_patches(np.array([sum(of) for of in columns.patches()], dtype=np.int64))
