@@ -99,7 +99,7 @@ def test_more_cells_than_int32_counts_are_refused() -> None:
     [
         *[
             (name, r"is unknown; use one of torch_varlen, .*_4, sdpa, .*flex_attention")
-            for name in ("flash", "", "SDPA", None, "flash_attention_9", "a/sdpa")
+            for name in ("flash", "", "SDPA", "flash_attention_9", "a/sdpa")
         ],
         ({"vision_config": "sdpa"}, r"has no text_config, .*\{\"text_config\": \"torch_varlen\", "),
         ({"text_config": "sdpa", "vision_config": "torch_varlen"}, r"\"torch_varlen\" for vision_"),

@@ -76,7 +76,7 @@ def _blocks(inputs: dict[str, Any]) -> dict[str, Any]:
     if "path_cells" in inputs:
         cells = torch.arange(inputs["input_ids"].numel())
         return {"path_cells": cells, "cu_seq_lens_k": inputs["cu_seq_lens_q"]}
-    bounds = tree().model_inputs()["cu_seq_lens_q"]
+    bounds = tree().model_inputs("torch_varlen")["cu_seq_lens_q"]
     runs = torch.repeat_interleave(bounds.diff().long())
     return _masked(inputs, (runs[:, None] == runs[None]).tril())
 
@@ -115,7 +115,7 @@ LEAKS = [
 @pytest.mark.parametrize(("leak", "message"), LEAKS, ids=[f.__name__ for f, _ in LEAKS])
 def test_planted_leaks_are_caught(leak: Any, message: str, attention: str) -> None:
     model = tiny_model("qwen3", attention)
-    assert tree().model_inputs()["input_ids"].tolist() == [
+    assert tree().model_inputs("torch_varlen")["input_ids"].tolist() == [
         [3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 20, 21, 22]
     ]
     with pytest.raises(IsolationError, match=message):
@@ -138,7 +138,7 @@ def test_a_leak_of_any_size_between_siblings_is_caught(size: float) -> None:
 def test_inputs_without_the_batch_do_not_say_which_segments_these_are() -> None:
     model = tiny_model("qwen3")
     with pytest.raises(ValueError, match=r"path_cells, .*share_prefixes.*pass the Batch"):
-        check_isolation(model, tree().model_inputs())
+        check_isolation(model, tree().model_inputs("torch_varlen"))
 
 
 def test_one_path_alone_has_nothing_to_leak() -> None:

@@ -51,7 +51,7 @@ def test_every_field_can_be_saved_and_loaded(width):
     for batch in (*sft_batches(width), *(make() for make in kinds)):
         check_fields(batch)
         check_fields(batch[:1])
-        check_fields(batch if "rewards" in batch else batch.model_inputs())
+        check_fields(batch if "rewards" in batch else batch.model_inputs("torch_varlen"))
         check_fields(pickle.loads(pickle.dumps(batch[:1])))
 
 

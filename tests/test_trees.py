@@ -280,8 +280,15 @@ def three() -> Batch:
     return both([{"input_ids": segments}])[0]
 
 
+def test_inputs_need_the_model_or_the_name_of_its_attention() -> None:
+    with pytest.raises(
+        ValueError, match=r"share prefixes \(share_prefixes\), so their inputs are th"
+    ):
+        three().model_inputs()
+
+
 def test_paths_and_masks_written_by_hand() -> None:
-    inputs = three().model_inputs()
+    inputs = three().model_inputs("torch_varlen")
     assert inputs["input_ids"].tolist() == [[3, 4, 5, 6, 7, 8]]
     assert inputs["position_ids"].tolist() == [[0, 1, 2, 2, 3, 3]]
     assert inputs["cu_seq_lens_q"].tolist() == [0, 3, 5, 6]

@@ -141,7 +141,7 @@ OWN: dict[str, tuple[Callable[[Batch], Any], Any, Any]] = {
     "padding": (lambda b: round(b.padding, 3), 0.188, 0.233),
     "nbytes": (lambda b: b.nbytes > 0, True, True),
     "placement": (lambda b: b.placement.tree_width, 8, 0),
-    "model_inputs": (lambda b: b.model_inputs()["input_ids"].shape[1], 8, 15),
+    "model_inputs": (lambda b: b.model_inputs("sdpa")["input_ids"].shape[1], 8, 15),
 }
 NOT_OF_A_BATCH = {
     "pack",

@@ -288,9 +288,8 @@ class Batch(Counted, Mapping[str, Field]):
         """Return what ``model(**inputs)`` of a transformers model needs, in a plain dict.
 
         ``input_ids``, ``position_ids``, ``use_cache=False``, ``labels`` unless False, fields of
-        images; of padded rows the ``attention_mask``, never of packed ones. The ``model``, or the
-        name of its attention ("torch_varlen" by default) or ``attn_implementation`` if it is not
-        recurrent, decides the rest:
+        images; of padded rows the ``attention_mask``, never of packed ones. The ``model``, or if it
+        is not recurrent the name of its attention ("torch_varlen" by default), decides the rest:
 
         - varlen attention gets ``cu_seq_lens_q/k`` (int32) and ``max_length_q/k`` (ints);
         - a hybrid model what its family reads (docs/isolation.md) of these and of ``seq_idx``,

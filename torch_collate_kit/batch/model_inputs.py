@@ -32,7 +32,7 @@ def model_inputs(
     is_tree = bool(stored.columns) and stored.columns.placement.tree_width > 0
     if is_tree and model is None:  # another attention would ignore the paths in silence
         raise ValueError(
-            "the segments of these rows share prefixes (share_prefixes), and their inputs are those "
+            "the segments of these rows share prefixes (share_prefixes), so their inputs are those "
             "of one attention: pass the model, or the name of its attention"
         )
     kind = ModelKind.of("torch_varlen" if model is None else model)
