@@ -135,6 +135,18 @@ def test_a_leak_of_any_size_between_siblings_is_caught(size: float) -> None:
         check_isolation(model, tree())
 
 
+def test_a_leak_by_a_choice_which_has_no_gradient_is_caught() -> None:
+    class Choosing(Planted):
+        """Lets cell 3 choose what is added to cell 4, its sibling."""
+
+        def added(self, logits: torch.Tensor) -> torch.Tensor:
+            return logits.index_add(1, torch.tensor([4]), logits[:, 3:4].detach().round())
+
+    model = Choosing(tiny_model("qwen3", "sdpa"), lambda inputs: {})
+    with pytest.raises(IsolationError, match=r"\(from cell 3\) leaks into .* \(from cell 4\)"):
+        check_isolation(model, tree())
+
+
 def test_inputs_without_the_batch_do_not_say_which_segments_these_are() -> None:
     model = tiny_model("qwen3")
     with pytest.raises(ValueError, match=r"path_cells, .*share_prefixes.*pass the Batch"):
