@@ -254,8 +254,6 @@ class Nested:
             return NotImplemented
         return np.array_equal(self.offsets, other.offsets) and self.rows == other.rows
 
-    __hash__ = None  # type: ignore[assignment]
-
     def __repr__(self) -> str:
         return f"Nested({len(self)} rows of {len(self.rows)} rows)"
 

@@ -231,8 +231,8 @@ def test_the_state_of_a_stream_says_which_fields_it_has() -> None:
 
 @pytest.mark.parametrize("overflow", ["split", "truncate"])
 def test_a_stream_cuts_them_with_the_example(overflow: str) -> None:
-    rows = [{"input_ids": list(range(1, 12)), "loss_mask": [1] * 11, "mine": list(range(11))}]
-    rows[0]["pairs"] = [[n, 10 * n] for n in range(11)]  # type: ignore[list-item]
+    row: dict[str, Any] = {"input_ids": list(range(1, 12)), "loss_mask": [1] * 11}
+    rows = [{**row, "mine": list(range(11)), "pairs": [[n, 10 * n] for n in range(11)]}]
     fields = {"mine": PerToken(torch.int16, pad=-1)}
     fields["pairs"] = PerToken(torch.int16, pad=-1, shape=(2,))
     options = {"max_tokens": 4, "overflow": overflow, "fields": fields}
@@ -311,6 +311,10 @@ def test_a_missing_one() -> None:
         collate([{**rollout, "mine": None}])
 
 
+def shaped(shape: Any) -> PerToken:
+    return PerToken(torch.int8, shape=shape)
+
+
 @pytest.mark.parametrize("make", [PaddedCollator, RolloutCollator])
 @pytest.mark.parametrize(
     ("fields", "error", "message"),
@@ -330,8 +334,8 @@ def test_a_missing_one() -> None:
         ({"loss_mask": PerToken(torch.int8)}, ValueError, "names 'loss_mask', which the collator"),
         ({"input_ids": PerToken(torch.int8)}, ValueError, "'input_ids', which the collator reads"),
         ({"loss_weights": PerToken(torch.float32)}, ValueError, "'loss_weights', which the coll"),
-        ({"mine": PerToken(torch.int8, shape=3)}, ValueError, r"=3; give .*, shape=\(3,\)$"),  # type: ignore[arg-type]
-        ({"mine": PerToken(torch.int8, shape=[3])}, ValueError, r"shape=\[3\]; give a tuple of po"),  # type: ignore[arg-type]
+        ({"mine": shaped(3)}, ValueError, r"=3; give .*, shape=\(3,\)$"),
+        ({"mine": shaped([3])}, ValueError, r"shape=\[3\]; give a tuple of po"),
         ({"mine": PerToken(torch.int8, shape=(2, 0))}, ValueError, r"shape=\(2, 0\); give a tuple"),
         ({"mine": PerToken(torch.int8, shape=(True,))}, ValueError, r"shape=\(True,\); give a tup"),
         ({"mine": PerToken(torch.int8, pad=1000)}, ValueError, r"fields\['mine'\] has pad=1000, w"),

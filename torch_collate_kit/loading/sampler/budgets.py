@@ -78,6 +78,20 @@ class Budget(ABC):
         """Return what a state of this position holds besides it."""
         return {}
 
+    def load(self, state: Mapping[str, Any], epoch: int, step: int) -> None:
+        """Check the places of reshuffles, and restore what ``state`` returned into a new budget.
+
+        Raises:
+            StateError: the state is wrong.
+        """
+        made = state.get("reshuffles", [])
+        if any(s > self.num_steps(e) or p != self.place(e, s) for e, s, p in made):
+            raise impossible_reshuffles(made, epoch, step)
+
+
+class StagedBudget(Budget):
+    """Steps of which the first place follows from their number, so the places of stages do, too."""
+
     def _place_stages(self, epoch: int) -> None:
         """Tell a mixture where its later stages begin in the epochs up to this one."""
         order = self.order
@@ -90,22 +104,12 @@ class Budget(ABC):
                 self._begin_stages(own, at)
                 order.stage_places[at] = own.stage_places.get(at, [])
 
+    @abstractmethod
     def _begin_stages(self, order: MixedOrder, epoch: int) -> None:
-        """Begin the later stages of an epoch, of a budget that knows their places beforehand."""
-        raise NotImplementedError
-
-    def load(self, state: Mapping[str, Any], epoch: int, step: int) -> None:
-        """Check the places of reshuffles, and restore what ``state`` returned into a new budget.
-
-        Raises:
-            StateError: the state is wrong.
-        """
-        made = state.get("reshuffles", [])
-        if any(s > self.num_steps(e) or p != self.place(e, s) for e, s, p in made):
-            raise impossible_reshuffles(made, epoch, step)
+        """Begin the later stages of an epoch in this order."""
 
 
-class ByExamples(Budget):
+class ByExamples(StagedBudget):
     """Steps of ``batch_size`` examples; a kept tail has at least ``least``, or an epoch is refused.
 
     ``tail`` is that of ``PrefetchingSampler``.

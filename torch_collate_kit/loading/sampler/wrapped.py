@@ -10,12 +10,12 @@ from torch_collate_kit.loading.orders.checks import Indices
 from torch_collate_kit.loading.orders.mixed_order import MixedOrder
 from torch_collate_kit.loading.orders.order import Order
 from torch_collate_kit.loading.orders.token_sums import TokenSums
-from torch_collate_kit.loading.sampler.budgets import Budget, Step, Windows, no_step
+from torch_collate_kit.loading.sampler.budgets import StagedBudget, Step, Windows, no_step
 from torch_collate_kit.packing import PackingOptions
 from torch_collate_kit.packing.steps import WindowPlan, plan_wrapped
 
 
-class ByTokens(Budget):
+class ByTokens(StagedBudget):
     """Steps of ``batch_rows`` rows of ``max_tokens`` tokens each, which documents are cut into.
 
     Step k of an epoch has its tokens from ``k * batch_rows * max_tokens`` on; the rows of a window
