@@ -482,6 +482,87 @@ def trie(segments: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[int],
     return paths, depths, parents, len(cells)
 
 
+def context_cells(batch: Mapping[str, Any], rank: int, size: int, layout: str) -> list[list[int]]:
+    """The columns of every row that a context rank computes, in its order."""
+    width = batch["input_ids"].shape[1]
+    rows = []
+    for row in range(len(batch["input_ids"])):
+        runs = [(0, width)]
+        if layout == "zigzag":
+            runs = list(itertools.pairwise(batch["cu_seq_lens"][row]))
+        columns = []
+        for begin, end in runs:
+            if layout == "contiguous":
+                part = (end - begin) // size
+                columns += range(begin + rank * part, begin + (rank + 1) * part)
+            else:  # 2 * size parts, of which each rank has one from either end
+                part = (end - begin) // (2 * size)
+                columns += range(begin + rank * part, begin + (rank + 1) * part)
+                columns += range(end - (rank + 1) * part, end - rank * part)
+        rows.append(columns)
+    return rows
+
+
+def context_shard(
+    batch: Mapping[str, Any], rank: int, size: int, layout: str, pads: Mapping[str, float]
+) -> dict[str, Any]:
+    """The cells of a context rank; what is not an input of the model is where it is predicted.
+
+    `pads` names the declared fields, which have the shape of `input_ids` or of `loss_mask`.
+    """
+    width = batch["input_ids"].shape[1]
+    first_column = width - batch["loss_mask"].shape[1]
+    rows = context_cells(batch, rank, size, layout)
+    labels = batch.get("labels")
+    if labels is None:  # rollouts: the ids where a weight is not 0
+        weights = torch.zeros(batch["input_ids"].shape)
+        weights[:, first_column:] = batch["loss_mask"]
+        labels = torch.where(weights != 0, batch["input_ids"], IGNORE)
+    predicts = _predicts(batch)
+    shard: dict[str, Any] = {"cells": []}
+    for row, columns in enumerate(rows):
+        shard["cells"] += [row * width + column for column in columns]
+    for name in ("input_ids", "position_ids", "attention_mask", "router_padding_mask"):
+        if name in batch:
+            values = [[batch[name][r][c].item() for c in row] for r, row in enumerate(rows)]
+            shard[name] = torch.tensor(values, dtype=batch[name].dtype)
+    pads = {"targets": IGNORE, "loss_mask": 0, "response_mask": 0, **pads}
+    pads |= dict.fromkeys(_RESPONSE_FIELDS.values(), 0)
+    for name, pad in pads.items():
+        field = labels if name == "targets" else batch.get(name)
+        if field is None:
+            continue
+        hidden = width - field.shape[1]
+        values = []
+        for r, row in enumerate(rows):
+            values.append([])
+            for c in row:
+                token = c + 1
+                is_there = predicts[r][c] and token >= hidden
+                values[-1].append(field[r][token - hidden].tolist() if is_there else None)
+        empty = torch.full(field.shape[2:], pad, dtype=field.dtype).tolist()
+        dense = [[empty if value is None else value for value in row] for row in values]
+        shard[name] = torch.tensor(dense, dtype=field.dtype)
+    return shard
+
+
+def _predicts(batch: Mapping[str, Any]) -> list[list[bool]]:
+    """Whether each cell holds a token of a segment that is not its last one."""
+    width = batch["input_ids"].shape[1]
+    rows = []
+    for row, lengths in enumerate(batch["sub_seq_lengths"]):
+        cells = [False] * width
+        for number, length in enumerate(lengths):
+            if "cu_seq_lens" in batch:
+                first = batch["cu_seq_lens"][row][number]
+            else:
+                first = batch["attention_mask"][row].tolist().index(1)
+            for token in range(length - 1):
+                cells[first + token] = True
+        rows.append(cells)
+    return rows
+
+
 def _empty_row(width: int, pad_token_id: int) -> dict[str, list[Any]]:
     return {
         "input_ids": [pad_token_id] * width,

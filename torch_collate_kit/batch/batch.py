@@ -15,6 +15,7 @@ from torch_collate_kit._checks import checked_int
 from torch_collate_kit.batch import rows
 from torch_collate_kit.batch.buffer import tensor_of, version_of
 from torch_collate_kit.batch.columns import Columns
+from torch_collate_kit.batch.context import ContextParallel
 from torch_collate_kit.batch.counts import Counted
 from torch_collate_kit.batch.dense import make_field
 from torch_collate_kit.batch.fields import Field
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-class Batch(Counted, Mapping[str, Field]):
+class Batch(Counted, ContextParallel, Mapping[str, Field]):
     """A training batch: fields with one entry per row, ``row_metadata`` and ``metadata``.
 
     ``batch["input_ids"]`` is a field, a tensor ``[R, ...]`` or a :class:`Ragged` with R rows;

@@ -40,13 +40,18 @@ class Columns:
         specs: dict[str, FieldSpec],
         names: tuple[str, ...],
         placement: Placement,
+        device: torch.device | None = None,
     ) -> Columns:
-        """Return columns in host memory, with the segments of ``placement``."""
+        """Return columns on ``device`` (None: the host), with the segments of ``placement``."""
+
+        def moved(values: np.ndarray) -> Tensor:
+            return torch.from_numpy(values).to(device, non_blocking=True)
+
         host = placement.segments
         segments: dict[str, Any] = {
-            name: unchecked(torch.from_numpy(of.values), of.offsets) for name, of in host.items()
+            name: unchecked(moved(of.values), of.offsets) for name, of in host.items()
         }
-        segments["num_segments"] = torch.from_numpy(host["starts"].lengths.astype(np.int32))
+        segments["num_segments"] = moved(host["starts"].lengths.astype(np.int32))
         return cls(values, specs, names, placement, segments)
 
     @classmethod

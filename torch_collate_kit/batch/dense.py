@@ -21,6 +21,7 @@ from torch_collate_kit.batch.fields import (
     PerImage,
     PerResponseToken,
     PerRoutedToken,
+    PerTarget,
     PerToken,
 )
 from torch_collate_kit.ragged import Ragged
@@ -44,6 +45,12 @@ def cells_of_responses(columns: Columns, made: dict[str, Tensor]) -> Tensor:
     with torch.inference_mode(False):
         maker = _Maker(columns, made)
         return maker.cells("responses", maker.hidden)
+
+
+def cells_of_shard(columns: Columns) -> Tensor:
+    """Return the cell of the batch of each cell of its shard, int64 [R * W]."""
+    with torch.inference_mode(False):
+        return _Maker(columns, {}).cells_of_batch()
 
 
 def cells_of_tokens(columns: Columns) -> Tensor:
@@ -90,7 +97,8 @@ class _Maker:
         if key not in self._made:
             number, starts = self.per_segment[count], self.starts()
             if count == "responses":
-                starts = starts + self.per_segment["lengths"] - number
+                last = "targets" if self.placement.shard else "lengths"
+                starts = starts + self.per_segment[last] - number
             if hidden:
                 starts = starts - (self.row_of_segment() + 1) * hidden
             total = int(self.placement.segments[count].values.sum())
@@ -134,6 +142,8 @@ class _Maker:
             if name == "input_ids":
                 return self.in_cells(values, spec.pad)
             return self.dense(values, "lengths", spec.pad, spec.dtype)
+        if isinstance(spec, PerTarget):
+            return self.dense(values, "targets", spec.pad, spec.dtype)
         if isinstance(spec, PerResponseToken):
             return self.dense(values, "responses", spec.pad, spec.dtype, hidden=self.hidden)
         if isinstance(spec, PerRoutedToken):
@@ -152,11 +162,21 @@ class _Maker:
     def position_ids(self) -> Tensor:
         if self.placement.is_packed and not self.placement.tree_width:  # segments cover their rows
             starts, size = self.starts(), self.num_rows * self.width
-            return _counted_up(-starts, starts, size).view(self.num_rows, self.width)
+            shifts = self.per_segment.get("depths", 0) - starts
+            return _counted_up(shifts, starts, size).view(self.num_rows, self.width)
         lengths = self.per_segment["lengths"]
         before = torch.cumsum(lengths, 0) - lengths
-        positions = _counted_up(-before, before, len(self.cells("lengths")))
+        shifts = self.per_segment.get("depths", 0) - before
+        positions = _counted_up(shifts, before, len(self.cells("lengths")))
         return self.in_cells(positions, 0)
+
+    def cells_of_batch(self) -> Tensor:
+        """Return the cell of the batch, over its rows, of each cell of a shard: int64 [R * W]."""
+        columns, counts = (self.per_segment[name].long() for name in ("columns", "cells"))
+        shard: Any = self.placement.shard
+        first = self.row_of_segment() * shard.width + columns
+        before = torch.cumsum(counts, 0) - counts
+        return _counted_up(first - before, before, self.num_rows * self.width)
 
     def mrope_position_ids(self) -> Tensor:
         positions = self.position_ids()[:, None].repeat(1, 4, 1)
@@ -196,7 +216,7 @@ class _Maker:
         if self.columns.specs[target].count == "responses":
             mask = self.dense(weights, "responses", 0, torch.float32, hidden=self.hidden)
         else:
-            dense = self.dense(weights, "lengths", 0, weights.dtype)
+            dense = self.dense(weights, str(self.columns.specs[target].count), 0, weights.dtype)
             mask = _copied(dense[:, self.hidden :], torch.float32)
         # by a tensor: CUDA multiplies by the reciprocal of a number, which is off by a bit
         return mask if self.divisor == 1 else mask.div_(mask.new_full((), self.divisor))

@@ -101,4 +101,17 @@ class PerImage:
     count: ClassVar[str | None] = None
 
 
-FieldSpec = PerToken | PerResponseToken | PerExample | PerRoutedToken | PerImage
+@dataclass(frozen=True)
+class PerTarget:
+    """A field of a context shard with one entry per predicted token: dense ``[R, W]``.
+
+    An entry is in the cell that predicts its token.
+    """
+
+    dtype: torch.dtype
+    pad: float = 0
+    shape: tuple[int, ...] = ()
+    count: ClassVar[str | None] = "targets"
+
+
+FieldSpec = PerToken | PerResponseToken | PerExample | PerRoutedToken | PerImage | PerTarget

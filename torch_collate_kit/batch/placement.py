@@ -21,6 +21,23 @@ def whole_examples(lengths: np.ndarray) -> Pieces:
 
 
 @dataclass(frozen=True)
+class Shard:
+    """The part of a batch that a context rank has."""
+
+    rank: int
+    size: int
+    layout: str
+    width: int
+    """Cells of a row of the batch."""
+    bounds: tuple[int, ...]
+    """Where segments of the batch begin and end, flat over its rows."""
+    content: int
+    """Checksum of the batch, the same for all ranks."""
+    num_trained: int | None
+    """Trained targets of the shard; None if the device would have to be asked."""
+
+
+@dataclass(frozen=True)
 class Placement:
     """The segments of every row, in host memory. Legend: R rows of W cells, Q segments.
 
@@ -36,7 +53,11 @@ class Placement:
     - ``"routed"``: how many of them, the first ones, have expert routes;
     - ``"examples"``: 1, and 0 of a dummy image; only in packed batches of images;
     - ``"firsts"`` and ``"own"``: the first cell that no earlier segment of its example has, and how
-      many of these there are; only where segments share prefixes.
+      many of these there are; only where segments share prefixes;
+    - ``"targets"``: how many tokens its first cells predict; ``"depths"``: the position of its
+      first token; ``"columns"`` and ``"cells"``: its first cell in its row of the batch, and how
+      many it has. Only in shards, whose segments are runs of cells of a segment of the batch, and
+      of whose targets the last ones are ``"responses"``.
     """
 
     width: int
@@ -49,6 +70,8 @@ class Placement:
     tree_width: int = 0
     """Cells of a row whose segments share prefixes: then ``width`` and the segments count tokens,
     of which several may be in one cell, and the column ``tree_cells`` has the cell of each."""
+    shard: Shard | None = None
+    """The part of a batch that these rows are, of those of all context ranks."""
 
     def rows(self) -> np.ndarray:
         """Return the row of each segment, int64 [Q]."""
@@ -56,8 +79,12 @@ class Placement:
         return np.repeat(np.arange(len(starts)), starts.lengths)
 
     def numbers(self) -> np.ndarray:
-        """Return the number of each segment in its row, int64 [Q]."""
+        """Return the number of each segment in its row, or of a shard in that of the batch: [Q]."""
         rows = self.rows()
+        if (shard := self.shard) is not None:
+            bounds, first = np.array(shard.bounds), rows * shard.width
+            cells = first + self.segments["columns"].values
+            return np.searchsorted(bounds, cells, side="right") - 1 - np.searchsorted(bounds, first)
         return np.arange(len(rows)) - self.segments["starts"].offsets[rows]
 
     def first_cells(self) -> np.ndarray:
@@ -68,7 +95,7 @@ class Placement:
         """Return the cell of every counted token, int64, over all rows."""
         first, counted = self.first_cells(), self.segments[count].values.astype(np.int64)
         if count == "responses":
-            first += self.segments["lengths"].values - counted
+            first += self.segments["targets" if self.shard else "lengths"].values - counted
         return span_indices(first, counted)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_collate_kit.batch.columns import Columns
+from torch_collate_kit.batch.context_shards import refuse_shard
 from torch_collate_kit.batch.counts import OF_A_STEP, num_cells
 from torch_collate_kit.batch.dense import make_field
 from torch_collate_kit.batch.fields import (
@@ -30,6 +31,7 @@ from torch_collate_kit.vision.families import IMAGE_FIELDS
 # are floating point, nothing if it is ragged, and else what row 0 holds.
 _FILL = dict.fromkeys(("loss_mask", "response_mask", "rewards", "advantages", "returns"), 0)
 _FILL |= {"labels": IGNORE_INDEX, "router_padding_mask": 1}  # 1: a router counts no token there
+_CUT_LAST = "change the rows of the batch first, and cut each part with context_shard() then"
 _OF_A_PART = "is_last_part"  # metadata of ``Batch.split``
 # What a model reads: of any dtype, ragged or not.
 _REPEATED = ("attention_mask", "cu_seq_lens", "inputs_embeds", *IMAGE_FIELDS)
@@ -41,6 +43,8 @@ def joined(
     """Return all rows of all parts; ``fields`` are for what only another part stores."""
     if not parts:
         raise ValueError("Batch.cat needs at least one batch, got none")
+    for part in parts:
+        refuse_shard(part, "joined with others", _CUT_LAST)
     collated_apart = _collated_apart(parts)
     parts = _with_one_step(parts, collated_apart)
     first = parts[0]
@@ -139,6 +143,7 @@ def _collated_apart(parts: Sequence[Storage]) -> str | None:
 
 def padded(storage: Storage, added: int) -> Storage:
     """Add rows at the end that have nothing to train and nothing to count."""
+    refuse_shard(storage, "given other rows", _CUT_LAST)
     if storage.columns and "sub_seq_lengths" not in storage.given:
         # from the columns, it would count the segments that are repeated
         lengths = make_field("sub_seq_lengths", storage.columns, {}, storage.metadata)
@@ -229,8 +234,9 @@ def changed_rows(storage: Storage, change: Callable[[Any], Any]) -> Storage:
     """Return other rows of a batch; refuse those in which segments of an example are missing.
 
     Raises:
-        ValueError: padded rows, one for each segment, that divide an example.
+        ValueError: padded rows, one for each segment, that divide an example; a context shard.
     """
+    refuse_shard(storage, "given other rows", _CUT_LAST)
     storage = storage.change(change)
     numbers, examples = (
         storage.row_metadata.get(key) for key in ("segment_numbers", "example_indices")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_collate_kit.batch.batch import Batch
+from torch_collate_kit.batch.context_shards import refuse_shard
 from torch_collate_kit.batch.dense import cells_of_responses
 from torch_collate_kit.batch.fields import IGNORE_INDEX
 from torch_collate_kit.batch.trees import cells_of_rows, token_width
@@ -82,6 +83,7 @@ def unpack(values: Values, batch: Batch | Mapping[str, Any]) -> list[Values]:
 
 def _checked_width(batch: Batch) -> int:
     """Return the cells of a row; refuse a batch that does not say where its examples lie."""
+    refuse_shard(batch.stored(), "read by examples", "join values with attention.context_join()")
     if not all(isinstance(batch.row_metadata.get(name), Ragged) for name in _NEEDED):
         raise ValueError(
             "the batch was built without the row metadata of a collator, so it does not say where "

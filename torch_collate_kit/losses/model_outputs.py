@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_collate_kit.batch import Batch
+from torch_collate_kit.batch.context import is_shard
 from torch_collate_kit.batch.trees import (
     before_and_at,
     cells_of_rows,
@@ -26,9 +27,12 @@ def predicting(
     """Return the logits [K, V] that predict tokens of ``[R, num_columns]``, int64 [K].
 
     Rows of logits end where those of the tokens end, and each token is predicted by the cell before
-    it: where segments of the batch share prefixes, by that on its path.
+    it: where segments of the batch share prefixes, by that on its path. In a context shard each
+    entry is that of the cell which predicts it.
     """
     flat = logits.reshape(-1, logits.shape[-1])
+    if batch is not None and is_shard(batch):
+        return flat.index_select(0, tokens)
     if batch is not None and shares_prefixes(batch):
         return flat.index_select(0, before_and_at(batch, tokens)[0])
     last = logits.shape[-2] - 1

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_collate_kit.batch import IGNORE_INDEX, Batch
+from torch_collate_kit.batch.context import is_shard
 from torch_collate_kit.batch.trees import shares_prefixes, token_width
 from torch_collate_kit.batch.unpacking import in_rows
 from torch_collate_kit.losses.linear_nll import linear_logps
@@ -43,8 +44,9 @@ def token_logps(
     Args:
         logits: as for :func:`token_loss`: ``[R, W, V]``, only the last ``K >= A + 1`` columns, or
             ``[1, R * W, V]``. With ``head`` hidden states of that shape.
-        batch: padded, packed or of rollouts. The host waits for the device only where
-            ``loss_mask`` was replaced or changed in place, to count.
+        batch: padded, packed, of rollouts, or a context shard, whose targets are trained. The host
+            waits for the device only where ``loss_mask`` was replaced or changed in place, or a
+            batch there was cut into shards, to count.
         head: the layer that makes logits of hidden states, ``model.lm_head``.
         logit_softcap: with ``head``, ``config.final_logit_softcapping`` of Gemma models.
 
@@ -63,7 +65,8 @@ def token_logps(
     mask, ids = batch["loss_mask"], batch["input_ids"]
     logits = in_rows(logits, *ids.shape)
     check_fit(logits, ids, mask.shape[1], from_batch=not shares_prefixes(batch))
-    targets = trained_values(ids_of_tokens(batch), batch)
+    ids = batch["targets"] if is_shard(batch) else ids_of_tokens(batch)
+    targets = trained_values(ids, batch)
     taken = predicting(logits, trained_cells(batch), mask.shape[1], batch)
     if "labels" in batch:
         labels = trained_values(batch["labels"], batch)
@@ -108,9 +111,11 @@ def trained_cells(batch: Batch) -> Tensor:
     """Return the cells of ``loss_mask`` that are not 0, int64 [n] over all rows, on its device."""
     is_trained = batch["loss_mask"].flatten() != 0
     stored, counts = batch.stored(), batch.row_metadata.get("num_trained")
-    if not (stored.columns and isinstance(counts, Ragged)) or "loss_mask" in stored.given:
+    number = int(counts.values.sum()) if isinstance(counts, Ragged) else None
+    if stored.columns and (shard := stored.columns.placement.shard) is not None:
+        number = shard.num_trained
+    if number is None or not stored.columns or "loss_mask" in stored.given:
         return is_trained.nonzero()[:, 0]
-    number = int(counts.values.sum())
     cells = torch.arange(len(is_trained), device=is_trained.device)
     places = torch.where(is_trained, is_trained.cumsum(0) - 1, number)
     return cells.new_full((number + 1,), -1).scatter_(0, places, cells)[:number]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from torch_collate_kit._checks import checked_bool
 from torch_collate_kit.batch import IGNORE_INDEX, Batch
+from torch_collate_kit.batch.context import is_shard
 from torch_collate_kit.batch.trees import shares_prefixes
 from torch_collate_kit.batch.unpacking import (
     cells_by_example,
@@ -112,7 +113,8 @@ def token_loss(
             ``[1, R * W, V]`` of a model that gets all rows as one. With ``head`` hidden states of
             that shape, with the hidden size for V.
         batch_or_labels: the Batch (its ``loss_mask`` may hold weights, divided or not), or
-            unshifted labels ``[R, W]`` with -100 where nothing is trained.
+            unshifted labels ``[R, W]`` with -100 where nothing is trained. A context shard takes
+            logits of its own cells; the losses of all context ranks add up to that of the batch.
         num_loss_tokens: a number, or a scalar tensor on the device of the logits; 0 divides by 1.
             A tensor that is negative or not finite makes the loss NaN: checking would wait for it.
         head: the layer that makes logits of hidden states, ``model.lm_head``.
@@ -147,7 +149,14 @@ def token_loss(
     hidden = ids.shape[1] - mask.shape[1]
     cells_RW = batch["input_ids"]
     logits = in_rows(logits, *cells_RW.shape)
-    if "labels" in batch:
+    if is_shard(batch):
+        if return_per_token_outputs:
+            raise ValueError(
+                "return_per_token_outputs needs whole examples, and a context shard has parts of "
+                "them; join token_logps() of all ranks with attention.context_join()"
+            )
+        labels = batch["targets"]
+    elif "labels" in batch:
         labels = batch["labels"]
     else:  # rollouts
         labels = torch.where(F.pad(mask, (hidden, 0)) != 0, ids, IGNORE_INDEX)

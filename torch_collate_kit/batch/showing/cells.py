@@ -142,12 +142,14 @@ def _of_columns(columns: Columns, counts: Any) -> tuple[np.ndarray, np.ndarray]:
     placement, shape = columns.placement, (columns.num_rows, columns.placement.width)
     kinds = np.full(shape[0] * shape[1], Kind.PAD, dtype=np.uint8)
     numbers, lengths = placement.numbers(), placement.segments["lengths"].values.astype(np.int64)
+    is_own = numbers < counts[placement.rows()]
     if placement.is_packed:
         first = placement.first_cells()
         sizes = np.diff(first, append=len(kinds))  # segments cover their rows
-        kinds[span_indices(first + lengths, (sizes - lengths) * (lengths > 0))] = Kind.GAP
+        kinds[span_indices(first + lengths, (sizes - lengths) * (is_own | (lengths > 0)))] = (
+            Kind.GAP
+        )
     cells = placement.cells("lengths")
-    is_own = numbers < counts[placement.rows()]
     kinds[cells] = np.repeat(np.where(is_own, Kind.TOKEN, Kind.FILLER), lengths)
     ids, vision = columns.values["input_ids"].values, placement.vision
     if vision is not None and vision.image_token_id is not None and _is_readable(ids):

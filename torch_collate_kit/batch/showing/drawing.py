@@ -94,7 +94,10 @@ def _title(stored: Storage) -> str:
     parts = [plural(num_examples, "example") + pieces, plural(tokens, "token") + share]
     if not places and "loss_mask" not in stored.given:
         parts.append(f"{int(stored.columns.num_trained().sum()):,} trained")
-    return f"Batch of {rows}, {width}{where}: {', '.join(parts)}"
+    title = f"Batch of {rows}, {width}{where}: {', '.join(parts)}"
+    if (shard := placement.shard) is not None:
+        return f"Shard of context rank {shard.rank} of {shard.size}, {shard.layout}: {title}"
+    return title
 
 
 def _percent(share: float) -> str:

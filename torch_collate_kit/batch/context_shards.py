@@ -1,0 +1,328 @@
+"""Context shards: the part of a batch that one of several ranks computes, with targets.
+
+Legend: R rows of W cells over C ranks; K runs of neighbouring cells of one segment, ``slices``.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torch_collate_kit._checks import checked_int
+from torch_collate_kit.batch.columns import Columns
+from torch_collate_kit.batch.dense import make_field
+from torch_collate_kit.batch.fields import (
+    IGNORE_INDEX,
+    PerExample,
+    PerImage,
+    PerTarget,
+    PerToken,
+)
+from torch_collate_kit.batch.placement import Placement, Shard
+from torch_collate_kit.batch.storage import Storage
+from torch_collate_kit.packing.context import local_bounds, slices_of_rank
+from torch_collate_kit.ragged import Ragged, span_indices
+
+_DROPPED = ("labels", "sub_seq_lengths", "cu_seq_lens", "mrope_position_ids")
+_INPUTS = {
+    *("input_ids", "position_ids", "attention_mask", "inputs_embeds", "router_padding_mask"),
+    *("token_type_ids", "mm_token_type_ids", "rollout_expert_indices"),
+}
+"""Fields that a model reads cell by cell; all others are with the cell that predicts."""
+
+
+def shard_of(storage: Storage, rank: int, size: int, layout: str) -> Storage:
+    """Return the content of ``Batch.context_shard``: copies of a rank's entries."""
+    _check(storage, rank, size)
+    placement = storage.columns.placement
+    runs = _Runs.of(placement, storage.num_rows, rank, size, layout)
+    columns = _columns_of(storage, runs)
+    given = _given_of(storage, runs)
+    if "mrope_position_ids" in storage.names and "mrope_position_ids" not in given:
+        whole: Any = make_field("mrope_position_ids", storage.columns, {}, storage.metadata)
+        given["mrope_position_ids"] = _cells_of(whole, runs, of_axis=2)
+    shard = Shard(
+        rank,
+        size,
+        layout,
+        placement.width,
+        tuple(runs.bounds.tolist()),
+        _checksum(storage),
+        None if "loss_mask" in given else _num_trained(columns),
+    )
+    columns = replace(columns, placement=replace(columns.placement, shard=shard))
+    row_metadata = {k: v for k, v in storage.row_metadata.items() if k != "num_trained"}
+    boundaries = {
+        "cu_seq_lens": torch.from_numpy(runs.bounds.astype(np.int32)),
+        "cu_seq_lens_local": torch.from_numpy(runs.local.astype(np.int32)),
+    }
+    return Storage(columns, given, row_metadata, {**storage.metadata, **boundaries})
+
+
+def _check(storage: Storage, rank: int, size: int) -> None:
+    checked_int("cp_size", size)
+    if not 0 <= checked_int("cp_rank", rank, minimum=0) < size:
+        raise ValueError(
+            f"cp_rank must be 0 to {size - 1}, got {rank}; layout.place(rank) returns that of a "
+            "process, with layout=ParallelLayout(dp=..., cp=...)"
+        )
+    if not storage.columns:
+        raise ValueError(
+            "the batch was built from tensors, which do not say where its segments lie; cut the "
+            "Batch that the collator returned"
+        )
+    refuse_shard(storage, "cut", "cut the whole batch, once for each rank")
+    if storage.columns.placement.tree_width:
+        raise ValueError(
+            "segments of the batch share prefixes (share_prefixes), and a shared prefix has no "
+            "one place among its ranks; collate without share_prefixes"
+        )
+    if "cu_seq_lens" in storage.given:
+        raise ValueError(
+            "cu_seq_lens were replaced, and shards follow from where segments were collated; cut "
+            "the batch first"
+        )
+
+
+def refuse_shard(storage: Storage, what: str, way_out: str) -> None:
+    """Refuse a context shard where only a whole batch will do."""
+    placement = storage.columns.placement
+    if placement is not None and (shard := placement.shard) is not None:
+        raise ValueError(
+            f"the batch is the shard of context rank {shard.rank} of {shard.size}, and cannot be "
+            f"{what}; {way_out}"
+        )
+
+
+class _Runs(NamedTuple):
+    """The slices of a rank, and the tokens they hold and predict: int64 [K] each."""
+
+    bounds: np.ndarray
+    """[S + 1], those of the segments of the batch, flat over rows."""
+    local: np.ndarray
+    """[P + 1], those of their parts here."""
+    rows: np.ndarray
+    owners: np.ndarray
+    """The segment of the placement that each slice is of."""
+    begins: np.ndarray
+    """The first cell, over all rows of the batch."""
+    sizes: np.ndarray
+    skipped: np.ndarray
+    """The tokens of the segment before the slice."""
+    tokens: np.ndarray
+    targets: np.ndarray
+    responses: np.ndarray
+    """How many of the targets, the last ones, are the response."""
+    starts: np.ndarray
+    """The first cell with a token or target, in its row of the shard."""
+    width: int
+    """Cells of a row of the shard."""
+
+    @classmethod
+    def of(cls, placement: Placement, num_rows: int, rank: int, size: int, layout: str) -> _Runs:
+        width = placement.width
+        firsts, lengths = placement.first_cells(), _count(placement, "lengths")
+        edges = firsts if placement.is_packed else np.arange(num_rows) * width
+        bounds = np.append(edges, num_rows * width)
+        if layout == "zigzag" and not placement.is_packed:
+            raise ValueError(
+                'layout="zigzag" cuts the segments of packed rows, and these are padded; use '
+                'layout="head_tail", which cuts rows in the same way'
+            )
+        owners, begins, ends = slices_of_rank(bounds, num_rows, rank, size, layout)
+        first, length = firsts[owners], lengths[owners]
+        begin = np.clip(first, begins, ends)  # where tokens may begin
+        last = np.clip(first + length, begin, ends)
+        predicting = np.clip(first + length - 1, begin, ends)
+        responses = _count(placement, "responses")[owners]
+        of_response = np.clip(first + length - responses - 1, begin, predicting)
+        rows = begins // max(width, 1)
+        sizes = ends - begins
+        places = np.cumsum(sizes) - sizes + begin - begins  # in the flat shard
+        return cls(
+            bounds,
+            local_bounds(owners, sizes),
+            rows,
+            owners,
+            begins,
+            sizes,
+            begin - first,
+            last - begin,
+            predicting - begin,
+            predicting - of_response,
+            places - rows * (width // size),
+            width // size,
+        )
+
+    def picks(self, placement: Placement, count: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return where the entries of a column begin that each slice has, and how many."""
+        kind = {"targets": "lengths"}.get(count, count)
+        total = _count(placement, kind)
+        before = (np.cumsum(total) - total)[self.owners]
+        if count == "lengths":
+            return before + self.skipped, self.tokens
+        if count == "targets":
+            return before + self.skipped + 1, self.targets
+        if count == "responses":
+            skipped = self.skipped + 1 + self.targets - self.responses
+            hidden = (_count(placement, "lengths") - total)[self.owners]
+            return before + skipped - hidden, self.responses
+        return before + self.skipped, np.clip(total[self.owners] - self.skipped, 0, self.tokens)
+
+
+def _count(placement: Placement, name: str) -> np.ndarray:
+    """Return a count per segment, int64 [Q]."""
+    return placement.segments[name].values.astype(np.int64)
+
+
+def _columns_of(storage: Storage, runs: _Runs) -> Columns:
+    columns, num_rows = storage.columns, storage.num_rows
+    offsets = np.searchsorted(runs.rows, np.arange(num_rows + 1))
+    specs: dict[str, Any] = {}
+    values: dict[str, Any] = {}
+    placement = columns.placement
+    inputs = {*_INPUTS, *(placement.vision.token_fields if placement.vision else ())}
+    for name, spec in columns.specs.items():
+        specs[name] = spec
+        column = columns.values.get(name)
+        if column is None or isinstance(spec, PerExample | PerImage):
+            if column is not None:
+                values[name] = column
+            continue
+        if isinstance(spec, PerToken) and name not in inputs:
+            specs[name] = PerTarget(spec.dtype, spec.pad, spec.shape)
+        values[name] = _picked(column.values, runs, placement, specs[name].count, offsets)
+    _add_targets(columns, runs, specs, values, offsets)
+    names = [_TARGETS_FOR.get(name, name) for name in columns.names]
+    if "targets" not in names:
+        names.insert(names.index("loss_mask") if "loss_mask" in names else 1, "targets")
+    kept = tuple(name for name in dict.fromkeys(names) if name not in _DROPPED)
+    local = _placement_of(storage, runs, offsets)
+    return Columns.of(values, specs, kept, local, device=columns.segments["num_segments"].device)
+
+
+_TARGETS_FOR = {"labels": "targets"}
+
+
+def _picked(
+    values: Tensor, runs: _Runs, placement: Placement, count: str, offsets: np.ndarray
+) -> Ragged:
+    starts, counts = runs.picks(placement, count)
+    places = torch.from_numpy(span_indices(starts, counts))
+    taken = values.index_select(0, places.to(values.device, non_blocking=True))
+    return Ragged(taken, np.append(0, np.cumsum(counts))[offsets])
+
+
+def _add_targets(
+    columns: Columns,
+    runs: _Runs,
+    specs: dict[str, Any],
+    values: dict[str, Any],
+    offsets: np.ndarray,
+) -> None:
+    """Add the ids that cells predict, -100 where that is not trained, and their weights."""
+    if "labels" in values:
+        specs["targets"], values["targets"] = specs.pop("labels"), values.pop("labels")
+        trained: Ragged = values["targets"]
+        if "loss_weights" not in values:
+            weights = Ragged(trained.values != IGNORE_INDEX, trained.offsets)
+            specs["loss_weights"] = PerTarget(torch.float32)
+            values["loss_weights"] = weights
+        return
+    weights, spec = values["loss_weights"], specs["loss_weights"]
+    ids = columns.values["input_ids"].values
+    starts, counts = runs.picks(columns.placement, "targets")
+    if spec.count == "responses":
+        starts, counts = starts + runs.targets - runs.responses, runs.responses
+    places = torch.from_numpy(span_indices(starts, counts)).to(ids.device, non_blocking=True)
+    taken = ids.index_select(0, places)
+    taken = taken if taken.dtype.is_signed else taken.long()
+    taken = torch.where(weights.values != 0, taken, IGNORE_INDEX)
+    specs["targets"] = type(spec)(torch.int64, IGNORE_INDEX)
+    values["targets"] = Ragged(taken, weights.offsets)
+
+
+def _placement_of(storage: Storage, runs: _Runs, offsets: np.ndarray) -> Placement:
+    placement = storage.columns.placement
+    counts = {
+        "starts": runs.starts,
+        "lengths": runs.tokens,
+        "targets": runs.targets,
+        "responses": runs.responses,
+        "depths": runs.skipped,
+        "columns": runs.begins - runs.rows * placement.width,
+        "cells": runs.sizes,
+    }
+    if "routed" in placement.segments:
+        counts["routed"] = runs.picks(placement, "routed")[1]
+    segments = {name: Ragged(of.astype(np.int32), offsets) for name, of in counts.items()}
+    return replace(placement, width=runs.width, response_length=runs.width, segments=segments)
+
+
+def _given_of(storage: Storage, runs: _Runs) -> dict[str, Any]:
+    """Return the dense fields that were given or changed: cells, or with the predicting cell."""
+    given: dict[str, Any] = {}
+    placement, specs = storage.columns.placement, storage.columns.specs
+    inputs = {*_INPUTS, *(placement.vision.token_fields if placement.vision else ())}
+    field: Any
+    for name, field in storage.given.items():
+        if name == "mrope_position_ids":
+            given[name] = _cells_of(field, runs, of_axis=2)
+        elif name in _DROPPED and name != "labels":
+            continue
+        elif isinstance(field, Ragged) or field.ndim < 2:
+            given[name] = field
+        elif name in inputs:
+            given[name] = _cells_of(field, runs, of_axis=1)
+        elif field.shape[1] in (placement.width, placement.response_length):
+            pad = IGNORE_INDEX if name == "labels" else getattr(specs.get(name), "pad", 0)
+            given[_TARGETS_FOR.get(name, name)] = _with_predicting(field, runs, pad, placement)
+        else:
+            given[name] = field
+    return given
+
+
+def _cells_of(field: Tensor, runs: _Runs, *, of_axis: int) -> Tensor:
+    """Return the entries of a rank's cells along an axis of W cells: a copy."""
+    columns = span_indices(runs.begins - runs.rows * field.shape[of_axis], runs.sizes)
+    index = torch.from_numpy(columns.reshape(len(field), runs.width))
+    index = index.to(field.device, non_blocking=True)
+    shape = [len(field), *[1] * (field.ndim - 1)]
+    shape[of_axis] = runs.width
+    sizes = list(field.shape)
+    sizes[of_axis] = runs.width
+    return field.gather(of_axis, index.view(shape).expand(sizes))
+
+
+def _with_predicting(field: Tensor, runs: _Runs, pad: float, placement: Placement) -> Tensor:
+    """Return a field ``[R, C, ...]``, right-aligned, where each entry is with what predicts it."""
+    hidden = placement.width - field.shape[1]
+    columns = runs.skipped + placement.segments["starts"].values[runs.owners] + 1 - hidden
+    missing = np.clip(-columns, 0, runs.targets)  # before the first column
+    counts = runs.targets - missing
+    begins = runs.rows * field.shape[1] + columns + missing
+    places = runs.rows * runs.width + runs.starts + missing
+    both = np.stack([span_indices(begins, counts), span_indices(places, counts)])
+    index = torch.from_numpy(both).to(field.device, non_blocking=True)
+    dense = field.new_full((len(field) * runs.width, *field.shape[2:]), pad)
+    dense = dense.index_copy(0, index[1], field.flatten(0, 1).index_select(0, index[0]))
+    return dense.view(len(field), runs.width, *field.shape[2:])
+
+
+def _checksum(storage: Storage) -> int:
+    """Return a checksum of where segments lie and, in host memory, of their ids."""
+    found = 0
+    for name in ("starts", "lengths"):
+        found = zlib.crc32(storage.columns.placement.segments[name].values.tobytes(), found)
+    ids = storage.columns.values["input_ids"].values
+    return zlib.crc32(ids.numpy().tobytes(), found) if ids.device.type == "cpu" else found
+
+
+def _num_trained(columns: Columns) -> int | None:
+    trained = columns.is_trained()
+    return int(trained.count_nonzero()) if trained.device.type == "cpu" else None
