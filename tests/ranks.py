@@ -24,14 +24,23 @@ FORKS.set_forkserver_preload(
 
 def on_two_ranks(function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """Return what the function of a module returns on each of two ranks of gloo."""
+    return on_ranks(2, function, *arguments)
+
+
+def on_ranks(size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Return what the function of a module returns on each rank of gloo."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     started = []
-    for rank in range(2):
+    for rank in range(size):
         here, there = FORKS.Pipe(duplex=False)
-        environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-        environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
+        environment = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "WORLD_SIZE": str(size),
+        }
+        environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
         process = FORKS.Process(
             target=_become_rank, args=(there, environment, function, arguments), daemon=True
         )

@@ -40,14 +40,15 @@ def attend(
     old GPU); only then are they checked against the rows.
 
     With ``path_cells``, int64 [K] over all rows, a segment of n queries attends to keys gathered by
-    them, between ``cu_k``: query i sees all but the last ``n - 1 - i``. The gathered keys take the
-    memory that they would without shared cells.
+    them, between ``cu_k``: query i sees all but the last ``n - 1 - i``. There may be more rows of
+    keys than of queries. The gathered keys take the memory that they would without shared cells.
     """
     num_rows, _, width, _ = query.shape
     query, key, value = same_dtype(query, key, value)
     # [B, H, T, D] -> [B * T, H, D]: consecutive rows, as the boundaries count them
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    window = None if window is None or window >= width else window
+    longest = width if path_cells is None else segments.max_k
+    window = None if window is None or window >= longest else window
     kernel = load_kernel() if fits_kernel(query, value) else None
     if kernel is not None and ((window is None and path_cells is None) or kernel.takes_window):
         if path_cells is not None:
@@ -129,7 +130,12 @@ _one_op.register_autograd(_backward, setup_context=_keep_inputs)
 
 
 def _segment_lengths(
-    cu_q: Tensor, cu_k: Tensor, path_cells: Tensor | None, num_rows: int, width: int
+    cu_q: Tensor,
+    cu_k: Tensor,
+    path_cells: Tensor | None,
+    num_rows: int,
+    width: int,
+    num_keys: int,
 ) -> tuple[list[int], list[int]]:
     """Return the lengths of queries and keys on the host, checked against the rows."""
     bounds: list[int] = cu_q.tolist()
@@ -152,13 +158,13 @@ def _segment_lengths(
         )
     of_keys = lengths
     if path_cells is not None:
-        of_keys = _path_lengths(lengths, cu_k.tolist(), path_cells, row_bounds[-1])
+        of_keys = _path_lengths(lengths, cu_k.tolist(), path_cells, num_keys)
     kept = [pair for pair in zip(lengths, of_keys, strict=True) if pair[1]]
     return [length for length, _ in kept], [length for _, length in kept]
 
 
 def _path_lengths(
-    lengths: list[int], bounds: list[int], path_cells: Tensor, num_cells: int
+    lengths: list[int], bounds: list[int], path_cells: Tensor, num_keys: int
 ) -> list[int]:
     """Return the keys of each segment, checked against its queries and the cells."""
     of_keys = [stop - start for start, stop in pairwise(bounds)]
@@ -169,9 +175,9 @@ def _path_lengths(
             f"a path for each of the {len(lengths)} segments, at least as long; got {bounds} and "
             f"segments of {lengths}"
         )
-    if len(path_cells) and not 0 <= int(path_cells.min()) <= int(path_cells.max()) < num_cells:
+    if len(path_cells) and not 0 <= int(path_cells.min()) <= int(path_cells.max()) < num_keys:
         raise ValueError(
-            f"path_cells must be cells 0 to {num_cells - 1} of the rows, got "
+            f"path_cells must be cells 0 to {num_keys - 1} of the rows, got "
             f"{int(path_cells.min())} to {int(path_cells.max())}; pass what Batch.model_inputs() "
             "returns"
         )
@@ -191,7 +197,7 @@ def _sdpa_by_segment(
 ) -> Tensor:
     """Attend from [N, H, D] to [N, Hkv, D], segment by segment, with boundaries on the host."""
     width = len(query) // num_rows
-    lengths, of_keys = _segment_lengths(cu_q, cu_k, path_cells, num_rows, width)
+    lengths, of_keys = _segment_lengths(cu_q, cu_k, path_cells, num_rows, width, len(key))
     if path_cells is not None:
         key, value = (x.index_select(0, path_cells) for x in (key, value))
     per_tensor = ((query, lengths), (key, of_keys), (value, of_keys))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_collate_kit._checks import needed_package
+from torch_collate_kit.attention.context import gathered
 from torch_collate_kit.attention.kernels import Segments, attend, load_kernel, same_dtype
 from torch_collate_kit.batch.model_kind import config_of
 from torch_collate_kit.families import sliding_window
@@ -169,6 +170,7 @@ def _attention_forward(
     max_length_q: int | None = None,
     max_length_k: int | None = None,
     path_cells: Tensor | None = None,
+    context_group: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attend from query [B, H, T, D] to key and value [B, Hkv, T, D]: [B, T, H, D]."""
@@ -189,6 +191,8 @@ def _attention_forward(
         width if max_length_q is None else int(max_length_q),
         width if max_length_k is None else int(max_length_k),
     )
+    if context_group is not None:
+        query, key, value = gathered(query, key, value, context_group)
     output = attend(
         query, key, value, segments, path_cells=path_cells, scale=scaling, window=sliding_window
     )

@@ -22,17 +22,15 @@ from torch_collate_kit.batch.fields import Field
 from torch_collate_kit.batch.model_inputs import model_inputs
 from torch_collate_kit.batch.placement import Placement
 from torch_collate_kit.batch.row_changes import changed_rows, joined, padded
-from torch_collate_kit.batch.showing.drawing import described, html_of
-from torch_collate_kit.batch.showing.explanation import Explanation, explained
-from torch_collate_kit.batch.showing.plot import draw_rows
+from torch_collate_kit.batch.showing.displayed import Displayed
 from torch_collate_kit.batch.storage import Storage
 from torch_collate_kit.ragged import Ragged, row_indices
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+    from torch.distributed import ProcessGroup
 
 
-class Batch(Counted, ContextParallel, Mapping[str, Field]):
+class Batch(Counted, ContextParallel, Displayed, Mapping[str, Field]):
     """A training batch: fields with one entry per row, ``row_metadata`` and ``metadata``.
 
     ``batch["input_ids"]`` is a field, a tensor ``[R, ...]`` or a :class:`Ragged` with R rows;
@@ -285,6 +283,7 @@ class Batch(Counted, ContextParallel, Mapping[str, Field]):
         labels: bool = True,
         mask: Literal["block"] | None = None,
         sliding_window: int | None = None,
+        context_group: ProcessGroup | None = None,
     ) -> dict[str, Any]:
         """Return what ``model(**inputs)`` of a transformers model needs, in a plain dict.
 
@@ -297,55 +296,19 @@ class Batch(Counted, ContextParallel, Mapping[str, Field]):
           ``cu_seqlens``, ``cu_seqlens_cpu``; some kernels take one row: fields ``[1, R * W]``;
         - ``mask="block"`` ("sdpa", "eager"), chosen for models whose mask ignores positions: causal
           ``[R, 1, W, W]``, a block per segment; with ``sliding_window`` a dict of two masks;
-        - segments that share prefixes, which need it: ``path_cells``, or a mask; no ``labels``.
+        - segments that share prefixes, which need it: ``path_cells``, or a mask; no ``labels``;
+        - a context shard, with ``context_group`` its ranks: ``path_cells``; no ``labels``.
 
         Raises:
             ValueError: an unknown name, or one without the other it needs; more cells than int32.
             IsolationError: a model in which packed rows, or rows padded on the left, are wrong.
         """
         return model_inputs(
-            self, self.stored(), model, labels=labels, mask=mask, sliding_window=sliding_window
+            self,
+            self.stored(),
+            model,
+            labels=labels,
+            mask=mask,
+            sliding_window=sliding_window,
+            context_group=context_group,
         )
-
-    def explain(
-        self,
-        row: int | None = None,
-        tokenizer: Any = None,
-        *,
-        example: int | None = None,
-        start: int | None = None,
-        stop: int | None = None,
-        max_tokens: int | None = 60,
-    ) -> Explanation:
-        """Show a row token by token: ids, text, positions, labels, weights and the other fields.
-
-        ``tokenizer`` (or a processor) adds the text. ``example`` shows that example alone (without
-        ``row``, in the first row with a piece of it), ``start`` and ``stop`` these cells. A table
-        shows the first and last of more than ``max_tokens``.
-
-        Raises:
-            IndexError, ValueError: no such row; an example that is not there; no ``input_ids``.
-        """
-        return explained(self, row, tokenizer, example, slice(start, stop), max_tokens)
-
-    def plot(self, *, max_rows: int = 40, ax: Axes | None = None) -> Axes:
-        """Draw the first ``max_rows`` rows with matplotlib, on ``ax`` or a new figure.
-
-        Examples are blocks, paths of shared prefixes lines; trained is dark. Call ``plt.show()``.
-
-        Raises:
-            ValueError: no rows, or no ``input_ids`` ``[R, W]`` in host memory.
-            ImportError: matplotlib is not installed.
-
-        >>> from torch_collate_kit import PackedCollator
-        >>> PackedCollator(0, max_tokens=8)([{"input_ids": [5, 6, 7]}]).plot().get_title()
-        '1 row of 3 cells: 3 tokens, 0.0% padding, 2 trained'
-        """
-        most = checked_int("max_rows", max_rows)
-        return draw_rows(self.stored().change(lambda of: of[:most]), len(self), ax)
-
-    def __repr__(self) -> str:
-        return described(self.stored())
-
-    def _repr_html_(self) -> str:
-        return html_of(self.stored())

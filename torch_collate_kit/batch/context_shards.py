@@ -54,6 +54,7 @@ def shard_of(storage: Storage, rank: int, size: int, layout: str) -> Storage:
         tuple(runs.bounds.tolist()),
         _checksum(storage),
         None if "loss_mask" in given else _num_trained(columns),
+        placement.has_left_pads,
     )
     columns = replace(columns, placement=replace(columns.placement, shard=shard))
     row_metadata = {k: v for k, v in storage.row_metadata.items() if k != "num_trained"}
@@ -315,10 +316,12 @@ def _with_predicting(field: Tensor, runs: _Runs, pad: float, placement: Placemen
 
 
 def _checksum(storage: Storage) -> int:
-    """Return a checksum of where segments lie and, in host memory, of their ids."""
+    """Return a checksum of where segments lie, what is trained and, in host memory, of the ids."""
     found = 0
-    for name in ("starts", "lengths"):
-        found = zlib.crc32(storage.columns.placement.segments[name].values.tobytes(), found)
+    counts = [storage.columns.placement.segments[name] for name in ("starts", "lengths")]
+    counts += [of for of in (storage.row_metadata.get("num_trained"),) if isinstance(of, Ragged)]
+    for of in counts:
+        found = zlib.crc32(np.asarray(of.values).tobytes(), found)
     ids = storage.columns.values["input_ids"].values
     return zlib.crc32(ids.numpy().tobytes(), found) if ids.device.type == "cpu" else found
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_collate_kit._checks import checked_bool, checked_int
+from torch_collate_kit.batch.context_paths import shard_inputs
 from torch_collate_kit.batch.model_kind import ModelKind
 from torch_collate_kit.batch.placement import MAX_WIDTH
 from torch_collate_kit.batch.storage import Storage
@@ -26,9 +27,23 @@ def model_inputs(
     labels: bool,
     mask: Any,
     sliding_window: int | None,
+    context_group: Any = None,
 ) -> dict[str, Any]:
     """Return ``Batch.model_inputs`` of its dense fields and its content."""
     checked_bool("labels", labels)
+    if stored.columns and stored.columns.placement.shard is not None:
+        kind = ModelKind.of("torch_varlen" if model is None else model)
+        if mask is not None or sliding_window is not None:
+            raise ValueError(
+                "shards of context ranks have no mask: the model knows its sliding window; remove "
+                "mask and sliding_window"
+            )
+        return shard_inputs(batch, stored.columns, kind, context_group)
+    if context_group is not None:
+        raise ValueError(
+            "context_group is for the shard of a context rank, and this is a whole batch; cut it "
+            "with batch.context_shard(cp_rank, cp_size)"
+        )
     is_tree = bool(stored.columns) and stored.columns.placement.tree_width > 0
     if is_tree and model is None:  # another attention would ignore the paths in silence
         raise ValueError(
@@ -55,7 +70,7 @@ def model_inputs(
             "sliding_window=model.config.text_config.sliding_window"
         )
     if not is_packed:
-        if _has_left_pads(stored):
+        if stored.columns and stored.columns.placement.has_left_pads:
             kind.refuse_left_padding()
         return inputs | {"use_cache": False, "attention_mask": batch["attention_mask"]}
     kind.refuse_packed()
@@ -65,12 +80,6 @@ def model_inputs(
     if mask is not None or kind.keywords:
         inputs |= _boundaries(batch, stored, kind, mask, sliding_window, inputs["input_ids"].shape)
     return inputs
-
-
-def _has_left_pads(stored: Storage) -> bool:
-    """Check, in host memory, whether a padded row begins with pads."""
-    placement = stored.columns.placement
-    return placement is not None and bool((placement.segments["starts"].values > 0).any())
 
 
 def _as_one_row(inputs: dict[str, Any]) -> dict[str, Any]:

@@ -35,6 +35,8 @@ class Shard:
     """Checksum of the batch, the same for all ranks."""
     num_trained: int | None
     """Trained targets of the shard; None if the device would have to be asked."""
+    has_left_pads: bool
+    """Whether a row of the batch begins with pads."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,11 @@ class Placement:
     of which several may be in one cell, and the column ``tree_cells`` has the cell of each."""
     shard: Shard | None = None
     """The part of a batch that these rows are, of those of all context ranks."""
+
+    @property
+    def has_left_pads(self) -> bool:
+        """Whether a padded row begins with pads."""
+        return not self.is_packed and bool((self.segments["starts"].values > 0).any())
 
     def rows(self) -> np.ndarray:
         """Return the row of each segment, int64 [Q]."""

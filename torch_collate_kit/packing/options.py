@@ -71,6 +71,28 @@ class ParallelLayout:
         align = self.tp * 2 * self.cp if self.cp > 1 else self.tp
         return math.lcm(align, 16 * self.cp) if self.fp8 else align
 
+    def place(self, rank: int) -> tuple[int, int]:
+        """Return the data rank and the context rank of a process.
+
+        Processes are counted as in a device mesh ``("dp", "cp", "tp")``: neighbours are in one
+        tensor group, then in one context group, ``rank = (dp_rank * cp + cp_rank) * tp + tp_rank``.
+        All ranks of a context group read the same rows, as ``dp_rank``.
+
+        Raises:
+            TypeError: the rank is not an int.
+            ValueError: a rank that is not one of the ``dp * cp * tp``.
+
+        >>> [ParallelLayout(dp=2, cp=2).place(rank) for rank in range(4)]
+        [(0, 0), (0, 1), (1, 0), (1, 1)]
+        """
+        size = self.dp * self.cp * self.tp
+        if checked_int("rank", rank, minimum=0) >= size:
+            raise ValueError(
+                f"rank must be 0 to {size - 1}, got {rank}: the layout has dp * cp * tp = {size} "
+                "ranks; pass the rank of the process, and a layout of all processes"
+            )
+        return divmod(rank // self.tp, self.cp)
+
 
 @dataclass(frozen=True)
 class PackingOptions:
