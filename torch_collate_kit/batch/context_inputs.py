@@ -99,7 +99,7 @@ def _check_rows(stored: Storage, placement: Placement, framework: str, known: _F
     if len(packed) and not known.reads_positions:
         raise ValueError(
             f"row {packed[0]} has {counts[packed[0]]} examples, and {framework} drops the mask "
-            "that keeps them apart; use PackingOptions(max_sequences_per_row=1), PaddedCollator, or "
+            "that keeps them apart; use PackingOptions(max_sequences_per_row=1), padded rows, or "
             'for packed rows "ulysses", or batch.context_shard()'
         )
 
