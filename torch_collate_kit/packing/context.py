@@ -40,14 +40,14 @@ def slices_of_rank(bounds: np.ndarray, num_rows: int, rank: int, size: int, layo
     if layout != "zigzag":
         whole = np.arange(num_rows + 1) * (int(whole[-1]) // max(num_rows, 1))
     lengths = np.diff(whole)
-    parts = size if layout == "contiguous" else 2 * size
-    _check_divides(lengths, parts, layout)
-    part = lengths // parts
-    taken = [rank] if layout == "contiguous" else [rank, parts - 1 - rank]
-    if layout != "contiguous" and rank == size - 1:  # neighbours in the middle
+    is_one_part = layout == "contiguous" or size == 1
+    parts = size if is_one_part else 2 * size
+    _check_divides(lengths, parts, layout, size)
+    per_run = lengths // parts
+    taken = [rank] if is_one_part else [rank, parts - 1 - rank]
+    part = per_run
+    if not is_one_part and rank == size - 1:  # neighbours in the middle
         taken, per_run = [rank], 2 * part
-    else:
-        per_run = part
     begins = (whole[:-1, None] + part[:, None] * np.array(taken)).ravel()
     ends = begins + np.repeat(per_run, len(taken))
     if layout != "zigzag":
@@ -57,11 +57,10 @@ def slices_of_rank(bounds: np.ndarray, num_rows: int, rank: int, size: int, layo
     return Slices(np.searchsorted(bounds, begins, side="right") - 1, begins, ends)
 
 
-def _check_divides(lengths: np.ndarray, parts: int, layout: str) -> None:
+def _check_divides(lengths: np.ndarray, parts: int, layout: str, size: int) -> None:
     wrong = np.flatnonzero(lengths % parts)
     if not len(wrong):
         return
-    size = parts if layout == "contiguous" else parts // 2
     found = int(lengths[wrong[0]])
     what = f"segment {wrong[0]} has {found} cells"
     if layout != "zigzag":
