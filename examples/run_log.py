@@ -82,12 +82,12 @@ class RunLog:
         }
         self.took.update(took)
         record = {"loss": loss, "learning_rate": learning_rate, "grad_norm": grad_norm, **took}
-        record |= {**_rates(took), "cost_balance": _cost_balance(parts[0], self.args.num_ranks)}
+        record |= {**_rates(took), "cost_balance": _cost_balance(parts[0], self.args.layout.dp)}
         if self.peak is not None:
             lengths = torch.cat([part["sub_seq_lengths"].values for part in parts]).cpu()
             trained = sum(int(part.row_metadata["num_trained"].values.sum()) for part in parts)
             flops = _flops(lengths, trained, self.model)
-            record["mfu"] = flops / took["seconds"] / self.peak
+            record["mfu"] = flops / self.args.layout.cp / took["seconds"] / self.peak
         if self.accelerator.device.type == "cuda":
             record["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
         self._write({"step": step, **record})
