@@ -232,7 +232,7 @@ REFUSED = {
     "--context-parallel 2 --no-packing": "--context-parallel 2: the segments of packed rows",
     "--context-parallel 2 --compile": "--context-parallel 2: ranks exchange keys in every layer",
     "--context-parallel 2 --attention sdpa": "--context-parallel 2: needs --attention torch_va",
-    "--context-parallel 2 --align 6": "--align 6: must be a multiple of 4 with --context-parallel 2",
+    "--context-parallel 2 --align 6": "--align 6: must be a multiple of 4 with --context-par",
     "--lora 8": "--lora 8: adapters need a trained model; pass --model",
     "--lora-alpha 8": "--lora-alpha 8: there are no adapters without --lora",
     "--lora 4 --lora-alpha 0": "--lora-alpha 0: must be 1 or more",
