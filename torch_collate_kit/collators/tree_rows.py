@@ -6,12 +6,14 @@ import numpy as np
 import torch
 
 from torch_collate_kit.batch.fields import PerToken
-from torch_collate_kit.packing import PackingOptions
-from torch_collate_kit.packing.rows import running_sum
+from torch_collate_kit.packing import PackingOptions, RankPlan
+from torch_collate_kit.packing.rows import row_sums, running_sum
+from torch_collate_kit.packing.segments import Segments
 from torch_collate_kit.packing.trees import is_shared
 from torch_collate_kit.ragged import take_spans, unchecked
 from torch_collate_kit.reading.entries import joined
 from torch_collate_kit.reading.examples import ExampleColumns, PlacedColumns
+from torch_collate_kit.reading.runs import in_runs, opened
 
 
 def shared_depths(columns: ExampleColumns, packing: PackingOptions) -> np.ndarray | None:
@@ -20,6 +22,28 @@ def shared_depths(columns: ExampleColumns, packing: PackingOptions) -> np.ndarra
         return None
     depths = columns.trees.depths
     return depths if is_shared(packing, columns.lengths, depths) else None
+
+
+def as_planned(
+    columns: ExampleColumns, part: RankPlan, packing: PackingOptions
+) -> ExampleColumns:
+    """Check that the examples are those that were planned; return them with the runs of its pieces.
+
+    Raises:
+        DataError: they have other tokens, segments or prefixes.
+    """
+    if (offsets := columns.segment_offsets) is None:
+        part.check_lengths(columns.lengths)
+        return columns
+    part.check_lengths(row_sums(columns.lengths, offsets), are_lists=True)
+    columns = in_runs(columns, part.pieces)
+    segments, counts = opened(columns, part.pieces)
+    depths, planned = None, part.plan.segments
+    if planned is not None and planned.shares:
+        depths = columns.trees.depths[segments.examples]
+    found = Segments.of(segments.lengths, running_sum(counts), packing, depths)[1]
+    part.check_segments(found.cells, counts)
+    return columns
 
 
 def first_cells(cells: np.ndarray, row_offsets: np.ndarray) -> np.ndarray:

@@ -28,7 +28,9 @@ from torch_collate_kit.vision.families import IMAGE_FIELDS
 
 TARGETS = ("loss_mask", "labels", "assistant_masks", "completion_mask")
 PER_TOKEN = ("input_ids", *TARGETS, "num_actions", "attention_mask")
-KNOWN = (*PER_TOKEN, "weight")
+TOGETHER = "keep_together"  # of examples whose segments are never parted, such as pairs
+KNOWN = (*PER_TOKEN, "weight", TOGETHER)
+PER_EXAMPLE = {"num_actions", "weight", TOGETHER}  # a number of each example, not lists
 _REQUIRED = ("prompt_ids", "response_ids", "rewards", "loss_mask")
 _OPTIONAL = ("logprobs", "advantages", "uid", "trajectory_id", "is_last_step", "weight")
 ROLLOUT_KEYS = (*_REQUIRED, *_OPTIONAL, "rollout_expert_indices")
