@@ -91,6 +91,11 @@ def assert_as_parts(examples: list[Any], packing: PackingOptions) -> tuple[Batch
         ]
     segments = [of for example in examples for of in example["input_ids"]]
     assert [of.tolist() for of in unpack(split["input_ids"], split)] == segments
+    found: list[list[int]] = [[] for _ in segments]  # row by row, each has some of them
+    for row in range(len(split)):
+        for i, of in enumerate(unpack(split[row : row + 1]["input_ids"], split[row : row + 1])):
+            found[i] += of.tolist()
+    assert found == segments
     return split, whole
 
 

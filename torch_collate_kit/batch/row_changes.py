@@ -238,6 +238,9 @@ def changed_rows(storage: Storage, change: Callable[[Any], Any]) -> Storage:
     counts = storage.metadata.get("num_segments")
     if not isinstance(numbers, Ragged) or not isinstance(examples, Ragged) or counts is None:
         return storage
+    columns = storage.columns
+    if columns.placement.is_packed if columns else (numbers.lengths > 1).any():
+        return storage  # what stays together is in one row
     number, example = np.asarray(numbers.values), np.asarray(examples.values)
     is_next = np.append(number, 0)[1:] == number + 1
     is_next &= np.append(example, -1)[1:] == example

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -34,12 +33,12 @@ from torch_collate_kit.collators.tree_rows import (
     as_planned,
     first_cells,
     place_in_trees,
-    shared_depths,
+    planned_sizes,
 )
 from torch_collate_kit.packing import PackingOptions, PackingPlan, RankPlan
 from torch_collate_kit.packing.options import ParallelLayout, common_options
 from torch_collate_kit.packing.pieces import Load, Patches, image_load
-from torch_collate_kit.packing.planner import pack, plan_rows, sizes_of
+from torch_collate_kit.packing.planner import pack, plan_rows
 from torch_collate_kit.packing.rank_plan import PlannedExamples, joined_rows, named_in_errors
 from torch_collate_kit.packing.rows import row_sums, running_sum
 from torch_collate_kit.ragged import unchecked
@@ -48,7 +47,7 @@ from torch_collate_kit.reading.examples import ExampleColumns
 from torch_collate_kit.reading.images import Images
 from torch_collate_kit.reading.keys import KNOWN, ROLLOUT_KEYS, TOGETHER
 from torch_collate_kit.reading.reader import read_columns
-from torch_collate_kit.reading.runs import in_runs, opened, segments_of
+from torch_collate_kit.reading.runs import in_runs, opened
 from torch_collate_kit.reading.source import Examples
 from torch_collate_kit.vision import VisionLayout
 
@@ -178,13 +177,7 @@ class PackedCollator(Collator, ForTrainer):
         else:
             columns = self._read(examples, rollouts=None)
             patches = None if columns.images is None else self._image_load(columns, columns.images)
-            lengths, load = columns.lengths, patches
-            if columns.segment_offsets is not None:
-                depths = shared_depths(columns, self.packing)
-                of_segments, ids_of = columns.example_lengths, partial(segments_of, columns)
-                lengths, load = sizes_of(
-                    of_segments, self.packing, patches, depths=depths, ids_of=ids_of
-                )
+            lengths, load = planned_sizes(columns, self.packing, patches)
             part = RankPlan(plan_rows(lengths, self.packing, load))
             columns = in_runs(columns, part.pieces)
         if for_trainer:

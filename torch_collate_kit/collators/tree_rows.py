@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import torch
 
 from torch_collate_kit.batch.fields import PerToken
 from torch_collate_kit.packing import PackingOptions, RankPlan
+from torch_collate_kit.packing.pieces import Load
+from torch_collate_kit.packing.planner import sizes_of
 from torch_collate_kit.packing.rows import row_sums, running_sum
 from torch_collate_kit.packing.segments import Segments
 from torch_collate_kit.packing.trees import is_shared
 from torch_collate_kit.ragged import take_spans, unchecked
 from torch_collate_kit.reading.entries import joined
 from torch_collate_kit.reading.examples import ExampleColumns, PlacedColumns
-from torch_collate_kit.reading.runs import in_runs, opened
+from torch_collate_kit.reading.runs import in_runs, opened, segments_of
 
 
-def shared_depths(columns: ExampleColumns, packing: PackingOptions) -> np.ndarray | None:
-    """Return the tokens that each segment shares, if it is to share its beginning."""
-    if not packing.share_prefixes or columns.segment_offsets is None:
-        return None
-    depths = columns.trees.depths
-    return depths if is_shared(packing, columns.lengths, depths) else None
+def planned_sizes(
+    columns: ExampleColumns, packing: PackingOptions, images: Load | None
+) -> tuple[np.ndarray, Load | None]:
+    """Return the tokens of each example, int64 [N], and what else it holds, for a plan."""
+    if columns.segment_offsets is None:
+        return columns.lengths, images
+    depths = None
+    if packing.share_prefixes and is_shared(packing, columns.lengths, columns.trees.depths):
+        depths = columns.trees.depths
+    ids_of = partial(segments_of, columns)
+    return sizes_of(columns.example_lengths, packing, images, depths=depths, ids_of=ids_of)
 
 
-def as_planned(
-    columns: ExampleColumns, part: RankPlan, packing: PackingOptions
-) -> ExampleColumns:
+def as_planned(columns: ExampleColumns, part: RankPlan, packing: PackingOptions) -> ExampleColumns:
     """Check that the examples are those that were planned; return them with the runs of its pieces.
 
     Raises:

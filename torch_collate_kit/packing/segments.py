@@ -153,7 +153,7 @@ def check_not_cut(packing: PackingOptions) -> None:
         return
     way_out = 'pass overflow="raise" or "drop"'
     if value == "split":
-        way_out += ', or beside it share_prefixes=True, with which it cuts between segments'
+        way_out += ", or beside it share_prefixes=True, with which it cuts between segments"
     raise ValueError(
         f"{name}={value!r} cuts examples, and these have several segments, which stay together: "
         f"cut them when they are tokenized, and {way_out}"

@@ -63,8 +63,8 @@ def tokenize_preferences(
     are skipped: "too_long", "nothing_left_after_truncation", or of a side "no_assistant_turn" and
     "no_trained_tokens", as in "rejected_no_trained_tokens". The columns are ``input_ids`` (lists of
     lists of int32) and ``loss_mask`` (int8), or with ``labels=True`` ``labels`` (int32), and
-    ``keep_together`` (bool), True, by which a collator with ``overflow="split"`` refuses them. Segments
-    of a pair are the chosen and the rejected side; of a KTO row its prompt with its own answer, and
+    ``keep_together`` (True), which a collator with ``overflow="split"`` refuses. Segments of a
+    pair are the chosen and the rejected side; of a KTO row its prompt with its own answer, and
     with the answer of another row for the KL term, cut at ``max_length``. Rows are a permutation of
     the answers, of another prompt unless most rows have the same. With ``keep`` the column
     ``num_cut_tokens`` (int64) says by how much a pair was cut. ``label`` (bool), ``margin``,

@@ -19,7 +19,7 @@ from torch_collate_kit.batch.placement import whole_examples
 from torch_collate_kit.errors import DataError, examples_named
 from torch_collate_kit.packing.rows import Pieces, row_sums, running_sum
 from torch_collate_kit.packing.trees import Trees, trees_of
-from torch_collate_kit.ragged import Ragged, span_indices, unchecked
+from torch_collate_kit.ragged import Ragged, unchecked
 from torch_collate_kit.reading.arrays import read_images
 from torch_collate_kit.reading.columns import Numbers
 from torch_collate_kit.reading.entries import (

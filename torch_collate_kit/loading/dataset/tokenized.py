@@ -62,8 +62,8 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
         columns: the columns to keep, of lists of numbers, of lists of vectors (for fields with a
             ``shape``) or of numbers. By default those that the collators know (``input_ids``,
             ``num_actions``, ``attention_mask``, ``weight``, ``keep_together``, target forms), and
-            ``num_cut_tokens``, which ``audit`` reads. Columns of strings, for fields declared ``PerExample(str)``, are
-            kept where they are named.
+            ``num_cut_tokens``, which ``audit`` reads. Columns of strings, for fields declared
+            ``PerExample(str)``, are kept where they are named.
         train_all: every token of a source without a loss target is trained. Must be given if it has
             other columns than ``input_ids`` and ``attention_mask``, unless ``columns`` is given.
         vision: how images become tokens, for ``patches`` and to count loss tokens of a source with

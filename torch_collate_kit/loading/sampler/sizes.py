@@ -15,8 +15,8 @@ from torch_collate_kit.loading.dataset import TokenizedDataset
 from torch_collate_kit.loading.orders import Mixture
 from torch_collate_kit.loading.orders.checks import Indices
 from torch_collate_kit.loading.orders.states import digest_in_blocks
-from torch_collate_kit.loading.sampler.by_rows import Entries
 from torch_collate_kit.loading.sampler.budgets import Step
+from torch_collate_kit.loading.sampler.by_rows import Entries
 from torch_collate_kit.packing import PackingOptions
 from torch_collate_kit.packing.pieces import Load, Patches, cut_to_fit
 from torch_collate_kit.packing.planner import sizes_of
@@ -117,7 +117,8 @@ class ExampleSizes:
     def _counts_of_runs(self) -> Indices:
         """int64 [P], loss tokens of the runs of all examples, which are cut between segments."""
         runs, counts = self._runs, self.counts
-        assert runs is not None and counts is not None
+        assert runs is not None, "counted where examples are cut between segments"
+        assert counts is not None, "counted where the loss is normalized"
         of_runs = np.diff(runs.offsets)
         found, cut = counts.repeat(of_runs), np.flatnonzero(of_runs > 1)
         for start in range(0, len(cut), _EXAMPLES_AT_A_TIME):
@@ -206,8 +207,9 @@ class ExampleSizes:
             if with_trees:
                 of, runs = self._segments, self._runs
                 counted["trees_digest"] = of.cells[:num_examples] if of.shares else None
-                if runs is not None:
-                    counted["runs_digest"] = runs.lengths[: int(runs.offsets[num_examples])]
+                counted["runs_digest"] = (
+                    None if runs is None else runs.lengths[: int(runs.offsets[num_examples])]
+                )
         digests = {
             name: None if numbers is None else digest_in_blocks(numbers)
             for name, numbers in counted.items()
@@ -228,7 +230,6 @@ def sized(
         shared = examples.shared_lengths
         if shared is not None and is_shared(packing, lengths.values, shared.values):
             depths = shared.values
-
 
     def ids_of(example: int) -> tuple[np.ndarray, Indices]:
         return end_to_end(examples[example]["input_ids"])

@@ -156,7 +156,9 @@ class _ExampleReader:
         known = {key: example[key] for key in (*KNOWN, *self._collator.fields) if key in example}
         is_nested = are_nested([known["input_ids"]])
         return {
-            key: _arrays_of(value, is_nested=is_nested) if isinstance(value, list | tuple) else value
+            key: _arrays_of(value, is_nested=is_nested)
+            if isinstance(value, list | tuple)
+            else value
             for key, value in known.items()
         }
 
