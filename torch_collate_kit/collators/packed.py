@@ -285,10 +285,10 @@ class PackedCollator(Collator, ForTrainer):
             firsts = indices.values[indices.offsets[:-1][np.diff(indices.offsets) > 0]]
             indices = unchecked(firsts, pieces.row_offsets)
         placed = columns.place(pieces)
-        shares = plan.segments is not None and plan.segments.shares
-        if shares:
+        if shares := plan.segments is not None and plan.segments.shares:
             first = first_cells(plan.aligned_lengths[part.numbers], part.pieces.row_offsets)
-            place_in_trees(placed, columns, np.repeat(first, per_piece))
+            first = np.repeat(first, per_piece)
+            per_row["shared_lengths"] = place_in_trees(placed, columns, first)
         num_trained = int(placed.num_trained.sum())
         if self.vision is not None:
             placed.counts["examples"] = (placed.examples < num_examples).astype(np.int64)

@@ -14,7 +14,7 @@ from torch_collate_kit.packing.planner import sizes_of
 from torch_collate_kit.packing.rows import row_sums, running_sum
 from torch_collate_kit.packing.segments import Segments
 from torch_collate_kit.packing.trees import is_shared
-from torch_collate_kit.ragged import take_spans, unchecked
+from torch_collate_kit.ragged import Ragged, take_spans, unchecked
 from torch_collate_kit.reading.entries import joined
 from torch_collate_kit.reading.examples import ExampleColumns, PlacedColumns
 from torch_collate_kit.reading.runs import in_runs, opened, segments_of
@@ -59,10 +59,11 @@ def first_cells(cells: np.ndarray, row_offsets: np.ndarray) -> np.ndarray:
     return before[:-1] - np.repeat(before[row_offsets[:-1]], np.diff(row_offsets))
 
 
-def place_in_trees(placed: PlacedColumns, columns: ExampleColumns, first: np.ndarray) -> None:
+def place_in_trees(placed: PlacedColumns, columns: ExampleColumns, first: np.ndarray) -> Ragged:
     """Add the cell of every token, and the cells of its own of every segment.
 
-    ``first`` int64 [S] is the first cell in its row of the tree of each segment.
+    ``first`` int64 [S] is the first cell in its row of the tree of each segment. Returns the tokens
+    that each segment shares, those of each row.
     """
     trees, pieces = columns.trees, placed.pieces
     starts = joined(columns.input_ids).offsets[:-1][pieces.examples]
@@ -73,3 +74,4 @@ def place_in_trees(placed: PlacedColumns, columns: ExampleColumns, first: np.nda
     placed.specs["tree_cells"] = PerToken(torch.int32)
     placed.counts["own"] = trees.own[pieces.examples]
     placed.counts["firsts"] = first + trees.firsts[pieces.examples]
+    return unchecked(trees.depths[pieces.examples], pieces.row_offsets.copy())
