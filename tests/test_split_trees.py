@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,9 +27,7 @@ from torch_collate_kit import (
     token_loss,
     unpack,
 )
-from torch_collate_kit.chat.preview import byte_tokenizer
 from torch_collate_kit.losses import global_num_examples, segment_ends
-from torch_collate_kit.preference import tokenize_preferences
 
 FIELDS = {"old": PerToken(torch.float64)}
 TURNS = {
@@ -167,17 +164,11 @@ def test_auto_below_its_factor_cuts_plainly() -> None:
     assert batch.metadata["cut"] == (0,)
 
 
-def preferences() -> list[Any]:
-    pairs = [{"prompt": "1+1=", "chosen": "2", "rejected": "11"}]
-    found = tokenize_preferences(Dataset.from_list(pairs), byte_tokenizer(""))[0]
-    return [dict(row) for row in found]
-
-
 @pytest.mark.parametrize(
     ("examples", "fields", "message"),
     [
         (
-            preferences,
+            lambda: [{**TURNS, "keep_together": True}],
             {},
             "overflow='split' cuts examples between their segments, and the examples have "
             "keep_together, as those of tokenize_preferences: the loss of a pair needs both",

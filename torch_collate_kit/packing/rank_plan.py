@@ -167,7 +167,7 @@ class RankPlan:
         if len(self.numbers) and are_lists != (self.plan.segments is not None):
             one, several = "one segment", "a list of segments"
             found, planned = (several, one) if are_lists else (one, several)
-            raise self._other_segments(0, found, planned)
+            raise self._other_segments(int(self.pieces.examples.min()), found, planned)
 
     def _check_own(self, lengths: Ints) -> None:
         if len(lengths) != len(self.indices):
@@ -215,10 +215,9 @@ class RankPlan:
                 f"a list of {plural(int(number[piece]), 'segment')} in {of[piece]} cells"
                 for number, of in ((counts, cells), (planned_counts, planned_cells))
             )
-            raise self._other_segments(piece, found, planned)
+            raise self._other_segments(int(self.pieces.examples[piece]), found, planned)
 
-    def _other_segments(self, piece: int, found: str, planned: str) -> DataError:
-        i = int(self.pieces.examples[piece])
+    def _other_segments(self, i: int, found: str, planned: str) -> DataError:
         example = f"{i}" if self.dp_rank is None else f"{self.indices[i]} of the dataset"
         return DataError(
             f"example {example} is {found}, the plan was made for {planned}; pass the sampler the "
