@@ -236,8 +236,8 @@ def check_keys(
         raise DataError(
             f"{owners[others[0]]} has {', '.join(map(repr, others[:5]))}"
             f"{', ...' if len(others) > 5 else ''} and no loss target, so it is not clear whether "
-            f"every token is trained; understood are {', '.join(_OF_LOSS)}: give a target among these "
-            "(or remove the rest), or pass train_all=True to train every token"
+            f"every token is trained; understood are {', '.join(_OF_LOSS)}: give a target among "
+            "these (or remove the rest), or pass train_all=True to train every token"
         )
 
 
