@@ -72,7 +72,7 @@ class PackedCollator(Collator, ForTrainer):
             "first_fit_decreasing", "sequential" or "wrapped"; see
             :func:`~torch_collate_kit.pack`.
         overflow: what to do with an example longer than a row: "raise" (default), "truncate",
-            "drop" or "split".
+            "drop" or "split"; lists of segments are split between them, with ``share_prefixes``.
         parallel: the :class:`~torch_collate_kit.ParallelLayout` of the run; one device by default.
         max_patches: the most image patches of a row; no limit by default.
         isolate: False makes one segment of a row, as in pretraining; needs "wrapped".

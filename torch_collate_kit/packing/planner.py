@@ -216,9 +216,8 @@ def measured(
     has_gaps = packing.parallel.align > 1
     cells = pieces.aligned_lengths if shares or has_gaps else pieces.lengths
     if pieces.segments is not None and most_pieces is not None:
-        most_pieces //= max(
-            1, int(pieces.num_segments.max(initial=1))
-        )  # as if all had as many segments
+        most_of_one = int(pieces.num_segments.max(initial=1))
+        most_pieces //= max(1, most_of_one)  # as if all had as many segments
     num_cells, num_patches = int(cells.sum()), int(patches.sum())
     tokens = min(packing.max_tokens, num_cells)
     text = min(packing.max_tokens - (packing.reserved if has_images else 0), num_cells)
