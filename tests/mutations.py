@@ -66,12 +66,11 @@ FAULTS = [
     Fault("collators/packed.py", "columns = in_runs(columns, part.pieces)", "pass", "test_split_trees.py"),
     Fault("batch/unpacking.py", "numbers - np.maximum(0, last + 1 - num_segments)[owners]", "numbers", "loading/test_split_trees.py"),
     Fault("loading/sampler/sizes.py", "return self._counts_of_runs[step.entries]", "return self.counts[step.examples]", "loading/test_split_trees.py"),
-    Fault("loading/streaming/readers.py", "of_first.starts < start", "of_first.starts <= start", "loading/test_split_trees.py"),
     # segments
     Fault("packing/segments.py", "cells = sums_of(aligned, counts, offsets)", "cells = tokens", "packing/test_segments.py"),
     Fault("packing/planner.py", "most_pieces //= max(1, most_of_one)", "most_pieces //= 1", "packing/test_segments.py"),
     Fault("packing/segments.py", "sums_of(of_segments, self.counts[part], own - own[0])", "cost.language(self.cells[part])", "packing/test_segments.py"),
-    Fault("collators/tree_rows.py", "part.check_segments(found.cells, counts)", "pass", "loading/test_segments.py"),
+    Fault("collators/tree_rows.py", "part.check_segments(found.cells, counts)", "pass", "loading/test_split_trees.py"),
     Fault("reading/examples.py", "pieces.examples - self.segment_offsets[places]", "pieces.examples", "collators/test_segments.py"),
     Fault("reading/examples.py", "is_first = numbers == 0", "is_first = numbers >= 0", "collators/test_segments.py"),
     Fault("reading/examples.py", "ends, len(self.example_lengths))", "ends, len(self.input_ids))", "vision/test_dummy_images.py"),
