@@ -58,7 +58,13 @@ def model_of(config: Any = None) -> torch.nn.Linear:
 
 
 def log_of(folder: Path, accelerator: Any, model: Any = None, **changes: Any) -> RunLog:
-    options = {"first_step": 0, "num_steps": 2, "num_ranks": 2, "log_with": None, "resume": None}
+    options = {
+        "first_step": 0,
+        "num_steps": 2,
+        "layout": kit.ParallelLayout(dp=2),
+        "log_with": None,
+        "resume": None,
+    }
     args = Namespace(output_dir=folder, **{**options, **changes})
     return RunLog(model or model_of(), Namespace(wait_seconds=0.0), accelerator, args)
 
@@ -150,7 +156,7 @@ def test_a_step_of_rows_that_share_prefixes(
     model.through_head = True
     clock = iter([100.0, 102.0])
     monkeypatch.setattr(run_log, "time", Namespace(perf_counter=lambda: next(clock)))
-    with log_of(tmp_path, accelerator, model, num_ranks=1) as log:
+    with log_of(tmp_path, accelerator, model, layout=kit.ParallelLayout(dp=1)) as log:
         log.step(1, collate([turns]).split(1), 3.0, 0.1, 0.5)
     [record] = records_of(tmp_path)
     found = {name: record[name] for name in ("tokens", "cells", "filled_cells", "padding")}
