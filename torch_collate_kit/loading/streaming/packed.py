@@ -218,7 +218,9 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
                 "on_error='skip' names examples by their position in the stream, and each source "
                 "of a mixture has its own; use on_error='raise', or filter the sources"
             )
-        kind: Any = MixedStream if isinstance(stream, Mixture) else Stream
+        kind: Any = Stream
+        if isinstance(stream, Mixture):
+            kind = partial(MixedStream, batch_rows=self.batch_rows)
         divided: Stream | MixedStream = kind(
             stream,
             self.dp_rank or 0,
@@ -245,6 +247,7 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
             rows_per_batch=self._rows,
             buffer_size=self.buffer_size,
             policy=self._policy,
+            num_shards=self.num_shards or self.dp_size * max(1, num_workers),
         )
         settings = self._settings()
         saved, number = self._saved, self._next_pass
