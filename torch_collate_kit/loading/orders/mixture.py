@@ -74,7 +74,7 @@ class Mixture:
             )
         self.sources = list(sources)
         self.has_streams = not all(hasattr(s, "__len__") or _is_number(s) for s in self.sources)
-        if self.has_streams and weights is None:
+        if self.has_streams and weights is None and not schedule:
             raise ValueError("the mixture has streams, whose sizes are not known; pass weights=")
         self.sizes = [
             0 if self.has_streams else checked_length(s, f"sources[{i}]")
@@ -88,7 +88,7 @@ class Mixture:
         read = [] if self.has_streams else self.sources
         self._lengths: list[Any] = [_lengths_of(s, i, by) for i, s in enumerate(read)]
         sums = [int(getattr(of, "values", of).sum()) for of in self._lengths]
-        units = sums if by == "tokens" else self.sizes
+        units = sums if by == "tokens" and read else self.sizes
         first = units if weights is None else _checked_weights("weights", weights, len(self.sizes))
         self.stages = [(0, [Fraction(w) for w in first])]
         for number, stage in enumerate(schedule or []):

@@ -161,8 +161,9 @@ class _MixedReader:
             for source in self._sources
             if source.period and not source.has_ended and not source.has_next()
         ]:
-            for source in over:
-                if source.end_pass(is_read_again=is_read_again):
+            used_up = [s for s in over if s.end_pass(is_read_again=is_read_again)]
+            if any(source.period and not source.has_ended for source in self._sources):
+                for source in used_up:
                     self._report(source)
 
     def _report(self, source: MixedSource) -> None:
@@ -172,7 +173,7 @@ class _MixedReader:
             self._stream.reported.add(key)
             _logger.warning(
                 "%s has been read max_passes=%d times in this pass over the stream; from here on "
-                "its weight goes to the others, as in every shard (only the first one is logged)",
+                "its weight goes to the others (each shard counts for itself; the first is logged)",
                 *(source.name, source.most_passes),
             )
 
