@@ -214,6 +214,27 @@ def test_exact_resume_of_random_mixtures() -> None:
         assert_exact_resume(make, num_steps=num_steps, stops=stops, max_state_bytes=7000)
 
 
+def test_a_mixture_that_has_ended_does_not_go_on_in_the_next_stage() -> None:
+    ids = [1] * 12
+    # when the end is found, 18 batches are packed, and by their mean all tokens fill 19.4
+    long = [{"input_ids": ids[:n]} for n in [12] * 12 + [7] * 8]
+    short = [{"input_ids": ids}] * 9
+    options = {"stop": "all_exhausted", "schedule": [(20, [0, 1])], "buffer_size": 4}
+    # all of the first source is read in 4 steps, which is known only when a fifth is asked for
+    joined = {"strategy": "wrapped", "schedule": [(4, [0, 1])], "max_tokens": 12}
+    for sources, weights, settings, num_batches in (
+        ([long, short], [1, 0], options, 20),
+        ([short[:2], short], [1, 1], joined, 4),
+    ):
+        dataset = mixed(sources, weights, **settings)
+        assert len(list(islice(dataset, num_batches))) == num_batches
+        resumed = mixed(sources, weights, **settings)
+        resumed.load_state_dict(json.loads(json.dumps(dataset.state_dict())))
+        assert list(dataset) != []
+        assert list(resumed) == []
+        assert len(list(mixed(sources, weights, **settings))) == num_batches
+
+
 @pytest.mark.parametrize("strategy", ["balanced", "wrapped"])
 def test_goes_on_with_any_ranks_and_workers(strategy: str) -> None:
     parts = sources_of([150, 90])
