@@ -30,6 +30,7 @@ from torch_collate_kit.collators.packed_checks import (
 from torch_collate_kit.collators.trainer import ForTrainer, check_targets
 from torch_collate_kit.collators.tree_rows import first_cells, place_in_trees, shared_depths
 from torch_collate_kit.packing import PackingOptions, PackingPlan, RankPlan
+from torch_collate_kit.packing.mixed_examples import counts_by_source
 from torch_collate_kit.packing.options import ParallelLayout, common_options
 from torch_collate_kit.packing.pieces import Load, Patches, image_load
 from torch_collate_kit.packing.planner import pack, plan_rows, sizes_of
@@ -169,13 +170,13 @@ class PackedCollator(Collator, ForTrainer):
             columns = self._read_part(part, examples.examples)
         else:
             columns = self._read(examples, rollouts=None)
-            patches = None if columns.images is None else self._image_load(columns, columns.images)
-            lengths, load = columns.lengths, patches
+            load = None if columns.images is None else self._image_load(columns, columns.images)
+            lengths, of_segments = columns.lengths, columns.example_lengths
             if columns.segment_offsets is not None:
                 depths = shared_depths(columns, self.packing)
-                of_segments = columns.example_lengths
-                lengths, load = sizes_of(of_segments, self.packing, patches, depths=depths)
-            part = RankPlan(plan_rows(lengths, self.packing, load))
+                lengths, load = sizes_of(of_segments, self.packing, load, depths=depths)
+            part = RankPlan(plan := plan_rows(lengths, self.packing, load))
+            part.metadata = counts_by_source(examples, plan.example_indices, plan.lengths)
         if for_trainer:
             check_targets(columns, self.train_all)
         return self._place(columns, part)
@@ -289,7 +290,6 @@ class PackedCollator(Collator, ForTrainer):
         if shares:
             first = first_cells(plan.aligned_lengths[part.numbers], part.pieces.row_offsets)
             place_in_trees(placed, columns, np.repeat(first, per_piece))
-        num_trained = int(placed.num_trained.sum())
         if self.vision is not None:
             placed.counts["examples"] = (placed.examples < num_examples).astype(np.int64)
         names = [*_FIELDS, *self._of_images, *columns.names, "sub_seq_lengths"]
@@ -305,7 +305,7 @@ class PackedCollator(Collator, ForTrainer):
             placed,
             Placement(width, width - 1, self.pad_token_id, True, segments, self.vision, tree_width),
             tuple(dict.fromkeys(names)),
-            num_loss_tokens_elsewhere=part.num_loss_tokens_elsewhere(num_trained),
+            num_loss_tokens_elsewhere=part.num_loss_tokens_elsewhere(int(placed.num_trained.sum())),
             row_metadata={"example_indices": indices, "max_segment_length": longest, **per_row},
             metadata=self._metadata(part, part.num_examples or num_examples),
             dropped=plan.dropped,

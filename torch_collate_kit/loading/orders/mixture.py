@@ -15,6 +15,7 @@ from torch_collate_kit.loading.dataset import TokenizedDataset
 from torch_collate_kit.loading.orders.checks import Indices, checked_length
 from torch_collate_kit.loading.orders.states import digest_in_blocks
 from torch_collate_kit.packing import PackingPlan, RankPlan
+from torch_collate_kit.packing.mixed_examples import MixedExamples, source_counts
 from torch_collate_kit.packing.rows import row_sums
 from torch_collate_kit.packing.segments import are_nested, checked_segments
 from torch_collate_kit.ragged import Ragged, unchecked
@@ -142,7 +143,7 @@ class Mixture:
             ):
                 name = {"source": self.names[source]} if self._is_named else {}
                 found[place] = {**data[row], **name}
-        return found
+        return MixedExamples(found, self.names, sources)
 
     def source_of(self, indices: Any) -> Indices:
         """Return the number of the source of each index: int64, their shape."""
@@ -162,14 +163,7 @@ class Mixture:
 
         ``sources`` are those of the examples that the plan numbers.
         """
-        of_examples = sources[np.unique(plan.example_indices)]
-        of_pieces, size = sources[plan.example_indices], len(self.names)
-        examples = np.bincount(of_examples, minlength=size).tolist()
-        tokens = np.bincount(of_pieces, plan.lengths, minlength=size).astype(np.int64).tolist()
-        return {
-            "source_examples": dict(zip(self.names, examples, strict=True)),
-            "source_tokens": dict(zip(self.names, tokens, strict=True)),
-        }
+        return source_counts(self.names, sources, plan.example_indices, plan.lengths)
 
     @cached_property
     def lengths(self) -> Indices | Ragged:
