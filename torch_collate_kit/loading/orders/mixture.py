@@ -34,9 +34,10 @@ class Mixture:
             default the sizes of the sources.
         by: whether these are shares of the "examples" or of the "tokens".
         schedule: ``[(step, weights), ...]``: from this step of the epoch on, these weights. Steps
-            are those of the sampler. By rows, a new stage begins a new window.
+            are those of the sampler. By rows, a new stage begins a new window. Of streams, steps
+            are ``batch_rows`` rows of a pass, and a stage is blurred by the buffers.
         max_passes: the most passes over a source in the whole run, a number or one for each source
-            (None: no limit). The others then share its weight.
+            (None: no limit). The others then share its weight. Of streams, in one pass over all.
         stop: an epoch ends when the "first_exhausted" source has been read once, or when all have
             been ("all_exhausted"), in the words of ``datasets.interleave_datasets``.
         names: a name for each source, for ``source_counts``. Examples then have the key "source",
