@@ -44,7 +44,7 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
     Args:
         stream: an iterable of examples that can be iterated again, or a callable that makes one.
             A ``TokenizedDataset``, or a ``datasets.Dataset`` without a format, is read as columns.
-            Or a ``Mixture`` of such streams, with ``weights``.
+            Or a ``Mixture`` of such streams, with ``weights`` or a ``schedule``.
         collate: a ``PackedCollator``, whose ``packing.parallel.dp`` ranks divide the stream, or its
             ``for_trainer()``.
         batch_rows: rows of a step over all ranks, a multiple of ``dp``; each rank yields batches of
