@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from tests.building import packed_stream
 from tests.loading import chain_truth as truth
-from torch_collate_kit import PrefetchLoader
+from torch_collate_kit import Mixture, PrefetchLoader
 from torch_collate_kit.loading import merge_states
 
 # of a batch: its pass, its round and its shard
@@ -30,13 +30,14 @@ def stream_chain(rng: np.random.Generator, *, with_workers: bool) -> Counter[str
     num_shards = int(rng.choice([2, 4, 6, 12, 24]))
     examples = truth.examples_of(rng, int(rng.integers(4, 30)) * num_shards, 20)
     settings = _settings(rng, num_shards)
+    mixture = _mixture(rng, examples, num_shards) if rng.random() < 0.5 else None
     sizes = [w for w in truth.divisors_up_to(num_shards, 64) if not with_workers or w <= 2]
     num_workers = int(rng.integers(1, 3)) if with_workers else 0
     found: Counter[str] = Counter(chains=1)
-    expected = Run(examples, settings, 0, found)
+    expected = Run(examples, settings, 0, found, mixture)
     expected.leg(1, None)
     batches_of = Counter(shard for _, _, shard in expected.served)
-    mine = Run(examples, settings, num_workers, found)
+    mine = Run(examples, settings, num_workers, found, mixture)
     done = 0
     for dp_size in [int(rng.choice(sizes)) for _ in range(2)]:
         parts = np.split(np.array([batches_of[s] for s in range(num_shards)]), dp_size)
@@ -52,8 +53,32 @@ def stream_chain(rng: np.random.Generator, *, with_workers: bool) -> Counter[str
     for place in mine.served.keys() & expected.served.keys():
         found["wrong: batches"] += mine.served[place] != expected.served[place]
     examples_read = sorted(i for batch in mine.served.values() for i in batch[0])
-    found["wrong: partition"] += examples_read != list(range(len(examples)))
+    if mixture is None:
+        found["wrong: partition"] += examples_read != list(range(len(examples)))
+    else:
+        found["mixtures"] += 1
     return found
+
+
+def _mixture(rng: np.random.Generator, examples: truth.Examples, num_shards: int) -> dict[str, Any]:
+    """Sources of which each shard has examples, and stages that begin after so many rows."""
+    cuts = rng.integers(num_shards, len(examples) - num_shards + 1, size=int(rng.integers(0, 3)))
+    cuts = [0, *sorted({cut - cut % num_shards for cut in cuts.tolist()}), len(examples)]
+    weights = [rng.integers(0, 4, size=len(cuts) - 1) for _ in range(int(rng.integers(1, 4)))]
+    for of in weights:
+        of[rng.integers(len(of))] += 1
+    rows = sorted(rng.choice(range(1, 8), size=len(weights) - 1, replace=False).tolist())
+    stop = str(rng.choice(["first_exhausted", "all_exhausted"]))
+    return {
+        "sources": [examples[start:end] for start, end in pairwise(cuts)],
+        # each step of any number of ranks begins with one of these rows
+        "stages": [
+            (n * 2 * num_shards, of.tolist()) for n, of in zip([0, *rows], weights, strict=True)
+        ],
+        "by": str(rng.choice(["examples", "tokens"])),
+        "stop": stop,
+        "max_passes": int(rng.integers(1, 4)) if stop == "all_exhausted" else None,
+    }
 
 
 def _settings(rng: np.random.Generator, num_shards: int) -> dict[str, Any]:
@@ -78,9 +103,10 @@ class Run:
         settings: dict[str, Any],
         num_workers: int,
         found: Counter[str],
+        mixture: dict[str, Any] | None,
     ) -> None:
         self.examples, self.settings, self.found = examples, settings, found
-        self.num_workers = num_workers
+        self.num_workers, self.mixture = num_workers, mixture
         self.served: dict[Place, Any] = {}
         self.state: str | None = None
 
@@ -88,7 +114,8 @@ class Run:
         """Each rank takes so many batches, or reads to the end of the pass."""
         states = []
         for rank in range(dp_size):
-            stream = packed_stream(self.examples, **self.settings, dp_rank=rank, dp_size=dp_size)
+            source = self._source(dp_size)
+            stream = packed_stream(source, **self.settings, dp_rank=rank, dp_size=dp_size)
             num_workers = min(self.num_workers, self.settings["num_shards"] // dp_size)
             options: dict[str, Any] = {"collate_fn": stream.as_is, "num_workers": num_workers}
             with PrefetchLoader(DataLoader(stream, batch_size=None, **options)) as loader:
@@ -99,9 +126,19 @@ class Run:
         if take is not None:
             self.state = json.dumps(merge_states(states))
             shards = json.loads(self.state)["stream"]["shards"]
-            self.found["wrong: over 64 bytes per shard"] += len(json.dumps(shards)) > 64 * len(
-                shards
-            )
+            most = 64 if self.mixture is None else 64 + 64 * len(self.mixture["sources"])
+            self.found["wrong: size of a state"] += len(json.dumps(shards)) > most * len(shards)
+
+    def _source(self, dp_size: int) -> Any:
+        """The examples, or a mixture of streams whose steps are those of so many ranks."""
+        if self.mixture is None:
+            return self.examples
+        mixture = {**self.mixture}
+        sources, stages = mixture.pop("sources"), mixture.pop("stages")
+        batch_rows = self.settings["rows"] * dp_size
+        schedule = [(rows // batch_rows, weights) for rows, weights in stages]
+        streams = [lambda of=of: iter(of) for of in sources]
+        return Mixture(streams, schedule=schedule, **mixture)
 
     def _read(self, batches: Iterable[Any]) -> None:
         before = None

@@ -16,6 +16,7 @@ from tests.vision.families import FAMILIES
 from tests.vision.images import draw
 from torch_collate_kit import (
     ChatOptions,
+    Mixture,
     PackingOptions,
     ParallelLayout,
     PerExample,
@@ -193,6 +194,20 @@ def test_conversations_and_rows_have_an_overflow_of_their_own() -> None:
     for name, value in (("train_on", "each"), ("labels", True), ("pixels", False)):
         with pytest.raises(ValueError, match=f"{name}={value!r} is not for this collator"):
             VisionLanguageCollator(processor, chat=ChatOptions(**{name: value}))
+
+
+def test_a_batch_says_what_came_from_which_source() -> None:
+    processor = FAMILIES["internvl"].processor()
+    short, long = {"messages": chat("x", "y")}, {"messages": chat("x" * 90, "y")}
+    mixture = Mixture([[short] * 3, [long] * 2], names=["short", "long"])
+    lengths = VisionLanguageCollator(processor).sizes([short, long]).lengths.tolist()
+    dropping = ChatOptions(max_length=lengths[0], overflow="drop")
+    for options, num_long in (({}, 2), ({"max_tokens": 400}, 2), ({"chat": dropping}, 0)):
+        collate = VisionLanguageCollator(processor, **options)
+        metadata = collate(mixture.__getitems__([4, 0, 3])).metadata
+        assert metadata["source_examples"] == {"short": 1, "long": num_long}
+        tokens = {"short": lengths[0], "long": num_long * lengths[1]}
+        assert metadata["source_tokens"] == tokens
 
 
 def test_a_patch_budget_without_a_token_budget_is_refused() -> None:

@@ -36,6 +36,7 @@ from torch_collate_kit.collators.tree_rows import (
     planned_sizes,
 )
 from torch_collate_kit.packing import PackingOptions, PackingPlan, RankPlan
+from torch_collate_kit.packing.mixed_examples import counts_by_source
 from torch_collate_kit.packing.options import ParallelLayout, common_options
 from torch_collate_kit.packing.pieces import Load, Patches, image_load
 from torch_collate_kit.packing.planner import pack, plan_rows
@@ -69,8 +70,7 @@ class PackedCollator(Collator, ForTrainer):
             vision-language model.
         max_tokens: the most cells of a row.
         strategy: how rows are filled: "balanced" (default), "best_fit_decreasing",
-            "first_fit_decreasing", "sequential" or "wrapped"; see
-            :func:`~torch_collate_kit.pack`.
+            "first_fit_decreasing", "sequential" or "wrapped"; see :func:`~torch_collate_kit.pack`.
         overflow: what to do with an example longer than a row: "raise" (default), "truncate",
             "drop" or "split"; lists of segments are split between them, with ``share_prefixes``.
         parallel: the :class:`~torch_collate_kit.ParallelLayout` of the run; one device by default.
@@ -178,7 +178,8 @@ class PackedCollator(Collator, ForTrainer):
             columns = self._read(examples, rollouts=None)
             patches = None if columns.images is None else self._image_load(columns, columns.images)
             lengths, load = planned_sizes(columns, self.packing, patches)
-            part = RankPlan(plan_rows(lengths, self.packing, load))
+            part = RankPlan(plan := plan_rows(lengths, self.packing, load))
+            part.metadata = counts_by_source(examples, plan.example_indices, plan.lengths)
             columns = in_runs(columns, part.pieces)
         if for_trainer:
             check_targets(columns, self.train_all)
@@ -289,7 +290,6 @@ class PackedCollator(Collator, ForTrainer):
             first = first_cells(plan.aligned_lengths[part.numbers], part.pieces.row_offsets)
             first = np.repeat(first, per_piece)
             per_row["shared_lengths"] = place_in_trees(placed, columns, first)
-        num_trained = int(placed.num_trained.sum())
         if self.vision is not None:
             placed.counts["examples"] = (placed.examples < num_examples).astype(np.int64)
         names = [*_FIELDS, *self._of_images, *columns.names, "sub_seq_lengths"]
@@ -305,7 +305,7 @@ class PackedCollator(Collator, ForTrainer):
             placed,
             Placement(width, width - 1, self.pad_token_id, True, segments, self.vision, tree_width),
             tuple(dict.fromkeys(names)),
-            num_loss_tokens_elsewhere=part.num_loss_tokens_elsewhere(num_trained),
+            num_loss_tokens_elsewhere=part.num_loss_tokens_elsewhere(int(placed.num_trained.sum())),
             row_metadata={"example_indices": indices, "max_segment_length": longest, **per_row},
             metadata=self._metadata(part, part.num_examples or num_examples),
             dropped=plan.dropped,

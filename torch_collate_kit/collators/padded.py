@@ -20,6 +20,7 @@ from torch_collate_kit.batch.rows import PackedValues
 from torch_collate_kit.collators.collator import Collator
 from torch_collate_kit.collators.trainer import ForTrainer, check_targets
 from torch_collate_kit.errors import DataError
+from torch_collate_kit.packing.mixed_examples import counts_by_source
 from torch_collate_kit.packing.rows import Pieces, row_sums
 from torch_collate_kit.ragged import span_indices
 from torch_collate_kit.reading.entries import DeclaredFields
@@ -56,7 +57,9 @@ class _OneExamplePerRow(Collator):
             )
         self.overflow = overflow
 
-    def _collated(self, examples: ExampleColumns, names: tuple[str, ...], side: str) -> Batch:
+    def _collated(
+        self, given: Any, examples: ExampleColumns, names: tuple[str, ...], side: str
+    ) -> Batch:
         """Return the Batch of the examples, padded on this side; ``names`` are its fields."""
         pieces, dropped, cut = self._fit(examples)
         lengths, multiple = pieces.lengths, self.pad_to_multiple_of or 1
@@ -77,6 +80,7 @@ class _OneExamplePerRow(Collator):
             metadata["num_segments"] = tuple(np.diff(examples.segment_offsets).tolist())
         elif len(dropped):
             per_example = {k: [of[i] for i in pieces.examples] for k, of in per_example.items()}
+        metadata |= counts_by_source(given, placed.examples, pieces.lengths)
         return self._batch(
             placed,
             Placement(width, longest, self.pad_token_id, False, segments, self.vision),
@@ -197,9 +201,8 @@ class PaddedCollator(_OneExamplePerRow, ForTrainer):
         )
         if for_trainer:
             check_targets(columns, self.train_all)
-        return self._collated(
-            columns, (*_FIELDS, *self._of_images, *columns.names), self.padding_side
-        )
+        names = (*_FIELDS, *self._of_images, *columns.names)
+        return self._collated(examples, columns, names, self.padding_side)
 
 
 class RolloutCollator(_OneExamplePerRow):
@@ -246,4 +249,4 @@ class RolloutCollator(_OneExamplePerRow):
         """Collate the examples into a new Batch."""
         rollouts = read_columns(examples, rollouts=True, fields=self.fields, vision=self.vision)
         names = (*_ROLLOUT_FIELDS, *self._of_images, *rollouts.names, "sub_seq_lengths")
-        return self._collated(rollouts, names, "left")
+        return self._collated(examples, rollouts, names, "left")

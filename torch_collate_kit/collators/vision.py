@@ -18,6 +18,7 @@ from torch_collate_kit.collators.padded import PaddedCollator
 from torch_collate_kit.collators.trainer import ForTrainer
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing import PackingOptions
+from torch_collate_kit.packing.mixed_examples import MixedExamples
 from torch_collate_kit.packing.rank_plan import PlannedExamples, named_in_errors
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.entries import DeclaredFields
@@ -158,6 +159,8 @@ class VisionLanguageCollator(ForTrainer):
                 "max_length; raise it"
             )
         chosen = [processed[i] for i in kept]
+        if isinstance(examples, MixedExamples):
+            chosen = MixedExamples(chosen, examples.names, examples.sources[kept])
         self._check_images(chosen)
         batch = self.collator.make_batch(chosen, for_trainer=for_trainer)
         _count_lost(batch, processed, np.array(kept))

@@ -16,9 +16,7 @@ from torch_collate_kit import (
     Mixture,
     PackedBatchSampler,
     PackedCollator,
-    PackedRows,
     PaddedCollator,
-    ParallelLayout,
     PerExample,
     PrefetchingSampler,
     TokenizedDataset,
@@ -175,41 +173,6 @@ def test_what_was_read_oftener_goes_on_alone_after_the_others_are_used_up():
     mixture = Mixture([20, 2], weights=[4, 1], stop="all_exhausted", max_passes=[1, 3.5])
     found = epochs_of(PrefetchingSampler(mixture, batch_size=2), 3)
     assert list(map(len, found)) == [25, 1, 1], "one more pass at a time, not all that are left"
-
-
-def test_a_batch_says_what_came_from_which_source():
-    sources = [TokenizedDataset([{"input_ids": [5] * n}] * 40) for n in (3, 9)]
-    mixture = Mixture(sources, weights=[3, 1], names=["web", "math"])
-    for options in ({"batch_size": 8}, {"batch_rows": 4}):
-        ranks = []
-        for rank in (0, 1):
-            layout = ParallelLayout(dp=2)
-            collate = packed_collator(0, max_tokens=16, parallel=layout, train_all=True)
-            sampler = PackedBatchSampler(mixture, collate, dp_rank=rank, **options)
-            ranks.append(collate(mixture.__getitems__(next(iter(sampler)))))
-        found = sampler.examples(0, 0)
-        counts = mixture.source_counts(found)
-        for batch in ranks:
-            assert batch.metadata["source_examples"] == counts
-            assert batch.metadata["source_tokens"] == {
-                "web": 3 * counts["web"],
-                "math": 9 * counts["math"],
-            }
-        assert sum(counts.values()) == len(found) > 4
-
-
-def test_rows_for_a_trainer_say_it_too():
-    sources = [TokenizedDataset([{"input_ids": [5] * n}] * 40) for n in (3, 9)]
-    mixture = Mixture(sources, weights=[1, 1], names=["web", "math"])
-    collate = packed_collator(0, max_tokens=32, train_all=True)
-    rows = PackedRows(mixture, collate)
-    batch = collate([rows[1], rows[0], rows[1]])
-    examples = [*rows[0].examples, *rows[1].examples, *rows[1].examples]
-    counts = mixture.source_counts(examples)
-    assert batch.metadata["source_examples"] == counts
-    tokens = {name: n * size for (name, n), size in zip(counts.items(), (3, 9), strict=True)}
-    assert batch.metadata["source_tokens"] == tokens
-    assert sum(tokens.values()) == batch.num_tokens
 
 
 def test_it_is_a_dataset_of_its_sources_end_to_end():

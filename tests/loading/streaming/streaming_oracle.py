@@ -83,9 +83,17 @@ def without_step(batch: Batch) -> Batch:
 
 
 def plain_loop(
-    examples: list[dict[str, Any]], collator: PackedCollator, buffer_size: int, num_rows: int
+    examples: list[dict[str, Any]],
+    collator: PackedCollator,
+    buffer_size: int,
+    num_rows: int,
+    following: Callable[[int, int], dict[str, Any] | None] | None = None,
 ) -> list[Batch]:
-    """Give out full rows while a window of eight buffers lasts, then a beginning of the buffer."""
+    """Give out full rows while a window of eight buffers lasts, then a beginning of the buffer.
+
+    After the examples come those of ``following(batches, tokens in them)``, until None.
+    """
+    examples = list(examples)
     packing = collator.packing
     limit, align = packing.max_tokens, packing.parallel.align
     alone = PackingOptions(
@@ -131,10 +139,22 @@ def plain_loop(
                 return buffer[:fewer]
         return list(buffer)
 
-    while unread or buffer:
-        while unread and len(buffer) < buffer_size:
+    def read_on() -> None:
+        nonlocal num_read
+        tokens_given = sum(len(e["input_ids"]) for e in examples) if following else 0
+        tokens_given -= sum(len(examples[i]["input_ids"]) for i in buffer)
+        while len(buffer) < buffer_size:
+            if not unread and following:
+                example = following(len(batches), tokens_given)
+                if example is not None:
+                    examples.append(example)
+                    unread.append(len(examples) - 1)
+            if not unread:
+                return
             buffer.append(unread.pop(0))
             num_read += 1
+
+    while read_on() or buffer:
         is_full = len(buffer) == buffer_size  # there may be more
         if is_full and num_read <= (num_buffers - 1) * buffer_size and (rows := full_rows()):
             give(rows, buffer)

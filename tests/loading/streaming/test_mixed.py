@@ -224,15 +224,14 @@ SPLIT = [part.to_iterable_dataset() for part in map(datasets.Dataset.from_list, 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"schedule": [(5, [1, 2])]}, "schedule= counts steps over all ranks, and a shard of a st"),
-        (
-            {"max_passes": 2},
-            "max_passes= counts passes over the whole run, and a pass over streams",
-        ),
         ({"on_error": "skip"}, "on_error='skip' names examples by their position in the stream, a"),
         ({"weights": [0, 0]}, "weights are all 0; at least one source must be read"),
         ({"weights": [1]}, "weights must have one number for each of the 2 sources, got 1"),
         ({"weights": None}, "the mixture has streams, whose sizes are not known; pass weights="),
+        (
+            {"weights": None, "schedule": [(5, [1, 2])]},
+            "schedule begins at step 5; pass the weights before it",
+        ),
     ],
 )
 def test_bad_settings(options: dict[str, Any], message: str) -> None:

@@ -22,7 +22,8 @@ from tests.loading.streaming.streaming_oracle import (
 )
 from torch_collate_kit.loading import PackedIterableDataset
 from torch_collate_kit.loading.streaming.entries import ENTRY
-from torch_collate_kit.loading.streaming.states import Place
+from torch_collate_kit.loading.streaming.stages import ShardStages
+from torch_collate_kit.loading.streaming.states import Place, Position
 from torch_collate_kit.loading.streaming.windows import Windows
 from torch_collate_kit.packing import PackingOptions
 from torch_collate_kit.testing import assert_exact_resume
@@ -86,8 +87,10 @@ def test_resume_reads_at_most_one_window_again(settings: dict[str, Any], num_buf
 
 def test_a_window_ends_after_all_that_was_held_back() -> None:
     nothing = np.empty(0, dtype=ENTRY)
-    settings = {"rows_per_batch": 1, "buffer_size": 10, "num_buffers": 8}
-    windows = Windows(lambda n: nothing, PackingOptions(12), **settings)
+    packing = PackingOptions(12)
+    stages = ShardStages([], Position(), packing, 1, num_shards=1)
+    settings = {"rows_per_batch": 1, "buffer_size": 10, "num_buffers": 8, "stages": stages}
+    windows = Windows(lambda n: nothing, packing, **settings)
     entry = (0, 0, 1, False, 0, 0, 0, 0, 0, *Place(9), {}, (), 0)
     windows._buffer, windows._num_broken = np.array([entry] * 10, dtype=ENTRY), 6
     assert windows._window_after(4) is None

@@ -15,6 +15,7 @@ from torch_collate_kit.loading.dataset import TokenizedDataset
 from torch_collate_kit.loading.orders.checks import Indices, checked_length
 from torch_collate_kit.loading.orders.states import digest_in_blocks
 from torch_collate_kit.packing import PackingPlan, RankPlan
+from torch_collate_kit.packing.mixed_examples import MixedExamples, source_counts
 from torch_collate_kit.packing.rows import row_sums
 from torch_collate_kit.packing.segments import are_nested, checked_segments
 from torch_collate_kit.ragged import Ragged, unchecked
@@ -33,9 +34,10 @@ class Mixture:
             default the sizes of the sources.
         by: whether these are shares of the "examples" or of the "tokens".
         schedule: ``[(step, weights), ...]``: from this step of the epoch on, these weights. Steps
-            are those of the sampler. By rows, a new stage begins a new window.
+            are those of the sampler. By rows, a new stage begins a new window. Of streams, steps
+            are ``batch_rows`` rows of a pass, and a stage is blurred by the buffers.
         max_passes: the most passes over a source in the whole run, a number or one for each source
-            (None: no limit). The others then share its weight.
+            (None: no limit). The others then share its weight. Of streams, in one pass over all.
         stop: an epoch ends when the "first_exhausted" source has been read once, or when all have
             been ("all_exhausted"), in the words of ``datasets.interleave_datasets``.
         names: a name for each source, for ``source_counts``. Examples then have the key "source",
@@ -74,7 +76,7 @@ class Mixture:
             )
         self.sources = list(sources)
         self.has_streams = not all(hasattr(s, "__len__") or _is_number(s) for s in self.sources)
-        if self.has_streams and weights is None:
+        if self.has_streams and weights is None and not schedule:
             raise ValueError("the mixture has streams, whose sizes are not known; pass weights=")
         self.sizes = [
             0 if self.has_streams else checked_length(s, f"sources[{i}]")
@@ -88,7 +90,7 @@ class Mixture:
         read = [] if self.has_streams else self.sources
         self._lengths: list[Any] = [_lengths_of(s, i, by) for i, s in enumerate(read)]
         sums = [int(getattr(of, "values", of).sum()) for of in self._lengths]
-        units = sums if by == "tokens" else self.sizes
+        units = sums if by == "tokens" and read else self.sizes
         first = units if weights is None else _checked_weights("weights", weights, len(self.sizes))
         self.stages = [(0, [Fraction(w) for w in first])]
         for number, stage in enumerate(schedule or []):
@@ -142,7 +144,7 @@ class Mixture:
             ):
                 name = {"source": self.names[source]} if self._is_named else {}
                 found[place] = {**data[row], **name}
-        return found
+        return MixedExamples(found, self.names, sources)
 
     def source_of(self, indices: Any) -> Indices:
         """Return the number of the source of each index: int64, their shape."""
@@ -162,14 +164,7 @@ class Mixture:
 
         ``sources`` are those of the examples that the plan numbers.
         """
-        of_examples = sources[np.unique(plan.example_indices)]
-        of_pieces, size = sources[plan.example_indices], len(self.names)
-        examples = np.bincount(of_examples, minlength=size).tolist()
-        tokens = np.bincount(of_pieces, plan.lengths, minlength=size).astype(np.int64).tolist()
-        return {
-            "source_examples": dict(zip(self.names, examples, strict=True)),
-            "source_tokens": dict(zip(self.names, tokens, strict=True)),
-        }
+        return source_counts(self.names, sources, plan.example_indices, plan.lengths)
 
     @cached_property
     def lengths(self) -> Indices | Ragged:

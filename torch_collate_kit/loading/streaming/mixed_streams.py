@@ -3,52 +3,54 @@
 An entry is due when the share of its source reaches its middle, and the source whose next entry is
 due first has the next turn. So each source is within half of its longest example of its share in
 every shard, and a place is that of each source and how much was read of it: nothing is drawn.
+With a schedule the count of what was read begins anew in each stage.
 """
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from torch_collate_kit.errors import DataError, StateError
+from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading.orders.mixture import Mixture
 from torch_collate_kit.loading.skipping import SkipPolicy
 from torch_collate_kit.loading.streaming.entries import ENTRY, place_after
+from torch_collate_kit.loading.streaming.mixed_source import MixedSource
 from torch_collate_kit.loading.streaming.outside_streams import node_of
 from torch_collate_kit.loading.streaming.readers import Reader, reader_of
 from torch_collate_kit.loading.streaming.shards import Part, Stream
 from torch_collate_kit.loading.streaming.shuffled_blocks import ShuffledReader
 from torch_collate_kit.loading.streaming.skipping import WrongExamples
+from torch_collate_kit.loading.streaming.stages import ShardStages
 from torch_collate_kit.loading.streaming.states import Place
 
-_BEGIN = Place()
-_READ_AHEAD = 32  # entries of each source
+_logger = logging.getLogger("torch_collate_kit.loading")
 
 
 class MixedStream:
     """A ``Mixture`` as a stream: a ``Stream`` for each source that has a weight."""
 
-    def __init__(self, mixture: Mixture, *args: Any, **options: Any) -> None:
+    def __init__(self, mixture: Mixture, *args: Any, batch_rows: int, **options: Any) -> None:
         _check_mixture(mixture)
         self.source = mixture
-        weights = mixture.stages[0][1]
         self.streams = {
             number: Stream(source, *args, **options)
             for number, source in enumerate(mixture.sources)
-            if weights[number]
+            if any(weights[number] for _, weights in mixture.stages)
         }
         for number, stream in self.streams.items():
             is_asked = mixture._is_named and "source" in stream.collator.fields
             stream.added = {"source": mixture.names[number]} if is_asked else {}
-        whole = math.lcm(*(weights[number].denominator for number in self.streams))
-        exact = {number: int(weights[number] * whole) for number in self.streams}
-        common = math.lcm(*exact.values())
-        self.periods = {number: common // weight for number, weight in exact.items()}
+        self.periods = [_periods(weights) for _, weights in mixture.stages]
+        # rows over all ranks before each later stage
+        self.stage_rows = [step * batch_rows for step, _ in mixture.stages[1:]]
+        self.reported: set[tuple[int, int | None]] = set()  # sources and passes
         first = next(iter(self.streams.values()))
         self.collate, self.collator, self.seed = first.collate, first.collator, first.seed
         self.node, self.presharded, self.num_shards = first.node, first.presharded, first.num_shards
@@ -59,6 +61,11 @@ class MixedStream:
         """None: the epochs of the sources are in the fingerprint."""
         return None
 
+    def stages(self) -> list[list[Any]]:
+        """Return the rows of the pass, over all ranks, before each later stage, and its weights."""
+        weights = [list(map(str, weights)) for _, weights in self.source.stages[1:]]
+        return [[rows, *of] for rows, of in zip(self.stage_rows, weights, strict=True)]
+
     def fingerprint(self) -> dict[str, Any]:
         """Return the settings of the mixture and the fingerprints of its sources."""
         mixture = self.source
@@ -68,6 +75,7 @@ class MixedStream:
                 "by": mixture.by,
                 "stop": mixture.stop,
                 "names": mixture.names,
+                "max_passes": [None if of is None else int(of) for of in mixture.max_passes],
             }
         }
         for number, stream in self.streams.items():
@@ -76,64 +84,21 @@ class MixedStream:
         return found
 
 
-@dataclass(eq=False)
-class _Source:
-    """A source in one shard: what was read of it, and what comes next."""
-
-    number: int
-    name: str
-    open: Callable[[Place, int], Reader]  # of pass ``turn`` from a place on
-    period: int  # inverse of its weight
-    by_tokens: bool
-    place: Place = _BEGIN  # after the last entry given out
-    units: int = 0  # examples or tokens given out, in all passes
-    turn: int = 0  # passes before this one
-    end: int = -1  # units at the end of the first pass; -1: not yet
-    ahead: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=ENTRY))
-    places: list[Place] = field(default_factory=list)  # after each entry of ``ahead``
-    counts: list[int] = field(default_factory=list)  # units of each entry of ``ahead``
-    next: int = 0  # the first entry of ``ahead`` that was not given out
-    reader: Reader | None = None
-    has_ended: bool = False  # it is not read again
-
-    def opened(self) -> Reader:
-        """Return the reader of the pass."""
-        self.reader = self.reader or self.open(self.place, self.turn)
-        return self.reader
-
-    def has_next(self) -> bool:
-        """Return whether an entry is ready, after reading on if necessary."""
-        if self.next == len(self.places) and not self.has_ended:
-            ahead = self.ahead = self.opened().read(_READ_AHEAD)
-            names = ("num_read", "next_start", "source", "taken")
-            self.places = list(map(Place, *(ahead[name].tolist() for name in names)))
-            self.counts = ahead["num_tokens"].tolist() if self.by_tokens else [1] * len(ahead)
-            self.next = 0
-        return self.next < len(self.places)
-
-    def due(self) -> int:
-        """Return twice the virtual time at which the next entry is due."""
-        return (2 * self.units + self.counts[self.next]) * self.period
-
-    def given(self) -> np.ndarray:
-        """Return the next entry, ENTRY [1], and move after it."""
-        entry = self.ahead[self.next : self.next + 1]
-        self.place, self.units = self.places[self.next], self.units + self.counts[self.next]
-        self.next += 1
-        return entry
-
-    def state(self) -> list[Any]:
-        """Return the place as JSON."""
-        place = self.place
-        state = [place.num_read, place.start, place.taken, self.units, self.turn, self.end]
-        return state if place.source is None else [*state, place.source]
-
-
 class _MixedReader:
-    """Reads entries of several sources, each when it is due."""
+    """Reads entries of several sources, each when it is due, in stages if there are several."""
 
-    def __init__(self, sources: list[_Source], stop: str, place: Place) -> None:
-        self._sources, self._stop, self._place = sources, stop, place
+    def __init__(
+        self,
+        stream: MixedStream,
+        sources: list[MixedSource],
+        stages: ShardStages,
+        place: Place,
+        epoch: int | None,
+    ) -> None:
+        self._stream, self._sources, self._place = stream, sources, place
+        self._stages, self._epoch = stages, epoch
+        for source in sources:
+            source.period = stream.periods[stages.number].get(source.number, 0)
         self._states = [source.state() for source in sources]
 
     @property
@@ -144,13 +109,15 @@ class _MixedReader:
     def read(self, num_entries: int) -> np.ndarray:
         """Return the next entries, ENTRY [num_entries]; fewer only at the end of the mixture."""
         parts, numbers, states = [np.empty(0, dtype=ENTRY)], list[int](), list[Any]()
+        has_stages = len(self._stream.periods) > 1
         while len(numbers) < num_entries and (source := self._next()) is not None:
             parts.append(source.given())
             numbers.append(source.number)
             # a source that has begun another pass stays described as it was until it is read
             self._states = list(self._states)
             self._states[self._sources.index(source)] = source.state()
-            states.append(self._states)
+            self._stages.read(int(parts[-1]["num_tokens"][0]))
+            states.append([*self._states, self._stages.state()] if has_stages else self._states)
         entries, num_read = np.concatenate(parts), self._place.num_read
         entries["of"], entries["next_start"], entries["taken"] = numbers, 0, 0
         entries["num_read"] = num_read + 1 + np.arange(len(entries))
@@ -171,40 +138,61 @@ class _MixedReader:
                     found[place] = example
         return found
 
-    def _next(self) -> _Source | None:
+    def _next(self) -> MixedSource | None:
         """Return the source whose next entry is due first; None at the end."""
-        while over := [s for s in self._sources if not s.has_next() and not s.has_ended]:
-            self._end_passes(over)
-        first = min((s for s in self._sources if s.has_next()), key=_Source.due, default=None)
-        end = self._end_time()
-        return None if first is None or (end is not None and first.due() > end) else first
+        while self._stages.begins():
+            self._end_passes()
+            for source in self._sources:
+                source.begin_stage(self._stream.periods[self._stages.number].get(source.number, 0))
+            self._states = [source.state() for source in self._sources]
+        self._end_passes()
+        ready = [source for source in self._sources if source.period and source.has_next()]
+        first, end = min(ready, key=MixedSource.due, default=None), self._end_time()
+        if first is None or (end is not None and first.due() > end):
+            self._stages.has_ended = True
+            return None
+        return first
 
-    def _end_passes(self, over: list[_Source]) -> None:
-        """Record the end of a pass over sources; read them again if the others go on."""
-        for source in over:
-            if source.place == _BEGIN:
-                raise DataError(
-                    f"{source.name} has no examples; leave it out of the mixture, or use fewer "
-                    "shards or workers than it has files and examples"
-                )
-            source.end = source.units if source.end < 0 else source.end
-            if self._stop == "first_exhausted":
-                source.has_ended = True
-            else:
-                source.place, source.turn, source.reader = _BEGIN, source.turn + 1, None
+    def _end_passes(self) -> None:
+        """Record where passes over sources have ended; read these again if the others go on."""
+        is_read_again = self._stream.source.stop == "all_exhausted"
+        while over := [
+            source
+            for source in self._sources
+            if source.period and not source.has_ended and not source.has_next()
+        ]:
+            used_up = [s for s in over if s.end_pass(is_read_again=is_read_again)]
+            if any(source.period and not source.has_ended for source in self._sources):
+                for source in used_up:
+                    self._report(source)
+
+    def _report(self, source: MixedSource) -> None:
+        """Log a source that has been read ``max_passes`` times, in the first of the shards."""
+        key = source.number, self._epoch
+        if key not in self._stream.reported:
+            self._stream.reported.add(key)
+            _logger.warning(
+                "%s has been read max_passes=%d times in this pass over the stream; from here on "
+                "its weight goes to the others (each shard counts for itself; the first is logged)",
+                *(source.name, source.most_passes),
+            )
 
     def _end_time(self) -> int | None:
         """Return twice the virtual time at which the mixture ends; None if not known yet."""
-        ends = [2 * source.end * source.period for source in self._sources if source.end >= 0]
-        if self._stop == "first_exhausted":
+        if self._stream.source.stop == "first_exhausted":
+            ends = [2 * source.end * source.period for source in self._sources if source.end >= 0]
             return min(ends, default=None)
-        return max(ends) if len(ends) == len(self._sources) else None
+        read = [source for source in self._sources if source.period]
+        if any(source.end < 0 for source in read):
+            return None
+        return max((2 * source.end * source.period for source in read), default=0)
 
 
 def open_shard(
     stream: Stream | MixedStream,
     shard: int,
     place: Place,
+    stages: ShardStages,
     *,
     epoch: int | None,
     policy: SkipPolicy,
@@ -212,6 +200,8 @@ def open_shard(
 ) -> tuple[Reader, WrongExamples, str]:
     """Return a reader of a shard from a place on, its wrong examples, and its name."""
     words = None if stream.seed is None else (stream.seed, epoch or 0)
+    if stream.collator.packing.strategy == "wrapped":
+        place = place._replace(start=0)  # it is of the batches, not of what is read
     if isinstance(stream, Stream):
         part = stream.part(shard, words)
         wrong = WrongExamples(policy, part.name)
@@ -223,11 +213,17 @@ def open_shard(
         wrong = WrongExamples(policy, names[number])
         opened = partial(_open_source, of, shard, number, words, block_size, wrong)
         where = "" if stream.num_shards is None else f"shard {shard} of "
-        period, by_tokens = stream.periods[number], mixture.by == "tokens"
-        sources.append(_Source(number, where + names[number], opened, period, by_tokens))
+        by_tokens, passes = mixture.by == "tokens", mixture.max_passes[number]
+        most_passes = None if passes is None else int(passes)
+        name = where + names[number]
+        sources.append(MixedSource(number, name, opened, by_tokens, most_passes))
     if place.source is not None:
-        _restore(sources, place.source)
-    reader = _MixedReader(sources, mixture.stop, place)
+        states = place.source
+        if len(mixture.stages) > 1 and isinstance(states, list) and states:
+            *states, of_stages = states
+            stages.restore(of_stages)
+        _restore(sources, states)
+    reader = _MixedReader(stream, sources, stages, place, epoch)
     return reader, WrongExamples(policy, "the mixture", names), "the mixture"
 
 
@@ -261,7 +257,7 @@ def _reader(
     return ShuffledReader(reader, place, block_size=block_size, words=(*words, shard))
 
 
-def _restore(sources: list[_Source], states: Any) -> None:
+def _restore(sources: list[MixedSource], states: Any) -> None:
     """Move sources to where a state has them. Raises StateError if it is damaged."""
     if not isinstance(states, list) or len(states) != len(sources):
         raise StateError(f"the state has {states!r} of a mixture of {len(sources)}; it is damaged")
@@ -281,16 +277,18 @@ def _restore(sources: list[_Source], states: Any) -> None:
 
 def _check_mixture(mixture: Mixture) -> None:
     """Refuse what a mixture of streams cannot have."""
-    if len(mixture.stages) > 1:
-        raise ValueError(
-            "schedule= counts steps over all ranks, and a shard of a stream is packed without "
-            "knowing them; leave it out, or mix datasets with PackedBatchSampler(Mixture(...))"
-        )
-    if any(passes is not None for passes in mixture.max_passes):
-        raise ValueError(
-            "max_passes= counts passes over the whole run, and a pass over streams begins all of "
-            'them anew; leave it out: stop="first_exhausted" reads no example twice in a pass'
-        )
+    for name, passes in zip(mixture.names, mixture.max_passes, strict=True):
+        if passes is not None and passes.denominator > 1:
+            raise ValueError(
+                f"max_passes={float(passes):g} of source {name!r}, a stream, must be a whole "
+                "number: how many examples it has is known at its end"
+            )
+        if passes is not None and mixture.stop == "first_exhausted":
+            raise ValueError(
+                "max_passes= of streams counts within a pass over the mixture, and one with "
+                'stop="first_exhausted" reads no example twice; leave it out, or pass '
+                'stop="all_exhausted"'
+            )
     if len({id(source) for source in mixture.sources}) < len(mixture.sources):
         raise ValueError("the mixture has one stream twice, which has one position; give it once")
     for name, source in zip(mixture.names, mixture.sources, strict=True):
@@ -299,3 +297,12 @@ def _check_mixture(mixture: Mixture) -> None:
                 f"source {name!r} of the mixture is split by node already; pass the stream before "
                 "split_dataset_by_node, and dp_rank"
             )
+
+
+def _periods(weights: Sequence[Fraction]) -> dict[int, int]:
+    """Return the inverse of each weight that is not 0, as integers, by the number of its source."""
+    read = {number: weight for number, weight in enumerate(weights) if weight}
+    whole = math.lcm(*(weight.denominator for weight in read.values()))
+    exact = {number: int(weight * whole) for number, weight in read.items()}
+    common = math.lcm(*exact.values())
+    return {number: common // weight for number, weight in exact.items()}

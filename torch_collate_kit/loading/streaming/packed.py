@@ -44,7 +44,7 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
     Args:
         stream: an iterable of examples that can be iterated again, or a callable that makes one.
             A ``TokenizedDataset``, or a ``datasets.Dataset`` without a format, is read as columns.
-            Or a ``Mixture`` of such streams, with ``weights``.
+            Or a ``Mixture`` of such streams, with ``weights`` or a ``schedule``.
         collate: a ``PackedCollator``, whose ``packing.parallel.dp`` ranks divide the stream, or its
             ``for_trainer()``.
         batch_rows: rows of a step over all ranks, a multiple of ``dp``; each rank yields batches of
@@ -218,7 +218,9 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
                 "on_error='skip' names examples by their position in the stream, and each source "
                 "of a mixture has its own; use on_error='raise', or filter the sources"
             )
-        kind: Any = MixedStream if isinstance(stream, Mixture) else Stream
+        kind: Any = Stream
+        if isinstance(stream, Mixture):
+            kind = partial(MixedStream, batch_rows=self.batch_rows)
         divided: Stream | MixedStream = kind(
             stream,
             self.dp_rank or 0,
@@ -245,6 +247,7 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
             rows_per_batch=self._rows,
             buffer_size=self.buffer_size,
             policy=self._policy,
+            num_shards=self.num_shards or self.dp_size * max(1, num_workers),
         )
         settings = self._settings()
         saved, number = self._saved, self._next_pass

@@ -22,6 +22,7 @@ from torch_collate_kit.loading.skipping import Skipped, SkipPolicy
 from torch_collate_kit.loading.streaming.joined import JoinedDocuments
 from torch_collate_kit.loading.streaming.mixed_streams import MixedStream, open_shard
 from torch_collate_kit.loading.streaming.shards import Stream
+from torch_collate_kit.loading.streaming.stages import ShardStages
 from torch_collate_kit.loading.streaming.states import Place, Position, positions_in, state_of
 from torch_collate_kit.loading.streaming.windows import Windows
 from torch_collate_kit.packing import PackingPlan
@@ -54,20 +55,19 @@ class ShardBatches:
         rows_per_batch: int,
         buffer_size: int,
         policy: SkipPolicy,
+        num_shards: int,
     ) -> None:
         self._call, self._position, self._policy = stream.collate, position, policy
-        packing, at = stream.collator.packing, position.place
-        if packing.strategy == "wrapped":  # its start is of the batches, not of what is read
-            at = at._replace(start=0)
-        self._reader, self._wrong, self._name = open_shard(
-            stream, shard, at, epoch=epoch, policy=policy, block_size=buffer_size
-        )
+        packing, place, rows = stream.collator.packing, position.place, stream.stage_rows
+        stages = ShardStages(rows, position, packing, rows_per_batch, num_shards=num_shards)
+        options: dict[str, Any] = {"epoch": epoch, "policy": policy, "block_size": buffer_size}
+        self._reader, self._wrong, self._name = open_shard(stream, shard, place, stages, **options)
         self._mixture = stream.source if isinstance(stream, MixedStream) else None
         self._shard = None if stream.num_shards is None else shard
         self._epoch = {} if epoch is None else {"epoch": epoch}
         if packing.strategy == "wrapped":
             self._windows: Windows | JoinedDocuments = JoinedDocuments(
-                self._reader.read, packing, rows_per_batch=rows_per_batch, place=position.place
+                self._reader.read, packing, rows_per_batch=rows_per_batch, place=place
             )
             return
         self._windows = Windows(
@@ -77,6 +77,7 @@ class ShardBatches:
             buffer_size=buffer_size,
             # sequential rows stay in order, so none of them can wait
             num_buffers=1 if packing.strategy == "sequential" else _NUM_BUFFERS,
+            stages=stages,
         )
 
     def __iter__(self) -> Iterator[tuple[Batch | dict[str, Any] | None, Position]]:
@@ -291,6 +292,8 @@ class DividedStream:
         division: dict[str, Any] = {"num_shards": stream.num_shards}
         if stream.num_shards is None:
             division |= {"dp_size": stream.node[1], "num_workers": self.num_workers}
+        if isinstance(stream, MixedStream):
+            division["stages"] = stream.stages()
         return {
             **division,
             **self.settings,

@@ -71,6 +71,7 @@ class Stream:
         self.presharded, self.num_shards = presharded, num_shards
         self.seed = seed  # None: not shuffled
         self.added: dict[str, Any] = {}  # to every example
+        self.stage_rows: list[int] = []  # where stages of a mixture begin
         self._was_moved = False  # a datasets stream keeps the state it was given for every pass
         if num_shards is not None:
             _check_divisible(source, num_shards, dp_size, presharded=presharded)

@@ -217,6 +217,11 @@ def _check_settings(state: Mapping[str, Any], settings: Mapping[str, Any]) -> No
             hint = "resume with the settings it was saved with"
             if name == "rows_per_rank":
                 hint = "batch_rows / parallel.dp must stay as it was"
+            if name == "stages":
+                hint = (
+                    "stages begin after so many rows of all ranks, and a schedule counts steps of "
+                    "batch_rows rows: with half the rows a step, give twice the steps"
+                )
             raise StateError(
                 f"the state is of {name}={state[name]!r}, the dataset has {name}={expected!r}; "
                 f"{hint}"

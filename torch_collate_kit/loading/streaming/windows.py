@@ -20,6 +20,7 @@ from typing import TypeAlias
 import numpy as np
 
 from torch_collate_kit.loading.streaming.entries import ENTRY, load_of, place_after
+from torch_collate_kit.loading.streaming.stages import ShardStages
 from torch_collate_kit.loading.streaming.states import Place
 from torch_collate_kit.packing import PackingOptions, PackingPlan
 from torch_collate_kit.packing.planner import batch_of_rows, fill_rows
@@ -33,7 +34,7 @@ class Windows:
 
     At most ``buffer_size`` entries are held. A window reads at most ``num_buffers`` times as many,
     or one buffer more if whole batches did not reach past the entries that were held back.
-    ``read(n)`` returns the next n entries.
+    ``read(n)`` returns the next n entries, whose ``stages`` depend on what was packed.
     """
 
     def __init__(
@@ -44,8 +45,10 @@ class Windows:
         rows_per_batch: int,
         buffer_size: int,
         num_buffers: int,
+        stages: ShardStages,
     ) -> None:
         self._read, self._packing, self._rows_per_batch = read, packing, rows_per_batch
+        self._stages = stages
         self._buffer_size, self._num_buffers = buffer_size, num_buffers
         self._buffer = np.empty(0, dtype=ENTRY)
         self._num_read = 0  # since the window began
@@ -65,6 +68,7 @@ class Windows:
                 )
                 next_window = self._window_after(sum(len(indices) for indices, _ in groups))
             batches = self._taken_out(groups)
+            self._stages.pack(len(batches), self._buffer)
             while len(batches) > 1:
                 yield *batches.popleft(), None
             yield (
@@ -94,7 +98,7 @@ class Windows:
             self._num_broken -= num_packed
             return None
         self._num_read, self._num_broken = len(self._buffer) - num_packed, 0
-        return next_window
+        return self._stages.window_at(next_window, self._num_read)
 
     def _taken_out(self, groups: list[Group]) -> deque[tuple[np.ndarray, PackingPlan]]:
         """Take the entries of each group out of the buffer; the others keep their order."""
