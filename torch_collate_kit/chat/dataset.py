@@ -108,13 +108,9 @@ def check_is_dataset(dataset: Any, function: str, others: str = "") -> None:
 def without_skipped(
     tokenized: Any, removed: Sequence[str], needed: str, num_conversations: int | None = None
 ) -> tuple[Any, Counter[str]]:
-    """Return the examples without a ``skip_reason``, and how many have each.
+    """Return the kept examples, and how many have each ``skip_reason``; DataError if all have one.
 
-    One warning is logged for skipped examples, and one for cut ones. ``removed`` are columns that
-    the result is without. Given ``num_conversations``, rows are these and segments of them.
-
-    Raises:
-        DataError: every example is skipped; ``needed`` is the way out.
+    ``needed`` is the way out then. Given ``num_conversations``, rows are segments of them.
     """
     reasons = tokenized["skip_reason"][:]  # a list at once: a column is read in small batches
     skips, cuts = Counter(filter(None, reasons)), list(filter(None, tokenized["num_cut_tokens"][:]))

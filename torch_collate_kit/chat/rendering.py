@@ -151,10 +151,7 @@ class Rendering:
 def render_conversation(
     template: ChatTemplate, conversation: Conversation, trained: list[int]
 ) -> Rendering:
-    """Render the messages up to the last trained turn, in the first style that shows all.
-
-    Thinking and text of turns that are not trained may be dropped, as they are at inference.
-    """
+    """Render the messages up to the last trained turn, in the first style that shows all."""
     refusals: list[Refusal] = []
     for style in _styles(template, conversation, trained[-1] + 1):
         try:

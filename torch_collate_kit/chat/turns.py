@@ -62,10 +62,7 @@ def _known_span(rendering: Rendering, i: int, j: int, width: int, tail: str) -> 
 
 
 def _shape(message: dict[str, Any], tags: re.Pattern[str]) -> tuple[Any, ...]:
-    """Return what of a message decides what a template writes around its texts.
-
-    That includes tags that it quotes, since a template may look for them (Qwen3: </think>).
-    """
+    """Return what of a message decides what a template writes around its texts, quoted tags too."""
     content = text = message.get("content")
     types: tuple[Any, ...] = ()
     if isinstance(content, list):
@@ -81,12 +78,8 @@ def _shape(message: dict[str, Any], tags: re.Pattern[str]) -> tuple[Any, ...]:
 def _key(
     rendering: Rendering, turn: int, shapes: Sequence[Any], first: int, last: int
 ) -> tuple[Any, ...] | None:
-    """Return all that a turn's prompt and end depend on, so that equal turns share them.
-
-    That is the template's text around the turn, and the shapes of the messages around it. None if
-    the template drops parts of the record, since what it drops may depend on anything.
-    """
-    if rendering.missing:
+    """Return all that a turn's prompt and end depend on; None if that is not known."""
+    if rendering.missing:  # what a template drops may depend on anything
         return None
     before, after = rendering.region(turn)
     asked = next((i for i in range(turn - 1, -1, -1) if shapes[i][0] == "user"), 0)
@@ -147,10 +140,7 @@ def _start(rendering: Rendering, turn: int, first: int | None) -> int:
 
 
 def _compose(rendering: Rendering, turn: int, prompt: str, first: int | None) -> int:
-    """Put the last turn after its prompt, if the template renders earlier turns differently.
-
-    gpt-oss, for example, drops the thinking before a call once the final answer is there.
-    """
+    """Put the last turn after its prompt, where earlier turns are written differently (gpt-oss)."""
     text = rendering.text
     same = num_shared(text, prompt)
     refusal = Refusal(
