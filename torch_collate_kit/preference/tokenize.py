@@ -293,10 +293,7 @@ def _check_same_prompt(texts: Mapping[str, MarkedText]) -> None:
 
 
 def _num_prompt(texts: Sequence[MarkedText]) -> int:
-    """Return the number of tokens before the first trained one, the same of all sides.
-
-    A side whose first trained token holds a part of the prompt differs there from the other.
-    """
+    """Return the number of tokens before the first trained one that all sides share."""
     count = texts[0].loss_mask.index(1)
     first, last = texts[0].input_ids[:count], texts[-1].input_ids[:count]
     return count if first == last else num_shared(first, last)
