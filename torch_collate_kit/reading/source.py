@@ -210,10 +210,7 @@ def _is_list(kind: Any) -> bool:
 
 
 def _of_arrow(column: Any) -> Any:
-    """Return lists of numbers as a Ragged, lists of them as a Nested, numbers as an array.
-
-    All else as Python objects.
-    """
+    """Return a Ragged, a Nested or an array of numbers; all else as Python objects."""
     is_of, kind = sys.modules["pyarrow"].types, column.type
     is_list = _is_list(kind)
     kind = kind.value_type if is_list else kind
