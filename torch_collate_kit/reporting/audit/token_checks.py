@@ -69,15 +69,12 @@ def eos_masked_as_pad(columns: AuditColumns) -> Found | None:
 
 
 def _untrained_ends(columns: AuditColumns) -> np.ndarray:
-    """Return the tokens, int64, that end a trained answer and are not trained.
-
-    Of rollouts only the last token of a row: before a tool's answer the end may be the template's.
-    """
+    """Return the tokens, int64, that end a trained answer and are not trained."""
     turns, is_end, trained = columns.turns, columns.is_end, columns.trained
     places = np.flatnonzero(is_end[1:] & ~trained[1:] & trained[:-1] & ~is_end[:-1]) + 1
     if len(places):
         places = places[~np.isin(places, turns.ends[~turns.are_answers])]
-    if columns.are_rollouts:
+    if columns.are_rollouts:  # before a tool's answer the end may be the template's
         return places[np.isin(places, columns.ends - 1)]
     return places[~columns.begins_row(places)]
 

@@ -132,10 +132,7 @@ class Vocabulary:
         return header in text.partition(_THINKING)[2].partition(_ANSWER)[0]
 
     def ids_of_tag(self, tag: str) -> set[tuple[int, ...]]:
-        """Return the fewest ids that hold ``tag``, in several surroundings.
-
-        A tag is given without its last character, which may be merged with what follows.
-        """
+        """Return the fewest ids that hold ``tag``, given without ">", in several surroundings."""
         if self.tokenizer is None:
             return set()
         found: set[tuple[int, ...]] = _known(self.tokenizer, (self.size, tag), self._tag_ids, tag)
