@@ -23,7 +23,7 @@ _WRITTEN = ("content", "tool_calls", *REASONING, "tool_responses")
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages in one form, which of them to train, and what else the template gets."""
+    """Messages in one form, the trained ones, and the other variables of the template."""
 
     messages: list[dict[str, Any]]
     has_assistant: bool = False

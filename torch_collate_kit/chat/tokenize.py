@@ -104,7 +104,7 @@ def tokenize_records(
 
 
 def grouped(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows of a conversation as one, with a segment for each, and those skipped."""
+    """Return one row with a segment for each kept row, then the skipped rows."""
     kept = [row for row in rows if not row["skip_reason"]]
     if not kept:
         return [*rows]

@@ -32,7 +32,7 @@ def turn_spans(rendering: Rendering, turns: list[int]) -> Spans:
 
 
 def _turn_span(rendering: Rendering, turn: int, shapes: Sequence[Any]) -> tuple[Any, Any]:
-    """Return the span of a turn, and what other texts share of it; None if they share nothing."""
+    """Return the span of a turn, and its form in other texts, or None if there is none."""
     own = rendering.own.get(turn)
     if own is None:  # an empty turn: its place is known by its prompt alone
         start = _start(rendering, turn, None)
@@ -62,7 +62,7 @@ def _known_span(rendering: Rendering, i: int, j: int, width: int, tail: str) -> 
 
 
 def _shape(message: dict[str, Any], tags: re.Pattern[str]) -> tuple[Any, ...]:
-    """Return what of a message decides what a template writes around its texts, quoted tags too."""
+    """Return the features of a message that decide what a template writes around its texts."""
     content = text = message.get("content")
     types: tuple[Any, ...] = ()
     if isinstance(content, list):
@@ -166,7 +166,7 @@ def _compose(rendering: Rendering, turn: int, prompt: str, first: int | None) ->
 
 
 def _end(rendering: Rendering, turn: int, start: int, last: int) -> int:
-    """Return the end of the token that ends the turn, which may not stand inside it, too."""
+    """Return the end of the token that ends the turn; refuse one that the turn contains, too."""
     alone = rendering.render(turn + 1)
     end = _end_of_turn(rendering, turn, alone, start, last)
     known = alone.rstrip() if end is None else alone[:end]

@@ -16,7 +16,7 @@ _BATCH_SIZE = 256
 
 
 def prompt_key(prompt_ids: Sequence[int]) -> int:
-    """Return an int64 that prompts of other tokens do not have (one in 10**19 apart)."""
+    """Return a hash of the prompt: int64, equal for different prompts once in 10**19."""
     digest = blake2b(np.array(prompt_ids, np.int64).tobytes(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 

@@ -72,7 +72,7 @@ def _is_empty(entry: Any) -> bool:
 
 
 def name_of(offsets: np.ndarray | None) -> Callable[[int], str] | None:
-    """Return what errors call a segment, from its number; None of examples that are one each."""
+    """Return a function that names a segment in errors; None for examples of one each."""
     if offsets is None:
         return None
 

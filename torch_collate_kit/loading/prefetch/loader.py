@@ -250,7 +250,7 @@ class PrefetchLoader:
             move()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the batches received so far, with what was left out of them.
+        """Return the position after the batches received so far, and the examples skipped in them.
 
         Small JSON. Any thread may ask, and a signal handler, at any moment.
         """

@@ -310,7 +310,7 @@ ResumableLoader: TypeAlias = _SampledLoader | _StreamLoader
 
 
 def resumable_loader(loader: Any, *, skips: bool) -> ResumableLoader:
-    """Return the loader to read; with ``skips`` it yields ``Collated`` without what fails."""
+    """Return the loader to read; with ``skips`` it leaves out examples that fail."""
     kind = type(loader).__name__
     if hasattr(loader, "state_dict"):
         raise TypeError(

@@ -79,7 +79,7 @@ def answer_partly_trained(columns: AuditColumns) -> Found | None:
 
 @check("warning", "role_ids", of_most="note")
 def text_after_end_trained(columns: AuditColumns) -> Found | None:
-    """Find trained tokens after the token that ends an answer, pads apart."""
+    """Find trained tokens, other than pads, after the token that ends an answer."""
     turns = columns.turns
     after = np.minimum(turns.ends + 1, len(columns.ids) - 1)
     goes_on = turns.are_answers & (turns.ends >= 0) & (turns.ends + 1 < turns.limits)

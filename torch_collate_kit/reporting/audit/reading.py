@@ -125,7 +125,7 @@ def _tokenized(
 
 @dataclass
 class _RowReader:
-    """Reads rows, some at a time, and halves what is refused until it is a single row."""
+    """A reader of blocks of rows, which halves a refused block until it is one row."""
 
     train_all: bool = False
     vision: VisionLayout | None = None

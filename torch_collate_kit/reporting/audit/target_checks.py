@@ -85,7 +85,7 @@ def masks_all_one(columns: AuditColumns) -> Found | None:
 
 @check("warning", "header_ids")
 def generation_prompt_trained(columns: AuditColumns) -> Found | None:
-    """Find rows that train a token of the header, the white space around it apart."""
+    """Find rows that train a token of the header, other than white space around it."""
     width = len(columns.vocabulary.header_ids)
     headers = columns.headers_of_turns
     is_trained = columns.num_trained_in(headers, headers + width) > 0
@@ -99,7 +99,7 @@ def generation_prompt_trained(columns: AuditColumns) -> Found | None:
 
 @check("warning", "tokenizer")
 def empty_thinking_trained(columns: AuditColumns) -> Found | None:
-    """Find rows that begin what is trained of a turn with a thinking block without a text."""
+    """Find rows in which the trained part of a turn begins with an empty thinking block."""
     vocabulary, found = columns.vocabulary, []
     blocks = [(tag, f"{tag}>{space}</{tag}") for tag in THINKING_TAGS for space in _WHITE_SPACE]
     patterns = {

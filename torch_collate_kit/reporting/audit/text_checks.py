@@ -125,7 +125,7 @@ def _line_breaks(columns: AuditColumns) -> dict[str, np.ndarray]:
 
 
 def _cut_starts(columns: AuditColumns) -> dict[str, np.ndarray]:
-    """Return the starts of rows that do not begin with a header, BOS apart."""
+    """Return the starts of rows that begin with neither a header nor BOS and a header."""
     turns, vocabulary = columns.turns, columns.vocabulary
     rows, first = np.unique(turns.rows, return_index=True)
     starts, stops = columns.starts[rows], turns.starts[first]

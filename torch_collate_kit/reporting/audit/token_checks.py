@@ -86,7 +86,7 @@ def _ends(columns: AuditColumns) -> str:
 
 @check("error", "pad_id")
 def pad_trained(columns: AuditColumns) -> Found | None:
-    """Find trained pads; of pads that are EOS too, all at the end of a row but the first."""
+    """Find trained pads; where the pad is the EOS, those after the first at the end of a row."""
     pad = columns.vocabulary.pad_id
     is_pad = columns.ids == pad
     if pad in columns.vocabulary.end_ids:

@@ -69,7 +69,7 @@ class Turns:
         return np.where(self.ends >= 0, self.ends, self.limits)
 
     def holding(self, places: np.ndarray) -> np.ndarray:
-        """Return the turn whose text holds each of these tokens, header and end apart; or -1."""
+        """Return the turn whose text, without header and end, holds each of these tokens; or -1."""
         which = np.searchsorted(self.starts, places, side="right") - 1
         if not len(self.starts):
             return which

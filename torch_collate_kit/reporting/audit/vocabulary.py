@@ -190,7 +190,7 @@ class Vocabulary:
 
 
 def _known(owner: Any, key: Any, make: Callable[..., Any], *arguments: Any) -> Any:
-    """Return what is made of ``arguments``, once for each key of ``owner``."""
+    """Return ``make(*arguments)``, called once for each key of ``owner``."""
     known = _KNOWN.setdefault(owner, {})
     if key not in known:
         known[key] = make(*arguments)
