@@ -177,16 +177,12 @@ def _shared_tokens(tokenizer: Any, case: str) -> str:
 
 
 def _tools_of(case: str) -> list[Any] | None:
-    return [_TOOL] if _has_call(case) else None
-
-
-def _has_call(case: str) -> bool:
-    return any("tool_calls" in message for message in CASES[case])
+    return [_TOOL] if any("tool_calls" in message for message in CASES[case]) else None
 
 
 def _trains_no_call(case: str, mode: str) -> bool:
     """Return whether the call is context only: the last turn is the answer to its result."""
-    return mode == "last" and _has_call(case)
+    return mode == "last" and _tools_of(case) is not None
 
 
 def _marked(tokenizer: Any, example: dict[str, Any]) -> str:

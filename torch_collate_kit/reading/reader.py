@@ -124,7 +124,7 @@ def _per_token(
     targets = [key for key in TARGETS if key in own]
     if len(targets) > 1:
         raise DataError(
-            f"example 0 says twice where its loss is: {' and '.join(targets)}; keep one of them"
+            f"example 0 has two loss targets: {' and '.join(targets)}; keep one of them"
         )
     names = ["response_mask", *(columns[key].name for key in own)] if are_rollouts else []
     if "rollout_expert_indices" in own:

@@ -191,7 +191,7 @@ class PrefetchLoader:
                     return
                 num_empty += 1
                 if num_empty > _MAX_EMPTY_EPOCHS:
-                    raise StateError(f"{num_empty} epochs in a row had no batch; is there data?")
+                    raise StateError(f"{num_empty} epochs in a row had no batch; check the data")
         except BaseException as error:  # a break too: GeneratorExit
             self._leave(loop, error)
             raise

@@ -85,7 +85,7 @@ def _separators(columns: AuditColumns) -> dict[str, np.ndarray]:
     texts = [turn for turn in which[~is_repeated].tolist() if is_text(turn)]
     return {
         "text stands between two turns": starts[texts],
-        "the end of a turn is there twice": starts[which[is_repeated]],
+        "a turn has its end twice": starts[which[is_repeated]],
     }
 
 
