@@ -198,7 +198,7 @@ class NestedColumn:
             if isinstance(chunk, Nested):
                 rows, own = chunk.rows, chunk.offsets
             else:
-                own = _outer_offsets(chunk)
+                own = _outer_offsets(chunk).astype(np.int64)  # of all chunks they may be more
                 rows = chunk.values.slice(own[0], own[-1] - own[0])
                 if chunk.null_count:
                     first = sum(map(len, offsets)) - 1
