@@ -62,17 +62,6 @@ def test_all_assistant_turns(tokenizer: Any) -> None:
     )
 
 
-def test_ids_by_hand() -> None:
-    """The same as numbers."""
-    tokenizer = byte_tokenizer("{% for m in messages %}{{ m.role[0] + m.content }}<|im_end|>\n"
-                               "{% endfor %}{{ 'a' if add_generation_prompt }}")  # fmt: skip
-    u, a, x, y, newline = (tokenizer.convert_tokens_to_ids(token) for token in "uaxyĊ")
-    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    result = tokenize(chat("user: x", "assistant: yy"), tokenizer)
-    assert result["input_ids"] == [u, x, end, newline, a, y, y, end, newline]
-    assert result["loss_mask"] == [0, 0, 0, 0, 0, 1, 1, 1, 0]
-
-
 @pytest.mark.parametrize("train_on", ["all", "last"])
 def test_trailing_turns_are_cut_off(tokenizer: Any, train_on: str) -> None:
     example = chat("user: hi", "assistant: yo", "tool: 42", "user: thanks")

@@ -159,17 +159,6 @@ def test_records_that_went_through_arrow(name: str) -> None:
         assert list(rows["record_index"]) == [0] * len(wanted) + [1] * len(wanted)
 
 
-def test_each_says_which_record() -> None:
-    tokenizer = byte_tokenizer(THINKS)
-    records = [chat("user: hi"), thinking("A", "B"), thinking("C")]
-    rows, skips = tokenize_all(records, tokenizer, train_on="each")
-    assert list(rows["record_index"]) == [1, 1, 2]
-    assert rows.features["record_index"].dtype == "int64"
-    assert skips == {"no_assistant_turn": 1}
-    found = [tokenize(record, tokenizer, train_on="each") for record in records[1:]]
-    assert list(rows["loss_mask"]) == [row["loss_mask"] for each in found for row in each]
-
-
 def test_each_drops_the_turns_that_are_too_long() -> None:
     tokenizer = byte_tokenizer(THINKS)
     record = thinking("A", "B" * 50)

@@ -116,15 +116,6 @@ class Case:
             return Verdict("wrong", str(error))
         return Verdict("right")
 
-    def verdict_of_turn(self, turn: int, example: Mapping[str, Any]) -> Verdict:
-        """Of an example that is to train this turn alone."""
-        try:
-            found = self._check_example(example)
-            _need(found == [turn], f"trains {found}, not {turn}")
-        except WrongError as error:
-            return Verdict("wrong", str(error))
-        return Verdict("right")
-
     def pieces(self, ids: Sequence[int]) -> list[bytes]:
         """The bytes of each token."""
         return [bytes_of(self.tokenizer)[i] for i in ids]

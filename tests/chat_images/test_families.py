@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from tests.chat.chats import tokenize, trained_text
 from tests.chat_images.truth import (
     KINDS,
-    NAMES,
     assert_fields,
     assert_right,
     chat,
@@ -25,18 +24,6 @@ from tests.chat_images.truth import (
 )
 from tests.vision.families import FAMILIES
 from tests.vision.images import draw
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_one_image_and_several(name: str) -> None:
-    rng = np.random.default_rng(1)
-    images = [draw(rng, 60, 90), draw(rng, 200, 33, "L"), draw(rng, 40, 40, "RGBA")]
-    both = [text("And these,"), image(), image(), text("what?")]
-    messages = chat([image(), text("What is it?")], "A cat.", both, "Dogs.")
-    found = assert_right(FAMILIES[name], messages, images, [1, 3])
-    assert (found["num_cut_tokens"], found["skip_reason"]) == (0, "")
-    tokenizer = FAMILIES[name].processor().tokenizer
-    assert trained_text(found, tokenizer) == "A cat.<|im_end|>Dogs.<|im_end|>"
 
 
 @settings(max_examples=150)

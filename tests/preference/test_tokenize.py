@@ -375,29 +375,6 @@ def mistral(shared_data: Path) -> Any:
     return AutoTokenizer.from_pretrained(shared_data / "tokenizers" / "mistral-32k-chatml")
 
 
-def test_right_and_wrong_solutions(shared_data: Path, mistral: Any) -> None:
-    lines = (shared_data / "gsm8k_rollouts_300x4.jsonl").read_text(encoding="utf-8").splitlines()
-    pairs = []
-    for row in map(json.loads, lines[:120]):
-        by = dict(zip(row["rewards"], row["responses"], strict=True))
-        if len(by) == 2:
-            said = [{"role": "assistant", "content": by[reward]} for reward in (1, 0)]
-            pairs.append({"prompt": row["prompt"], "chosen": said[:1], "rejected": said[1:]})
-    assert len(pairs) > 50
-    found, skips = both(pairs, mistral)
-    assert not skips
-    for pair, example in zip(pairs, found, strict=True):
-        for name, ids, mask in zip(PAIR[1:], *map(example.get, COLUMNS), strict=True):
-            assert (ids, mask) == side(pair["prompt"], pair[name], mistral)
-    whole = [{n: [*pair["prompt"], *pair[n]] for n in PAIR[1:]} for pair in pairs]
-    assert both(whole, mistral)[0] == found
-    text = [
-        {**row, "prompt": pair["prompt"][0]["content"]}
-        for row, pair in zip(whole, pairs, strict=True)
-    ]
-    assert both(text, mistral)[0] == found
-
-
 def test_good_and_bad_trials_with_tools(shared_data: Path, mistral: Any) -> None:
     """Whole trajectories, whose common turns are the prompt; users begin each in other words."""
     lines = (shared_data / "chat_tools_tau_airline_128.jsonl").read_text().splitlines()

@@ -91,40 +91,6 @@ def test_the_example_is_decoded_and_the_place_is_marked(tokenizer: Any) -> None:
     assert without.example == "row 2: \u27e63 7 8 2 4 20 9 2\u27e7"
 
 
-def test_all_masks_zero_and_all_one(tokenizer: Any) -> None:
-    zero = [{**row, "loss_mask": [0] * 8} for row in rows_like()]
-    assert found(audit(zero, tokenizer)) == {"masks_all_zero": [0, 1, 2, 3, 4, 5]}
-    ones = [{**row, "loss_mask": [1] * 8} for row in rows_like()]
-    report = audit(ones, tokenizer)
-    assert found(report) == {"masks_all_one": [0, 1, 2, 3, 4, 5]}
-    assert "header before an answer shows" in report["masks_all_one"].message
-    assert audit(ones).ok, "without a template this may be a text to be trained as a whole"
-    bare = [{"input_ids": row["input_ids"]} for row in ones]
-    assert found(audit(bare, tokenizer)) == {"masks_all_one": [0, 1, 2, 3, 4, 5]}
-
-
-# What max_tokens cuts off. The row has 5 tokens of prompt, 2 of answer, and EOS.
-@pytest.mark.parametrize(
-    ("max_tokens", "names"),
-    [
-        (8, set()),
-        (7, {"target_truncated", "eos_truncated"}),
-        (6, {"target_truncated", "eos_truncated"}),
-        (5, {"prompt_longer_than_row"}),
-        (3, {"prompt_longer_than_row"}),
-    ],
-)
-def test_cuts(max_tokens: int, names: set[str], tokenizer: Any) -> None:
-    short = [{"input_ids": [4, 20 + i, 2], "loss_mask": [0, 1, 1]} for i in range(3)]
-    report = audit([*short, rows_like(1)[0]], tokenizer, max_tokens=max_tokens)
-    assert found(report) == {name: [3] for name in names}
-    for name in names:
-        assert f"max_tokens={max_tokens}" in report[name].message
-    if max_tokens == 6:
-        assert "2 of 3 trained tokens" in report["target_truncated"].message
-        assert report["target_truncated"].example.endswith("w20 \u27e6w9 <eos>\u27e7")
-
-
 def test_ends_that_may_be_missing_on_purpose_are_a_warning(tokenizer: Any) -> None:
     texts = [{"input_ids": [7 + i, 8, 9]} for i in range(3)]
     classes = [{"input_ids": [7 + i, 8, 30], "labels": [-100, -100, 30]} for i in range(3)]
@@ -159,31 +125,6 @@ def test_the_next_question_ends_an_answer_where_the_template_writes_nothing_else
     assert found(audit(rows, tokenizer)) == {"eos_never_trained": [0, 1, 2, 3]}
 
 
-@pytest.mark.parametrize("by", [1, -1])
-def test_labels_one_token_off(by: int, tokenizer: Any) -> None:
-    rows = [labels_of(row) for row in rows_like()]
-    for i in (1, 4):
-        labels = rows[i]["labels"]
-        rows[i]["labels"] = [*labels[1:], -100] if by == 1 else [-100, *labels[:-1]]
-    report = audit(rows)
-    assert found(report) == {"labels_shifted": [1, 4]}
-    where = f"labels[i] is input_ids[i {'+' if by == 1 else '-'} 1]"
-    assert where in report["labels_shifted"].message
-    rows = [{"input_ids": [5, 5, 5, 5], "labels": [5, 5, 5, -100]}] * 2
-    assert "labels_shifted" not in audit(rows).names, "equal tokens are no evidence"
-
-
-def test_the_last_label_of_a_row_has_no_next_token() -> None:
-    rows = [{"input_ids": [5, 6, 7, 8], "labels": [-100, 7, 8, 9]}]
-    assert found(audit(rows)) == {"labels_shifted": [0]}
-
-
-def test_labels_of_another_text() -> None:
-    rows = [labels_of(row) for row in rows_like()]
-    rows[2]["labels"] = [-100] * 5 + [30, 31, 32]
-    assert found(audit(rows)) == {"labels_not_input_ids": [2]}
-
-
 @pytest.mark.parametrize("wrong", [30, 156, 65436, 4294967196])
 def test_labels_of_which_some_are_other_ids(wrong: int) -> None:
     rows = [labels_of(row) for row in rows_like()]
@@ -194,17 +135,6 @@ def test_labels_of_which_some_are_other_ids(wrong: int) -> None:
     message = report["labels_not_input_ids"].message
     assert message.startswith("2 labels of 2 of 6 rows are other ids")
     assert ("-100 was stored unsigned" in message) == (wrong != 30)
-
-
-def test_duplicates_and_contradictions(tokenizer: Any) -> None:
-    rows = [*rows_like(), chat([7, 8], [30]), rows_like()[2]]
-    report = audit(rows, tokenizer)
-    assert found(report) == {"duplicates": [2, 7], "contradictory_answers": [0, 6]}
-    assert "2 of 8 rows have the same tokens as another one; drop the copies (1)" in (
-        report["duplicates"].message
-    )
-    assert "2 different answers to 1 prompts" in report["contradictory_answers"].message
-    assert report["contradictory_answers"].example.endswith("\u27e6w20 w9 <eos>\u27e7")
 
 
 def test_bos_in_some_rows(tokenizer: Any) -> None:

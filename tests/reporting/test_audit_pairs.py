@@ -49,10 +49,6 @@ def train_nothing(row: Pair) -> None:
     row["loss_mask"][1] = [0] * len(row["loss_mask"][1])
 
 
-def set_scores(row: Pair) -> None:
-    row["score_rejected"] = 99.0
-
-
 FAULTS: dict[str, tuple[list[Pair], dict[str, list[int]]]] = {
     "none": (pairs(), {}),
     "equal": (planted((3, make_equal)), {"equal_sides": [3]}),

@@ -114,15 +114,6 @@ def test_groups_of_one_reward() -> None:
     assert serious(rollouts) == {"reward_without_variance": list(range(40))}
 
 
-def test_groups_follow_from_prompts_without_uids() -> None:
-    rollouts = [rollout(i) | {"rewards": 1.0} for i in range(12)]
-    assert len({tuple(r["prompt_ids"]) for r in rollouts}) == 3
-    with_uids = audit(rollouts)["reward_without_variance"]
-    without = audit([{k: v for k, v in r.items() if k != "uid"} for r in rollouts])
-    assert without["reward_without_variance"].message == with_uids.message
-    assert "in 3 of 3 groups" in with_uids.message
-
-
 def test_uids_that_hide_a_group_and_uids_that_mix_prompts() -> None:
     rollouts = [rollout(i) for i in range(16)]
     for uids, found in (
@@ -147,34 +138,3 @@ def test_the_last_step_of_a_trajectory_has_its_reward() -> None:
         row["rewards"] = 0.5 * row["is_last_step"]
     finding = audit(steps)["reward_without_variance"]
     assert finding.rows.tolist() == list(range(1, 16, 2))
-
-
-def test_tokens_of_a_tool_that_are_trained() -> None:
-    """A header within the response is the template's."""
-    rollouts = [rollout(i) for i in range(6)]
-    rollouts[2]["response_ids"][2:4] = [2, 4]
-    assert serious(rollouts) == {}, "the EOS before it may be the template's too"
-    rollouts[2]["loss_mask"] = [1] * 7
-    rollouts[2]["logprobs"][2:4] = [-0.3, -0.3]
-    assert serious(rollouts) == {"generation_prompt_trained": [2]}
-
-
-def test_an_answer_that_was_stopped_is_a_note() -> None:
-    rollouts = [rollout(i) for i in range(6)]
-    rollouts[4]["response_ids"][-1] = 9
-    report = audit(rollouts, word_tokenizer())
-    assert report.ok
-    assert report["eos_truncated"].rows.tolist() == [4]
-
-
-def test_columns_of_rollouts() -> None:
-    from torch_collate_kit.ragged import Ragged
-
-    rollouts = [moved(rollout(i), 1) for i in range(8)]
-    columns: dict[str, Any] = {
-        key: Ragged.from_rows([r[key] for r in rollouts])
-        for key in ("prompt_ids", "response_ids", "loss_mask", "logprobs")
-    }
-    columns |= {"rewards": np.array([r["rewards"] for r in rollouts])}
-    columns |= {"uid": [r["uid"] for r in rollouts]}
-    assert audit(columns, word_tokenizer()).to_dict() == audit(rollouts, word_tokenizer()).to_dict()

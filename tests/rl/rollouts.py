@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from hypothesis import strategies as st
 
 from torch_collate_kit.batch import Batch
 
@@ -61,3 +62,10 @@ def rollout_batch(
         "num_dummy_rows": 0,
     }
     return Batch(fields, row_metadata=row_metadata, metadata=metadata)
+
+
+@st.composite
+def grouped_uids(draw: st.DrawFn, max_prompts: int = 6, max_rows: int = 4) -> list[str]:
+    """Uids of rows that lie prompt by prompt."""
+    counts = draw(st.lists(st.integers(1, max_rows), min_size=1, max_size=max_prompts))
+    return [f"p{i}" for i, count in enumerate(counts) for _ in range(count)]

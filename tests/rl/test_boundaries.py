@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.rl import oracle_rl as oracle
-from tests.rl.grouped import grouped_uids
+from tests.rl.rollouts import grouped_uids
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.rl import mini_batch_boundaries, prompt_boundaries
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -45,34 +43,6 @@ def test_a_group_of_one_is_said(estimator: str) -> None:
     assert torch.equal(zero[1:3], alone)
     assert alone.sum() == 0
     assert alone[1] > 0
-
-
-def test_a_group_is_of_trajectories_not_of_steps_or_pads() -> None:
-    rewards, mask = torch.tensor([[0.0], [3.0], [0.0]]), torch.tensor([[1], [1], [0]])
-    last = [False, True, True]
-    options: dict[str, Any] = {"estimator": "grpo", "is_last_step": last}
-    with pytest.raises(DataError, match=r"uid 'a' has only one score \(as have 1 of 1 uids\)"):
-        compute_advantages(rewards, mask, ["a"] * 3, **options)
-    found = compute_advantages(rewards, mask, ["a"] * 3, **options, group_of_one="score")
-    assert found.flatten().tolist() == [3.0, 3.0, 0.0]
-
-
-ONE_BY_ONE = list(torch.tensor([1, 2, 1]))  # tensors hash by identity
-
-
-def test_groups_by_any_uids() -> None:
-    rewards, mask = torch.tensor([[1.0], [5.0], [3.0]]), torch.ones(3, 1)
-    for uids in (
-        [1, 2, 1],
-        np.array([1, 2, 1]),
-        torch.tensor([1, 2, 1]),
-        ("x", "y", "x"),
-        ONE_BY_ONE,
-    ):
-        found = compute_advantages(
-            rewards, mask, uids, estimator="grpo_no_std", group_of_one="zero"
-        )
-        assert found.flatten().tolist() == [-1.0, 0.0, 1.0]
 
 
 def packed_and_padded() -> tuple[Batch, Batch]:

@@ -151,20 +151,6 @@ def test_images(earlier: dict[str, Any], later: dict[str, Any], count: int) -> N
         assert all(found[0][key] is value for key, value in later.items())
 
 
-def test_tensors_of_any_dtype() -> None:
-    half = torch.tensor([1.0, -1.5], dtype=torch.bfloat16, requires_grad=True)
-    first = {"rewards": half[0], "logprobs": half[1:].detach(), "loss_mask": torch.tensor([True])}
-    last = {"rewards": np.float32(2), "logprobs": torch.tensor([-2.5]), "loss_mask": [True]}
-    uid = torch.tensor(3)
-    steps = [step([1], [2], uid=uid, **first)]
-    steps += [step([1, 2], [4], uid=uid, is_last_step=np.bool_(True), **last)]
-    [merged] = merge_steps(steps)
-    assert merged["rewards"].tolist() == [1.0, 2.0]
-    assert merged["logprobs"].tolist() == [-1.5, -2.5]
-    assert merged["rewards"].dtype == merged["logprobs"].dtype == np.float32
-    assert merged["loss_mask"].tolist() == [1, 1]
-
-
 @pytest.mark.parametrize(
     "changes", [{"prompt_ids": []}, {"is_last_step": 2}, {"uid": {}}, {"logprobs": [0.5]}]
 )

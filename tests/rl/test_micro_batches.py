@@ -169,18 +169,6 @@ def test_micro_batches_are_cuts_of_the_block(
             assert {**m.metadata, **own} == {**part.metadata, **own}
 
 
-@pytest.mark.parametrize("padding_side", ["left", "right"])
-def test_a_row_of_one_token_has_no_prediction(padding_side: Any) -> None:
-    batch = PaddedCollator(0, padding_side=padding_side)(
-        [{"input_ids": [5]}, {"input_ids": [5, 6, 7]}]
-    )
-    [[part]] = stage_mini_batches(batch, [0, 2], 1)
-    long, short = micro_batches(part, max_tokens=3)
-    assert (long.metadata["response_length"], short.metadata["response_length"]) == (2, 0)
-    assert short["loss_mask"].shape == (1, 0)
-    assert token_loss(torch.ones(1, 1, 9), short, num_loss_tokens=2).item() == 0
-
-
 def test_a_loss_mask_of_ones_own_keeps_its_columns() -> None:
     """Where a user trains what the rollouts did not say, no column of it is cut off."""
     batch = RolloutCollator(0)(rollouts([(1, 8), (5, 1)]))

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.rl import oracle_rl as oracle
-from tests.rl.grouped import grouped_uids
+from tests.rl.rollouts import grouped_uids
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.rl import normalize_advantages, prompt_boundaries
 
@@ -64,22 +64,6 @@ def test_against_the_oracle(
     narrow = normalize_advantages(advantages.float(), mask, edges.tolist(), **options)
     assert narrow.dtype == torch.float32
     torch.testing.assert_close(narrow.double(), found, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("count_masked_rows", [False, True])
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_a_mini_batch_without_loss_tokens(reduction: str, count_masked_rows: bool) -> None:
-    found = normalize_advantages(
-        torch.full((2, 3), torch.inf),
-        torch.zeros(2, 3),
-        [0, 1, 2],
-        reduction=reduction,
-        uids=["a", "b"],
-        max_response_length=3,
-        z_score=True,
-        count_masked_rows=count_masked_rows,
-    )
-    assert found.tolist() == [[0.0] * 3] * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])

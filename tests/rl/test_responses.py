@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.rl import oracle_rl as oracle
-from torch_collate_kit import PackedCollator, PaddedCollator, RolloutCollator
+from torch_collate_kit import PackedCollator, RolloutCollator
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing import ParallelLayout
@@ -118,17 +118,6 @@ def test_values_of_any_kind(values: Any, dtype: torch.dtype) -> None:
     assert found.dtype == dtype
     assert found.tolist() == [[0, 1, 2], [0, 0, 3]]
     assert not found.requires_grad
-
-
-def test_an_example_without_response_needs_no_columns() -> None:
-    examples = [
-        {"input_ids": [5] * 9, "labels": [-100] * 8 + [5]},
-        {"input_ids": [5], "labels": [-100]},
-    ]
-    batch = PaddedCollator(0, padding_side="right")(examples)
-    assert batch.metadata["response_length"] == 1
-    assert response_values(torch.tensor([[2.0], [3.0]]), batch) == [[2.0], []]
-    assert from_response_values([[2.0], []], batch).tolist() == [[2.0], [0.0]]
 
 
 PACKED = collated("packed", rollouts([(1, 3), (2, 4)]))

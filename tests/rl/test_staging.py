@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.batch_samples import contents
-from tests.rl.grouped import grouped_uids
-from tests.rl.rollouts import rollout_batch
+from tests.rl.rollouts import grouped_uids, rollout_batch
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators import PackedCollator, PaddedCollator
 from torch_collate_kit.losses import token_loss
@@ -22,7 +21,6 @@ from torch_collate_kit.packing import ModelCost
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.rl import (
     mini_batch_boundaries,
-    normalize_advantages,
     prompt_boundaries,
     stage_mini_batches,
     unstage,
@@ -200,39 +198,6 @@ def test_token_loss_of_a_mini_batch(normalize_loss: bool, packs: bool) -> None:
 
 
 # --- gradients ------------------------------------------------------------------------------------
-
-
-def policy_gradient(parts: list[Batch]) -> torch.Tensor:
-    """The sum over ranks and rows of -advantages * log-probabilities, of a toy policy."""
-    generator = torch.Generator().manual_seed(3)
-    table = torch.randn(12, 11, generator=generator, dtype=torch.float64, requires_grad=True)
-    for part in parts:
-        ids = part["input_ids"]
-        width = part["advantages"].shape[1]
-        log_probs = torch.log_softmax(table[ids], dim=-1)
-        chosen = log_probs[:, :-1].gather(-1, ids[:, 1:, None])[..., 0][:, -width:]
-        (-(part["advantages"] * chosen)).sum().backward()
-    assert table.grad is not None
-    return table.grad
-
-
-@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "prompt_mean"])
-@pytest.mark.parametrize("balance", BALANCES)
-@pytest.mark.parametrize("dp_size", [1, 2, 4, 8])
-def test_gradients_do_not_depend_on_the_ranks(dp_size: int, balance: Any, reduction: str) -> None:
-    """Not even of a mini-batch smaller than dp_size; what pads hold adds nothing."""
-    uids = list("aaabbbbbbbbc") + list("d") * 7
-    batch = rollout_batch(drawn_shape(uids, 7), uids, seed=7)
-    edges = prompt_boundaries(uids)
-    advantages = normalize_advantages(
-        batch["advantages"], batch["loss_mask"], edges, reduction=reduction, uids=uids
-    )
-    batch = batch.with_fields(advantages=advantages)
-    staged = stage_mini_batches(batch, edges, dp_size, balance=balance)
-    for (start, stop), ranks in zip(pairwise(edges.tolist()), staged, strict=True):
-        whole = policy_gradient([batch[start:stop]])
-        assert whole.abs().max() > 1e-3
-        torch.testing.assert_close(policy_gradient(ranks), whole, rtol=1e-10, atol=1e-10)
 
 
 # --- unstage --------------------------------------------------------------------------------------

@@ -23,20 +23,6 @@ def advantages(**changes: Any) -> list[float]:
     return compute_advantages(rewards, mask, options.pop("uids"), **options).flatten().tolist()
 
 
-def test_a_forgotten_last_step_is_found() -> None:
-    """Two trajectories of one uid became one, and the first one's reward was refused at best."""
-    ids = [0, 0, 1, 1]
-    rewards = REWARDS * torch.tensor([[1.0], [0.0], [1.0], [1.0]])  # the first one earned nothing
-    last = [False, True, False, True]
-    message = (
-        r"^row 1 has is_last_step=False and trajectory_id 0 of uid 'a', but row 2 has "
-        r"trajectory_id 1 of uid 'a'; is_last_step is True at the last row .* only there$"
-    )
-    with pytest.raises(DataError, match=message):
-        advantages(rewards=rewards, is_last_step=[False, False, False, True], trajectory_ids=ids)
-    assert advantages(is_last_step=last, trajectory_ids=ids) == [-1.0, -1.0, 1.0, 1.0]
-
-
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [

@@ -20,7 +20,7 @@ from tests.strategies import FUZZ
 from tests.vision.alone import mrope_positions
 from tests.vision.batches import cells_of, layout_of
 from tests.vision.families import FAMILIES, MROPE, Example
-from torch_collate_kit import PackedCollator, PaddedCollator, ParallelLayout, RolloutCollator
+from torch_collate_kit import PaddedCollator, ParallelLayout
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.vision import VisionLayout
 
@@ -193,25 +193,6 @@ def test_positions_of_chosen_rows_are_those_of_the_whole(name: str, kind: str) -
     assert torch.equal(fresh["mrope_position_ids"], batch["mrope_position_ids"][rows])
     changed, rows = CHANGES[name](batch)  # after the whole was made
     assert torch.equal(changed["mrope_position_ids"], batch["mrope_position_ids"][rows])
-
-
-def test_positions_of_rollouts_go_over_prompt_and_response() -> None:
-    rng = np.random.default_rng(2)
-    examples = [example_of(rng, SMALL, touching=True) for _ in range(12)]
-    examples = [e for e in examples if len(e["input_ids"]) > 1]
-    rollouts = []
-    for example in examples:
-        ids = example["input_ids"]
-        cut = int(rng.integers(1, len(ids)))
-        images = {k: example.get(k) for k in ("pixel_values", "image_grid_thw")}
-        loss_mask = [1] * (len(ids) - cut)
-        rollouts.append(
-            {"prompt_ids": ids[:cut], "response_ids": ids[cut:], "rewards": 1.0}
-            | {"loss_mask": loss_mask, **images}
-        )
-    expected = [loop_positions(example, SMALL) for example in examples]
-    check(RolloutCollator(0, vision=SMALL, pad_to_multiple_of=8)(rollouts), expected)
-    check(PackedCollator(0, vision=SMALL, max_tokens=400)(rollouts), expected)
 
 
 # --- devices -------------------------------------------------------------------------------------

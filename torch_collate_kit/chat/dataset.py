@@ -36,27 +36,24 @@ def tokenize_chat_dataset(
     """Tokenize every record of a ``datasets.Dataset`` as :func:`tokenize_chat` does.
 
     Args:
-        dataset: records with one of the forms that ``tokenize_chat`` reads: a column ``messages``
-            or ``conversations``, or ``prompt`` and ``completion``, or ``instruction`` and
-            ``output``. Arrow gives each struct the keys of all others, so keys that are None are
-            removed from tool arguments; arguments that are JSON strings are kept.
+        dataset: records in one of the forms that ``tokenize_chat`` reads. Arrow gives each struct
+            the keys of all others, so keys that are None are removed from tool arguments; arguments
+            that are JSON strings are kept.
         tokenizer: a transformers tokenizer with a chat template; or a processor, for images.
         options: :class:`ChatOptions`, such as ``ChatOptions(train_on="last", max_length=4096)``.
             Examples over ``max_length`` are dropped by default and counted as "too_long".
         num_proc: the number of processes; None for this one.
 
     Returns a new dataset of the kept examples, in order, and a Counter of the ``skip_reason`` of
-    the others. The dataset has the columns ``input_ids`` (int32) and ``loss_mask`` (int8), or with
-    ``labels=True`` ``labels`` (int32). With ``overflow="truncate"`` the column ``num_cut_tokens``
-    (int64, 0 for whole examples) says by how much each was cut; with ``train_on="each"``
-    ``record_index`` (int64) is the index of the record that an example is from. With
-    ``group_turns`` an example is a conversation, ``input_ids`` and the target are lists of lists
-    with an entry per segment, and segments that are left out are counted one by one. The column
-    ``weight`` (float32), which collators read, is kept; other columns are not. With a processor
-    the vision fields are lists of lists (float32, int64), None in rows without an image;
-    ``with_format("numpy")`` reads them as arrays. One warning is logged for skipped examples, and
-    one for truncated ones. ``datasets.map`` shows progress and caches the result, by the paths of
-    image files and not by what is in them.
+    the others, which is also logged. The columns are ``input_ids`` (int32) and ``loss_mask``
+    (int8), or with ``labels=True`` ``labels`` (int32); ``weight`` (float32) is kept, other columns
+    are not. ``overflow="truncate"`` adds ``num_cut_tokens`` (int64, 0 for whole examples), and
+    ``train_on="each"`` the ``record_index`` (int64) that an example is from. With ``group_turns``
+    an example is a conversation, ``input_ids`` and the target are lists of lists with an entry per
+    segment, and segments that are left out are counted one by one. With a processor the vision
+    fields are lists of lists (float32, int64), None in rows without an image;
+    ``with_format("numpy")`` reads them as arrays. ``datasets.map`` shows progress and caches the
+    result by the paths of image files, not by their contents.
 
     Raises:
         DataError: as in :func:`tokenize_chat`, naming the index of the example; or every example is
@@ -108,13 +105,9 @@ def check_is_dataset(dataset: Any, function: str, others: str = "") -> None:
 def without_skipped(
     tokenized: Any, removed: Sequence[str], needed: str, num_conversations: int | None = None
 ) -> tuple[Any, Counter[str]]:
-    """Return the examples without a ``skip_reason``, and how many have each.
+    """Return the kept examples, and how many have each ``skip_reason``; DataError if all have one.
 
-    One warning is logged for skipped examples, and one for cut ones. ``removed`` are columns that
-    the result is without. Given ``num_conversations``, rows are these and segments of them.
-
-    Raises:
-        DataError: every example is skipped; ``needed`` is the way out.
+    ``needed`` is the way out then. Given ``num_conversations``, rows are segments of them.
     """
     reasons = tokenized["skip_reason"][:]  # a list at once: a column is read in small batches
     skips, cuts = Counter(filter(None, reasons)), list(filter(None, tokenized["num_cut_tokens"][:]))

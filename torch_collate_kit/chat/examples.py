@@ -37,7 +37,9 @@ _CURES = (
     ("truncate_history_thinking", False),
     ("preserve_previous_think", True),
 )
-_MAX_TURNS = 8  # a record of more is tried in part: each turn may be a rendering of its own
+# Of a record of more turns only those around the refused one are tried, and the advice says "try":
+# each turn may be a rendering of its own, and a refusal must not cost more than the record.
+_MAX_TURNS = 8
 
 
 class TextExample(NamedTuple):
@@ -136,11 +138,7 @@ def _merged(rendering: Rendering, spans: Spans, turn: int) -> Spans:
 def _way_out(
     setup: ChatSetup, conversation: Conversation, train_on: str, refusal: Refusal
 ) -> str | None:
-    """Return the advice with which the record is not refused, which was tried, or None.
-
-    Of a long record only the messages around the refused turn are tried, so that a refusal does not
-    cost more than the record. The advice says "try" then.
-    """
+    """Return advice that was tried and with which the record is accepted, or None."""
 
     def refused(part: Conversation, mode: str) -> Refusal | None:
         try:

@@ -24,7 +24,7 @@ _THINK_END = "</think>"
 
 
 class Part(NamedTuple):
-    """One text of one message, without what is not replaced around it.
+    """One text of one message: the characters that the marked copy replaces by a mark.
 
     ``marked`` is ``core`` in the marked copy. ``before`` and ``after`` are the characters around it
     that are not replaced and no white space. ``kind`` is "content", "part", "thinking", "name",
@@ -54,7 +54,7 @@ def has_marks(text: str) -> bool:
 
 
 class MarkedCopy:
-    """The rendering of a marked conversation, and what all conversations of its form share."""
+    """The rendering of a marked conversation, shared by all conversations of its form."""
 
     def __init__(self, text: str) -> None:
         self._text, self._turns = text, dict[Any, Any]()
@@ -62,7 +62,7 @@ class MarkedCopy:
         self._order: list[int] = []
 
     def locate(self, text: str, parts: list[Part]) -> tuple[list[Occurrence], dict[Any, Any]]:
-        """Return the places of ``parts``, and what is known of turns where this text is equal."""
+        """Return the places of ``parts``, and the known turns if only they differ."""
         pieces, ordered = self._pieces.copy(), [parts[i] for i in self._order]
         pieces[1::2] = [part.core for part in ordered]
         if "".join(pieces) == text:
@@ -82,7 +82,7 @@ class MarkedCopy:
 def locate_parts(
     template: ChatTemplate, conversation: Conversation, messages: Messages, text: str
 ) -> tuple[list[Part], list[Occurrence], dict[Any, Any]]:
-    """Return the texts of ``messages``, their places in ``text``, and what is known of turns."""
+    """Return the texts of ``messages``, their places in ``text``, and the known turns."""
     marker = _Marker(template.tags)
     marked = [marker.message(message, i) for i, message in enumerate(messages)]
     documents = conversation.documents

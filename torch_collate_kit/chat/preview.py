@@ -74,12 +74,7 @@ _CAUSES = {  # by the words of a refusal, the first that fits
 
 
 def preview(name: str) -> str:
-    """Return small conversations with the tokens marked that a template trains, as text.
-
-    >>> preview("no/such/file.jinja")
-    Traceback (most recent call last):
-    FileNotFoundError: no/such/file.jinja does not exist
-    """
+    """Return small conversations with the tokens marked that a template trains, as text."""
     tokenizer = load_tokenizer(name)
     lines = [f"{name}: trained tokens are inside \u27e6 \u27e7", ""]
     for case in CASES:
@@ -97,11 +92,7 @@ def preview(name: str) -> str:
 
 
 def verdict_table(names: Sequence[str]) -> str:
-    """Return a Markdown table of templates x conversations.
-
-    >>> print(verdict_table([]))  # doctest: +ELLIPSIS
-    | template | one turn | system | two turns | ...
-    """
+    """Return a Markdown table of templates and conversations: the mode that accepts each."""
     rows = [["template", *CASES], ["---"] * (len(CASES) + 1)]
     for name in names:
         tokenizer = load_tokenizer(name)
@@ -186,16 +177,12 @@ def _shared_tokens(tokenizer: Any, case: str) -> str:
 
 
 def _tools_of(case: str) -> list[Any] | None:
-    return [_TOOL] if _has_call(case) else None
-
-
-def _has_call(case: str) -> bool:
-    return any("tool_calls" in message for message in CASES[case])
+    return [_TOOL] if any("tool_calls" in message for message in CASES[case]) else None
 
 
 def _trains_no_call(case: str, mode: str) -> bool:
     """Return whether the call is context only: the last turn is the answer to its result."""
-    return mode == "last" and _has_call(case)
+    return mode == "last" and _tools_of(case) is not None
 
 
 def _marked(tokenizer: Any, example: dict[str, Any]) -> str:

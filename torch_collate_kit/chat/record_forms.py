@@ -31,10 +31,7 @@ _OTHER_MEDIA = ("video", "audio")
 
 
 def check_columns(example: Mapping[str, Any]) -> None:
-    """Check that a record is no preference data, whose bad answers would be trained, too.
-
-    Its ``weight``, if it has one, is checked as collators check it.
-    """
+    """Refuse preference data, whose bad answers would be trained, too, and a wrong ``weight``."""
     for name in ("chosen", "rejected"):
         if example.get(name) is not None:
             raise DataError(

@@ -23,7 +23,7 @@ _WRITTEN = ("content", "tool_calls", *REASONING, "tool_responses")
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages in one form, which of them to train, and what else the template gets."""
+    """Messages in one form, the trained ones, and the other variables of the template."""
 
     messages: list[dict[str, Any]]
     has_assistant: bool = False
@@ -38,10 +38,7 @@ class Conversation:
 
 
 def read_record(example: Mapping[str, Any], setup: ChatSetup, from_arrow: bool) -> Conversation:
-    """Return the conversation of ``example``, which is not changed.
-
-    Columns of the record override the options. ``from_arrow`` removes None from arguments, too.
-    """
+    """Return the conversation of ``example``; ``from_arrow`` removes None from arguments, too."""
     listed, first = find_messages(example)
     messages = [_read_message(m, f"messages[{i}]", from_arrow) for i, m in enumerate(listed)]
     images: list[ImageSource] = []
@@ -50,7 +47,7 @@ def read_record(example: Mapping[str, Any], setup: ChatSetup, from_arrow: bool) 
     elif num_images(messages):
         raise DataError(
             "the messages have images, which a tokenizer alone does not read; pass "
-            "processor=AutoProcessor.from_pretrained(...) in place of the tokenizer"
+            "AutoProcessor.from_pretrained(...) in place of the tokenizer"
         )
     messages, shift = _with_system(messages, example.get("system"))
     first += shift

@@ -59,7 +59,7 @@ class Rendering:
     is_composed: bool = False
 
     def move_last_turn(self, start: int, prompt: str) -> None:
-        """Let the text be ``prompt`` and what it has from ``start`` on."""
+        """Replace the text before ``start`` by ``prompt``."""
         shift = len(prompt) - start
         self.text = prompt + self.text[start:]
         self.occurrences = [
@@ -77,7 +77,7 @@ class Rendering:
         switch: Mapping[str, Any] | None = None,
         then: Messages | None = None,
     ) -> str:
-        """Return the text of the first ``count`` messages, and of what is asked for after them."""
+        """Return the text of the first ``count`` messages, with the prompt or messages after it."""
         if count == len(self.messages) and not prompt and not then:
             return self.text
         return self.template.render(
@@ -151,10 +151,7 @@ class Rendering:
 def render_conversation(
     template: ChatTemplate, conversation: Conversation, trained: list[int]
 ) -> Rendering:
-    """Render the messages up to the last trained turn, in the first style that shows all.
-
-    Thinking and text of turns that are not trained may be dropped, as they are at inference.
-    """
+    """Render the messages up to the last trained turn, in the first style that shows all."""
     refusals: list[Refusal] = []
     for style in _styles(template, conversation, trained[-1] + 1):
         try:

@@ -47,7 +47,7 @@ class Refusal(DataError):
 
 
 class ChatTemplate:
-    """A template as the tokenizer renders it, with what is found out about it."""
+    """A template as the tokenizer renders it, with the facts found about it so far."""
 
     @classmethod
     def of(cls, tokenizer: Any, kwargs: Mapping[str, Any], tools: Any) -> ChatTemplate:

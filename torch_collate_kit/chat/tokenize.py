@@ -104,7 +104,7 @@ def tokenize_records(
 
 
 def grouped(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows of a conversation as one, with a segment for each, and those skipped."""
+    """Return one row with a segment for each kept row, then the skipped rows."""
     kept = [row for row in rows if not row["skip_reason"]]
     if not kept:
         return [*rows]
@@ -126,10 +126,7 @@ class MarkedText(NamedTuple):
 def marked_texts(
     records: Collection[Any], setup: ChatSetup, *, from_arrow: bool
 ) -> list[list[MarkedText] | str | DataError]:
-    """Return each record's texts as tokens of any number, the reason why it has none, or a refusal.
-
-    All texts are tokenized in one call.
-    """
+    """Return each record's texts as tokens of any number, why it has none, or its refusal."""
     found: list[list[TextExample] | str | DataError] = []
     for record in records:
         try:
@@ -251,10 +248,8 @@ def _loss_mask(
 
 
 def _tokens_of(encoding: Any, start: int, end: int) -> tuple[int, int]:
-    """Return the first token of a span of characters and the last + 1, crossing ones included.
-
-    The encoding is asked for a few tokens: a list of all offsets costs three times the ids.
-    """
+    """Return the first token of a span of characters and the last + 1, crossing ones included."""
+    # asked about a few tokens: a list of all offsets costs three times the ids
     places, chars = range(len(encoding)), encoding.token_to_chars
     first, last = encoding.char_to_token(start), encoding.char_to_token(end - 1)
     if first is None:  # a character that is in no token

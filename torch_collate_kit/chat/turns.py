@@ -32,7 +32,7 @@ def turn_spans(rendering: Rendering, turns: list[int]) -> Spans:
 
 
 def _turn_span(rendering: Rendering, turn: int, shapes: Sequence[Any]) -> tuple[Any, Any]:
-    """Return the span of a turn, and what other texts share of it; None if they share nothing."""
+    """Return the span of a turn, and its form in other texts, or None if there is none."""
     own = rendering.own.get(turn)
     if own is None:  # an empty turn: its place is known by its prompt alone
         start = _start(rendering, turn, None)
@@ -62,10 +62,7 @@ def _known_span(rendering: Rendering, i: int, j: int, width: int, tail: str) -> 
 
 
 def _shape(message: dict[str, Any], tags: re.Pattern[str]) -> tuple[Any, ...]:
-    """Return what of a message decides what a template writes around its texts.
-
-    That includes tags that it quotes, since a template may look for them (Qwen3: </think>).
-    """
+    """Return the features of a message that decide what a template writes around its texts."""
     content = text = message.get("content")
     types: tuple[Any, ...] = ()
     if isinstance(content, list):
@@ -81,12 +78,8 @@ def _shape(message: dict[str, Any], tags: re.Pattern[str]) -> tuple[Any, ...]:
 def _key(
     rendering: Rendering, turn: int, shapes: Sequence[Any], first: int, last: int
 ) -> tuple[Any, ...] | None:
-    """Return all that a turn's prompt and end depend on, so that equal turns share them.
-
-    That is the template's text around the turn, and the shapes of the messages around it. None if
-    the template drops parts of the record, since what it drops may depend on anything.
-    """
-    if rendering.missing:
+    """Return all that a turn's prompt and end depend on; None if that is not known."""
+    if rendering.missing:  # what a template drops may depend on anything
         return None
     before, after = rendering.region(turn)
     asked = next((i for i in range(turn - 1, -1, -1) if shapes[i][0] == "user"), 0)
@@ -147,10 +140,7 @@ def _start(rendering: Rendering, turn: int, first: int | None) -> int:
 
 
 def _compose(rendering: Rendering, turn: int, prompt: str, first: int | None) -> int:
-    """Put the last turn after its prompt, if the template renders earlier turns differently.
-
-    gpt-oss, for example, drops the thinking before a call once the final answer is there.
-    """
+    """Put the last turn after its prompt, where earlier turns are written differently (gpt-oss)."""
     text = rendering.text
     same = num_shared(text, prompt)
     refusal = Refusal(
@@ -176,7 +166,7 @@ def _compose(rendering: Rendering, turn: int, prompt: str, first: int | None) ->
 
 
 def _end(rendering: Rendering, turn: int, start: int, last: int) -> int:
-    """Return the end of the token that ends the turn, which may not stand inside it, too."""
+    """Return the end of the token that ends the turn; refuse one that the turn contains, too."""
     alone = rendering.render(turn + 1)
     end = _end_of_turn(rendering, turn, alone, start, last)
     known = alone.rstrip() if end is None else alone[:end]

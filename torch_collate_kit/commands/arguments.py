@@ -35,11 +35,7 @@ _FLAGS = {  # of arguments that messages of the library name
 
 
 def as_flags(text: str) -> str:
-    """Return a message of the library with its arguments named as options of a command.
-
-    >>> as_flags("correct the path, or pass image_root")
-    'correct the path, or pass --image-root'
-    """
+    """Return a message of the library with its arguments named as options of a command."""
     for argument, flag in _FLAGS.items():
         text = text.replace(argument, flag)
     return text
@@ -90,11 +86,7 @@ def add_command(
 def add_data(
     parser: argparse.ArgumentParser, *others: str, what: str = FILES, **numbers: str
 ) -> None:
-    """Add DATA and the options with which it is read.
-
-    ``others`` are further shared ones. ``numbers`` take a whole number of at least 1; their default
-    is None.
-    """
+    """Add DATA, the options with which it is read, ``others``, and options that are ``numbers``."""
     parser.add_argument("data", metavar="DATA", help=what)
     for name in (*_ALWAYS, *others):
         parser.add_argument(name, **_SHARED[name])
@@ -103,13 +95,7 @@ def add_data(
 
 
 def read_data(options: argparse.Namespace) -> tuple[Any, str]:
-    """Return the ``datasets.Dataset`` of the arguments, and what its records are.
-
-    These are "chats", "preferences", "tokens" or "rollouts".
-
-    Raises:
-        DataError: it cannot be read, is empty, or holds another kind of records.
-    """
+    """Return the ``datasets.Dataset``: "chats", "preferences", "tokens" or "rollouts"."""
     try:
         rows = read_records(options.data, split=options.split)
     except DataError as error:
@@ -148,11 +134,7 @@ def note_unused(options: argparse.Namespace, names: Iterable[str], kind: str) ->
 
 
 def loaded_tokenizer(options: argparse.Namespace) -> Any:
-    """Load the tokenizer or processor of the arguments; None if they name none.
-
-    Raises:
-        OSError: there is no such tokenizer.
-    """
+    """Load the tokenizer or processor of the arguments; None if they name none."""
     if options.tokenizer is None:
         return None
     loaded = load_processor(options.tokenizer)

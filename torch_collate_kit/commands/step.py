@@ -107,12 +107,7 @@ def _described(
 
 
 def _saved_state(path: Path) -> dict[str, Any]:
-    """Read the state of a sampler in a JSON file, at any depth, or in a folder's ``run.json``.
-
-    Raises:
-        DataError: there is none.
-        OSError: the file cannot be read.
-    """
+    """Read the state of a sampler in a JSON file, at any depth, or in a folder's ``run.json``."""
     if not path.exists():
         raise DataError(f"{path}: there is no such file or folder")
     if path.is_dir():
@@ -144,11 +139,7 @@ def _find(content: Any) -> dict[str, Any] | None:
 
 
 def _sampler_of(state: Mapping[str, Any], data: TokenizedDataset) -> _Sampler:
-    """Build a sampler over ``data`` and load the state.
-
-    Raises:
-        StateError: the data are not those of the run, or nobody but the run itself knows its order.
-    """
+    """Build a sampler over ``data`` and load the state."""
     if state.get("custom_order"):
         raise StateError(
             "the order of this run is a function of its own, order=; build its sampler and call "

@@ -17,7 +17,7 @@ from torch_collate_kit.ragged import Ragged
 
 
 class PreferenceLoss(NamedTuple):
-    """Losses of pairs, and what is logged of them without a graph; all float [P].
+    """Losses of pairs, and detached values to log; all float [P].
 
     ``loss`` sums up over micro-batches and ranks: divide ``loss.sum()`` by
     :func:`~torch_collate_kit.losses.global_num_examples`. A reward of :func:`kto` is NaN on the

@@ -16,7 +16,7 @@ _BATCH_SIZE = 256
 
 
 def prompt_key(prompt_ids: Sequence[int]) -> int:
-    """Return an int64 that prompts of other tokens do not have (one in 10**19 apart)."""
+    """Return a hash of the prompt: int64, equal for different prompts once in 10**19."""
     digest = blake2b(np.array(prompt_ids, np.int64).tobytes(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
@@ -50,11 +50,8 @@ def with_other_answers(kept: Any, setup: ChatSetup, seed: int, num_proc: int | N
 
 
 def _partners(prompt_keys_N: np.ndarray, seed: int) -> np.ndarray:
-    """Return for each row another one, of another prompt where that can be: a permutation [N].
-
-    Rows are dealt in random order, those of a prompt together, and moved on by the largest number
-    of rows of a prompt.
-    """
+    """Return for each row another one, of another prompt where that can be: a permutation [N]."""
+    # a random order with the rows of a prompt together, moved on by the most rows of a prompt
     generator = np.random.default_rng(seed)
     _, groups, counts = np.unique(prompt_keys_N, return_inverse=True, return_counts=True)
     places = generator.permutation(len(counts))[groups]

@@ -101,7 +101,7 @@ def _split(
         count = _num_common(list(sides.values()))
     elif not are_messages:
         count = 0
-    elif of_string and all(_role(side[0]) == "assistant" for side in sides.values()):
+    elif of_string and all(side[0].get("role") == "assistant" for side in sides.values()):
         prompt, count = [{"role": "user", "content": prompt}], 0
     elif of_string:
         count = _num_common(list(sides.values()))
@@ -153,10 +153,7 @@ def _check_prompt_is_inside(sides: Mapping[str, Any], given: Mapping[str, Any]) 
 
 
 def _num_common(sides: Sequence[Sequence[Any]]) -> int:
-    """Return the number of turns, or characters, of the prompt that the sides begin with.
-
-    Where one side begins with the other, the last common turn belongs to both answers.
-    """
+    """Return the number of turns, or characters, of the prompt that the sides begin with."""
     common = 0
     for common, (one, *others) in enumerate(zip(*sides, strict=False)):
         if any(one != other and drop_none(one) != drop_none(other) for other in others):
@@ -174,10 +171,6 @@ def _check_is_said(prompt: str, messages: Sequence[Any]) -> None:
             "answers; remove the column if they have all of the prompt, or give it as messages "
             "and only the answers beside it"
         )
-
-
-def _role(message: Any) -> Any:
-    return message.get("role")
 
 
 def _label(value: Any) -> bool:

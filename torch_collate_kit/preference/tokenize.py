@@ -43,11 +43,8 @@ def tokenize_preferences(
         dataset: pairs with the columns ``chosen`` and ``rejected``, or rows with ``prompt``,
             ``completion`` and ``label`` (KTO: True or 1 for a good answer, False or 0). Answers are
             strings, which no template renders and to which no EOS is added, or lists of messages.
-            ``prompt`` has their form, or is a string beside messages. Without it the prompt of a
-            pair is what both sides begin with; where one begins with the other, the last common
-            turn belongs to both answers. A prompt that lists of messages repeat is there once. The
-            columns ``system``, ``tools``, ``documents`` and ``chat_template_kwargs`` belong to the
-            record, as in :func:`~torch_collate_kit.tokenize_chat`.
+            Without a column ``prompt`` it is what both sides of a pair begin with. All columns:
+            docs/chat.md, "Preference data".
         tokenizer: a transformers tokenizer, for messages one with a chat template.
         options: :class:`~torch_collate_kit.ChatOptions`. Trained are the assistant turns of the
             answers, ``train_on="last"``: their last one. ``max_length`` limits each segment. Pairs
@@ -65,8 +62,7 @@ def tokenize_preferences(
     lists of int32) and ``loss_mask`` (int8), or with ``labels=True`` ``labels`` (int32), and
     ``keep_together`` (True), which a collator with ``overflow="split"`` refuses. Segments of a
     pair are the chosen and the rejected side; of a KTO row its prompt with its own answer, and
-    with the answer of another row for the KL term, cut at ``max_length``. Rows are a permutation of
-    the answers, of another prompt unless most rows have the same. With ``keep`` the column
+    with the answer of another row for the KL term, cut at ``max_length``. With ``keep`` the column
     ``num_cut_tokens`` (int64) says by how much a pair was cut. ``label`` (bool), ``margin``,
     ``score_chosen``, ``score_rejected`` and ``weight`` (float32) are kept; other columns are not.
     Warnings, progress and caching are as in :func:`~torch_collate_kit.tokenize_chat_dataset`.
@@ -295,10 +291,7 @@ def _check_same_prompt(texts: Mapping[str, MarkedText]) -> None:
 
 
 def _num_prompt(texts: Sequence[MarkedText]) -> int:
-    """Return the number of tokens before the first trained one, the same of all sides.
-
-    A side whose first trained token holds a part of the prompt differs there from the other.
-    """
+    """Return the number of tokens before the first trained one that all sides share."""
     count = texts[0].loss_mask.index(1)
     first, last = texts[0].input_ids[:count], texts[-1].input_ids[:count]
     return count if first == last else num_shared(first, last)

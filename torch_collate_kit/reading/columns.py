@@ -58,10 +58,7 @@ Numbers = Ragged | Rows  # of ndarrays
 
 
 def number_column(name: str, column: Any, kind: Kind, *, first: int = 0) -> Numbers:
-    """Return the column as flat arrays of a NumPy dtype of its kind, not copied if it is one.
-
-    Errors about an entry of a list count examples from ``first``.
-    """
+    """Return the column as flat arrays of its kind; errors count examples from ``first``."""
     typecode, kinds, advice = _KINDS[kind]
     if isinstance(column, Ragged):
         flat, offsets = column.values, column.offsets

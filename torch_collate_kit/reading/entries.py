@@ -96,7 +96,7 @@ def taken(column: Numbers, pieces: Pieces, values: np.ndarray | None = None) -> 
 
 
 def own_copy(values: np.ndarray, column: Numbers) -> np.ndarray:
-    """Return values that were taken from a column: a copy if they are a view of it."""
+    """Return ``values``, copied if they are a view of ``column``."""
     is_view = isinstance(column, Ragged) and np.may_share_memory(values, column.values)
     return values.copy() if is_view else values
 

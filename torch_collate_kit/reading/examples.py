@@ -134,11 +134,7 @@ class ExampleColumns:
         )
 
     def end_to_end(self, pieces: Pieces) -> tuple[ExampleColumns, Pieces]:
-        """Return every row of pieces as one example, and its piece; rows may be empty.
-
-        Raises:
-            DataError: a target of the last tokens, or a field that is not per token.
-        """
+        """Return every row of pieces as one example, and its piece; rows may be empty."""
         others = [column.name for column in self.fields if column.spec.count != "lengths"]
         if self.num_actions is not None or others:
             raise DataError(

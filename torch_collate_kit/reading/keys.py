@@ -96,7 +96,7 @@ def raw_columns(
 
 
 def unknown_images(owner: str) -> DataError:
-    """Return the error for images without a processor that says what they are."""
+    """Return the error for images of an unknown model."""
     return DataError(
         f"{owner} has pixel_values, and the collator does not know the images of the model; give "
         "it the processor in place of the tokenizer"
@@ -130,7 +130,7 @@ def _first_example(examples: Sequence[Any], ids: str) -> Mapping[str, Any]:
 
 
 def _are_rollouts(keys: Mapping[str, Any]) -> bool:
-    """Return whether examples are prompt and response; with ``input_ids`` too, as a whole."""
+    """Return whether examples are rollouts; beside ``input_ids`` all of their keys are needed."""
     if "input_ids" in keys:
         return keys.keys() >= {*_REQUIRED}
     return "prompt_ids" in keys or "response_ids" in keys

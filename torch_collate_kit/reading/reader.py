@@ -111,7 +111,7 @@ def _per_token(
     *,
     are_rollouts: bool,
 ) -> ExampleColumns:
-    """Read what there is of every token; ``numbers`` are the declared fields of examples."""
+    """Read the columns with an entry per token; ``numbers`` are the declared fields per example."""
     ids, num_actions = _rollout_ids(raw) if are_rollouts else _sft_ids(raw)
     table = _ROLLOUT_FIELDS if are_rollouts else _SFT_FIELDS
     own = {key: spec for key, spec in table.items() if key in raw}
@@ -130,7 +130,7 @@ def _per_token(
     targets = [key for key in TARGETS if key in own]
     if len(targets) > 1:
         raise DataError(
-            f"example 0 says twice where its loss is: {' and '.join(targets)}; keep one of them"
+            f"example 0 has two loss targets: {' and '.join(targets)}; keep one of them"
         )
     names = ["response_mask", *(columns[key].name for key in own)] if are_rollouts else []
     if "rollout_expert_indices" in own:
@@ -279,7 +279,7 @@ def _declared(key: str, raw: Mapping[str, Any]) -> Any:
 
 
 def _wanted_entries(key: str, expected: int, is_response: bool, are_rollouts: bool) -> str:
-    """Return what the example has, and how many entries a field needs, for an error."""
+    """Return the part of an error that says how many entries a field needs."""
     if not is_response:
         hint = ""
         if key == "loss_mask":

@@ -18,11 +18,7 @@ from torch_collate_kit.reading.source import is_list_of_rows, is_sequence
 
 
 def opened(raw: Mapping[str, Any], keys: Collection[str]) -> tuple[dict[str, Any], np.ndarray]:
-    """Return columns with an entry per segment in place of lists of segments.
-
-    And where the segments of each example begin, int64 [N + 1]. ``keys`` are those with an entry
-    per segment.
-    """
+    """Return ``raw`` with an entry per segment in ``keys``, and the offsets of examples."""
     columns = dict(raw)
     columns["input_ids"], counts = opened_column("input_ids", raw["input_ids"])
     if not counts.all():
@@ -76,7 +72,7 @@ def _is_empty(entry: Any) -> bool:
 
 
 def name_of(offsets: np.ndarray | None) -> Callable[[int], str] | None:
-    """Return what errors call a segment, from its number; None of examples that are one each."""
+    """Return a function that names a segment in errors; None for examples of one each."""
     if offsets is None:
         return None
 

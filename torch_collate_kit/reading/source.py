@@ -48,7 +48,7 @@ def is_sequence(value: Any) -> bool:
 
 
 def kind_of(names: Collection[str]) -> Literal["tokens", "rollouts", "chats"] | None:
-    """Return what records with these keys are; None if they are none of the three."""
+    """Return the kind of records with these keys, or None."""
     if "input_ids" in names:
         return "tokens"
     if "prompt_ids" in names or "response_ids" in names:
@@ -147,7 +147,7 @@ class Source:
 
 
 def check_even(columns: Mapping[str, Any], first: str) -> None:
-    """Compare every column with ``first``; text, and what has no length, is no column."""
+    """Check that every column has as many rows as ``first``."""
     expected = num_rows(columns[first])
     for key, column in columns.items():
         found = num_rows(column)
@@ -159,7 +159,7 @@ def check_even(columns: Mapping[str, Any], first: str) -> None:
 
 
 def num_rows(column: Any) -> int | None:
-    """Return the rows of a column; None for text, and for what has no length."""
+    """Return the number of rows of a column; None for text and for values without a length."""
     if not hasattr(column, "__len__") or isinstance(column, str | bytes):
         return None
     return None if getattr(column, "ndim", 1) == 0 else len(column)
@@ -210,10 +210,7 @@ def _is_list(kind: Any) -> bool:
 
 
 def _of_arrow(column: Any) -> Any:
-    """Return lists of numbers as a Ragged, lists of them as a Nested, numbers as an array.
-
-    All else as Python objects.
-    """
+    """Return a Ragged, a Nested or an array of numbers; all else as Python objects."""
     is_of, kind = sys.modules["pyarrow"].types, column.type
     is_list = _is_list(kind)
     kind = kind.value_type if is_list else kind
@@ -263,7 +260,7 @@ def _vectors_of_arrow(column: Any) -> Any:
 
 
 class ArrowFiles:
-    """Arrow or Parquet files by path: what a worker needs to map them again."""
+    """Arrow or Parquet files by path, which a worker maps again."""
 
     def __init__(self, paths: list[str]) -> None:
         for path in paths:

@@ -63,7 +63,7 @@ def text_column(name: str, column: Iterable[Any]) -> list[str]:
 
 
 def id_column(name: str, column: Iterable[Any], row: str = "example") -> list[Hashable]:
-    """Return uids as plain values that can be hashed; errors call what has one a ``row``."""
+    """Return ids as plain hashable values; ``row`` is the name of their owner in errors."""
     if set(map(type, column := list(column))) <= {str, int}:
         return column
     uids = [_one_value(value) for value in column]

@@ -40,18 +40,7 @@ class DataLengths(NamedTuple):
 
 
 def data_lengths(data: Any) -> DataLengths:
-    """Return the lengths of integers, or of a dataset in any form.
-
-    Reads only masks, and the tokens of examples that are lists of segments.
-
-    Raises:
-        DataError: no example, a length below 1, examples without token ids, padded examples,
-            columns of different lengths.
-        TypeError: something else, such as a tokenizer, a Batch or a single number.
-
-    >>> data_lengths([{"input_ids": [5, 6, 7]}, {"input_ids": [8]}]).lengths.tolist()
-    [3, 1]
-    """
+    """Return the lengths of integers, or of a dataset in any form, of which only masks are read."""
     lengths: Any
     patches, smallest, shared = None, 0, None
     if isinstance(data, Batch):
@@ -92,10 +81,7 @@ def _of_dataset(data: TokenizedDataset) -> np.ndarray | Ragged:
 
 
 def _of_source(source: Source) -> tuple[np.ndarray | Ragged, np.ndarray | None]:
-    """Return int64 [N], the tokens of each example or rollout; reads some rows at a time.
-
-    A Ragged of examples that are lists of segments, and the tokens that each segment shares.
-    """
+    """Return the tokens of each example, or segment, and those that each segment shares: int64."""
     names = next((names for names in _IDS if all(name in source.names for name in names)), _IDS[0])
     if source.is_arrow or isinstance(source.data, Mapping):
         _check_columns(source, names[0])

@@ -75,12 +75,7 @@ class ImageProcessing(NamedTuple):
     """Whether pixels are wanted, or only fields that follow from the sizes."""
 
     def expand(self, text: str, sources: Sequence[tuple[str, Any]]) -> Expansion:
-        """Write all placeholders of ``sources``: (name for messages, image) pairs.
-
-        Raises:
-            DataError: the number of placeholders is another one, or an image cannot be read or is
-                refused by the processor.
-        """
+        """Write all placeholders of ``sources``: (name for messages, image) pairs."""
         places = [match.span() for match in re.finditer(re.escape(self.placeholder), text)]
         if len(places) != len(sources):
             raise DataError(
@@ -182,12 +177,7 @@ class ImageProcessing(NamedTuple):
 
 
 def image_processing(processor: Any, files: ImageFiles, pixels: bool) -> ImageProcessing:
-    """Check that conversations of the processor are supported.
-
-    Raises:
-        TypeError: no processor with an ``image_processor``.
-        ValueError: a processor of another kind, or a slow tokenizer.
-    """
+    """Return how a processor expands conversations; ValueError if it is not supported."""
     layout = VisionLayout.of(processor)
     name = type(processor).__name__
     if layout.family_name in _WITHOUT_CHATS:

@@ -40,11 +40,7 @@ class ImageFiles(NamedTuple):
     """Height times width; None: the limit of PIL (``PIL.Image.MAX_IMAGE_PIXELS``)."""
 
     def load(self, source: Any, where: str) -> Any:
-        """Return the decoded PIL image, upright by its EXIF orientation, in its own mode.
-
-        Raises:
-            DataError: no readable image; the message begins with ``where``.
-        """
+        """Return the decoded PIL image, upright by its EXIF orientation, in its own mode."""
         with self._opened(source, where) as image, _decoding(where):
             upright = _package().ImageOps.exif_transpose(image)
         _check_depth(upright, where)
@@ -170,12 +166,7 @@ class ImageFiles(NamedTuple):
 
 
 def image_files(root: Any = None, max_pixels: int | None = None) -> ImageFiles:
-    """Check the options.
-
-    Raises:
-        ValueError: ``root`` is no folder, or ``max_pixels`` is above the limit of PIL.
-        TypeError: ``max_pixels`` is no integer.
-    """
+    """Return the checked folder and size limit of images."""
     if root is not None:
         if not os.path.isdir(root):
             raise ValueError(f"image_root must be a folder, got {str(root)!r}")

@@ -197,7 +197,7 @@ def test_an_epoch_is_an_int() -> None:
 
 
 def test_a_dataloader_that_does_not_fit_is_refused() -> None:
-    message = "has batch_size=2, but a PackedIterableDataset gives whole batches; build it with ba"
+    message = "has batch_size=2, but a PackedIterableDataset yields whole batches; build it with ba"
     with pytest.raises(ValueError, match=message):
         PrefetchLoader(DataLoader(make_stream(), batch_size=2))
     message = "the DataLoader has in_order=False, so the order of batches depends on the speed"

@@ -43,14 +43,8 @@ class ListColumn:
 
     def _of_arrow(self, chunk: pa.Array) -> tuple[np.ndarray, np.ndarray]:
         """Return where the lists of a chunk start in the buffer of its values, and this buffer."""
-        # Not flatten(): with one null row it copies the whole chunk. `.values` ignores the slice,
-        # and so do the offsets that belong to it.
-        values = chunk.values
-        width = getattr(chunk.type, "list_size", None)
-        if width is None:
-            offsets = chunk.offsets.to_numpy()
-        else:
-            offsets = np.arange(chunk.offset, chunk.offset + len(chunk) + 1) * width
+        values = chunk.values  # not flatten(): with one null row it copies the whole chunk
+        offsets = _outer_offsets(chunk)
         if chunk.null_count or _has_null(values, "values"):
             self._suspects[len(self._values)] = chunk
         self._is_in_bits = self.dtype == np.bool_
@@ -204,7 +198,7 @@ class NestedColumn:
             if isinstance(chunk, Nested):
                 rows, own = chunk.rows, chunk.offsets
             else:
-                own = _outer_offsets(chunk)
+                own = _outer_offsets(chunk).astype(np.int64)  # of all chunks they may be more
                 rows = chunk.values.slice(own[0], own[-1] - own[0])
                 if chunk.null_count:
                     first = sum(map(len, offsets)) - 1
@@ -257,21 +251,19 @@ class NestedColumn:
 
 
 def _outer_offsets(chunk: pa.Array) -> np.ndarray:
-    """Return where the lists of a chunk begin in its values, int64; ``.values`` is not sliced."""
+    """Return where the lists of a chunk begin in its values, which ignore that it is a slice."""
     width = getattr(chunk.type, "list_size", None)
     if width is None:
-        return np.asarray(chunk.offsets.to_numpy(), dtype=np.int64)
-    return np.arange(chunk.offset, chunk.offset + len(chunk) + 1, dtype=np.int64) * width
+        return np.asarray(chunk.offsets.to_numpy())
+    return np.arange(chunk.offset, chunk.offset + len(chunk) + 1) * width
 
 
 def _joined(
     values: list[Any], chunks: np.ndarray, starts: np.ndarray, stops: np.ndarray, dtype: Any
 ) -> np.ndarray:
-    """Join the spans: memoryviews take half the time of ndarrays.
-
-    At most 128 at a time: with 700 of them alive the garbage collector would start, which in a
-    process with many objects takes longer than all the copying.
-    """
+    """Join spans of ``values``: memoryviews take half the time of ndarrays."""
+    # At most 128 at a time: with 700 of them alive the garbage collector would start, which in a
+    # process with many objects takes longer than all the copying.
     one = len(values) == 1
     views = repeat(values[0], len(chunks)) if one else map(values.__getitem__, chunks.tolist())
     spans = zip(views, starts.tolist(), stops.tolist(), strict=True)

@@ -41,7 +41,7 @@ _MAX_COUNTED = 10_000_000  # rows whose lengths a repr adds up
 
 
 class _Columns(dict[str, Any]):
-    """Columns of a batch, which torch's own collate function takes for a list of examples."""
+    """Columns of a batch, with an error for torch's own collate function, which expects a list."""
 
     def __missing__(self, key: object) -> NoReturn:
         if key != 0:
@@ -99,7 +99,7 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
         self._read_from(kept_source(given, columns, train_all))
 
     def _read_from(self, source: Any) -> None:
-        """``source`` holds the kept columns and no others; it is what is pickled."""
+        """Read the columns of ``source``, which has the kept ones alone and is pickled."""
         self._source = source
         self._mapping: np.ndarray | None = None  # row of the dataset -> row of its table
         if is_a(source, "datasets", "Dataset"):

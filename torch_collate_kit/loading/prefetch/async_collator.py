@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class _Thread(threading.Thread):
-    """Builds one batch after the other, until it is told to end."""
+    """A thread that builds one batch after the other, until it is asked to end."""
 
     def __init__(self) -> None:
         # a daemon: the interpreter joins other threads before it exits, and a read may be stuck

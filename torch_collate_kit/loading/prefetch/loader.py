@@ -191,7 +191,7 @@ class PrefetchLoader:
                     return
                 num_empty += 1
                 if num_empty > _MAX_EMPTY_EPOCHS:
-                    raise StateError(f"{num_empty} epochs in a row had no batch; is there data?")
+                    raise StateError(f"{num_empty} epochs in a row had no batch; check the data")
         except BaseException as error:  # a break too: GeneratorExit
             self._leave(loop, error)
             raise
@@ -250,7 +250,7 @@ class PrefetchLoader:
             move()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the batches received so far, with what was left out of them.
+        """Return the position after the batches received so far, and the examples skipped in them.
 
         Small JSON. Any thread may ask, and a signal handler, at any moment.
         """

@@ -113,8 +113,8 @@ class _SampledLoader(_Loader):
         if type(num_examples) is int and num_examples != length:  # some would never be read
             raise ValueError(
                 f"the sampler was built for {num_examples} examples, the dataset has {length}; "
-                "build it with the dataset that is read (one over a part of the data takes order= "
-                "or torch's Subset)"
+                "build it with the dataset that is read (for a part of the data pass order=, or "
+                "read torch's Subset)"
             )
         self._sampler, self._dataset, self._steps = sampler, loader.dataset, _Steps()
         packing = getattr(loader.collate_fn, "packing", None)
@@ -197,7 +197,7 @@ class _StreamLoader(_Loader):
         if loader.batch_size is not None:
             raise ValueError(
                 f"the DataLoader has batch_size={loader.batch_size}, but a "
-                f"{type(stream).__name__} gives whole batches; build it with batch_size=None"
+                f"{type(stream).__name__} yields whole batches; build it with batch_size=None"
             )
         if not getattr(loader, "in_order", True):
             raise ValueError(
@@ -310,7 +310,7 @@ ResumableLoader: TypeAlias = _SampledLoader | _StreamLoader
 
 
 def resumable_loader(loader: Any, *, skips: bool) -> ResumableLoader:
-    """Return the loader to read; with ``skips`` it yields ``Collated`` without what fails."""
+    """Return the loader to read; with ``skips`` it leaves out examples that fail."""
     kind = type(loader).__name__
     if hasattr(loader, "state_dict"):
         raise TypeError(

@@ -19,7 +19,7 @@ _Outcomes: TypeAlias = tuple[Skipped | None, ...]
 
 
 class Collated(NamedTuple):
-    """A batch, and what was left out of it."""
+    """A batch, and the outcome of each example that was to be in it."""
 
     batch: Any
     outcomes: _Outcomes = ()
@@ -57,7 +57,7 @@ def _start_worker(
 
 
 class _SkippingCollate:
-    """Reads and collates the examples at some indices, or those of them that do not fail."""
+    """A collate function that reads and collates examples by index, but for those that fail."""
 
     def __init__(self, dataset: Any, collate: Callable[[Any], Any]) -> None:
         self._dataset, self._collate = dataset, collate
@@ -143,7 +143,7 @@ class SkippedExamples:
         self._in_a_row = in_a_row  # up to the last example read
 
     def with_batch(self, epoch: int, step: int, outcomes: _Outcomes) -> SkippedExamples:
-        """Return the examples with those of one more batch, logged; DataError if too many."""
+        """Return the examples after one more batch, log its skipped ones; DataError if too many."""
         skipped = [of for of in outcomes if of]
         if not skipped and not (self._in_a_row and outcomes):
             return self  # as nearly always

@@ -48,10 +48,7 @@ def prompt_trained(columns: AuditColumns) -> Found | None:
 
 @check("warning", "role_ids", of_most="note")
 def answer_partly_trained(columns: AuditColumns) -> Found | None:
-    """Find answers without their first tokens, their last ones, or some between.
-
-    White space and tags may belong to the prompt, and a hole with a control token to a tool.
-    """
+    """Find answers without their first tokens, their last ones, or some between."""
     if columns.are_rollouts:
         return None
     turns, trained = columns.turns, columns.trained
@@ -82,7 +79,7 @@ def answer_partly_trained(columns: AuditColumns) -> Found | None:
 
 @check("warning", "role_ids", of_most="note")
 def text_after_end_trained(columns: AuditColumns) -> Found | None:
-    """Find trained tokens after the token that ends an answer, pads apart."""
+    """Find trained tokens, other than pads, after the token that ends an answer."""
     turns = columns.turns
     after = np.minimum(turns.ends + 1, len(columns.ids) - 1)
     goes_on = turns.are_answers & (turns.ends >= 0) & (turns.ends + 1 < turns.limits)
@@ -104,12 +101,7 @@ def text_after_end_trained(columns: AuditColumns) -> Found | None:
 
 @check("warning", "role_ids", at_most=MOST)
 def wrong_end_token(columns: AuditColumns) -> Found | None:
-    """Find trained answers that end with another token than most answers do.
-
-    They have no end token before the next turn, or the one of two that a third at most have. A row
-    that stops within its answer is left to ``eos_truncated``, unless its last token is a control
-    token.
-    """
+    """Find trained answers that end with another token than most answers do."""
     turns, vocabulary = columns.turns, columns.vocabulary
     last = columns.last_trained_before(turns.stops)
     is_own = turns.are_answers & (last >= turns.begins) & ~turns.is_set_aside
@@ -118,7 +110,7 @@ def wrong_end_token(columns: AuditColumns) -> Found | None:
     token = columns.ids[places]
     is_late = np.isin(token, list(vocabulary.late_end_ids - {*vocabulary.end_ids}))
     is_control = np.isin(token, list(vocabulary.control_ids))
-    is_cut = (last == turns.row_ends - 1) & ~is_control
+    is_cut = (last == turns.row_ends - 1) & ~is_control  # left to eos_truncated
     is_wrong = is_own & ~ends_well & ~is_late & ~is_cut
     is_wrong &= ~columns.trained[np.minimum(turns.stops, len(columns.ids) - 1)] | (
         turns.stops == turns.row_ends
@@ -152,10 +144,7 @@ def answer_without_header(columns: AuditColumns) -> Found | None:
 
 @check("warning", "eos_id", of_rollouts="note")
 def empty_answer_trained(columns: AuditColumns) -> Found | None:
-    """Find trained answers of nothing but their end token, with white space maybe.
-
-    Without the headers of a chat template it is the whole target of a row, in a third at most.
-    """
+    """Find trained answers of nothing but their end token, and white space at most."""
     message = (
         "ROWS train an empty answer, which teaches the model to say nothing; drop them, or give "
         "the answers a text"

@@ -219,7 +219,7 @@ class AuditColumns:
 
     @cached_property
     def headers_of_turns(self) -> np.ndarray:
-        """int64, headers before an answer without those after thinking (gpt-oss)."""
+        """int64, headers before answers; not those that follow thinking (gpt-oss)."""
         return self.without_repeated(self.places_of(self.vocabulary.header_ids))
 
     def without_repeated(self, headers: np.ndarray) -> np.ndarray:
@@ -319,7 +319,7 @@ class AuditColumns:
         return self.found_at(self.starts[is_found], message, widths, severity=severity)
 
     def keep(self, is_found: np.ndarray, is_meant: Callable[[int], bool]) -> None:
-        """Set to False, in place, what a closer look at each of the few that are found rejects."""
+        """Set ``is_found`` to False, in place, where ``is_meant`` rejects the place."""
         for i in np.flatnonzero(is_found).tolist():
             is_found[i] = is_meant(i)
 

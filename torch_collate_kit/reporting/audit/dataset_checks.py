@@ -73,11 +73,7 @@ def images_not_checked(columns: AuditColumns) -> Found | None:
 
 @check("warning", "template", of_rows=False)
 def template_not_prefix_stable(columns: AuditColumns) -> Found | None:
-    """Find an earlier turn, or the prompt before an answer, that the template changes later on.
-
-    It concerns other data than this where no row trains an answer that another one follows, and of
-    the conversations with thinking where no row thinks.
-    """
+    """Find an earlier turn, or the prompt before an answer, that the template changes later on."""
     template = columns.vocabulary.template
     assert template is not None
     headers = columns.headers_of_turns
@@ -90,6 +86,7 @@ def template_not_prefix_stable(columns: AuditColumns) -> Found | None:
     for case, messages in (_CASES | _THINKING).items():
         drift = _drift(template, messages)
         if drift:
+            # else it concerns other data than this: without answers that another one follows
             concerns = case not in _THINKING or len(columns.places_of(*tags)) > 0
             matters = none_read or (len(rows) > 0 and concerns)
             message = (

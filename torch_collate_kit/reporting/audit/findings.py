@@ -19,7 +19,7 @@ _ROWS_SHOWN = 8
 
 
 class Found(NamedTuple):
-    """The rows that a check found, and one of them as text."""
+    """Rows found by a check, with one of them as text."""
 
     rows: np.ndarray
     """int64, the numbers of the rows in the user's data, each once."""
@@ -77,7 +77,7 @@ class Finding:
         return len(self.rows)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all of it in types that JSON has."""
+        """Return the whole as a dict that JSON can hold."""
         return {**vars(self), "count": self.count, "rows": self.rows.tolist()}
 
     def __str__(self) -> str:
@@ -129,7 +129,7 @@ class AuditReport:
         raise KeyError(f"{name!r} was not found; found were {self.names}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all of it in types that JSON has."""
+        """Return the whole as a dict that JSON can hold."""
         findings = [finding.to_dict() for finding in self.findings]
         checked = {"findings": findings, "not_checked": dict(self.not_checked)}
         return {"ok": self.ok, **vars(self), **checked}

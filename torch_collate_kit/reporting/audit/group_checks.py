@@ -14,7 +14,7 @@ _HARD = 0.8  # of the groups: more without variance is a warning; of hard prompt
 
 @check("warning", of_rollouts="note")
 def duplicates(columns: AuditColumns) -> Found | None:
-    """Find rows with the same tokens, all of them."""
+    """Find rows with exactly the same tokens."""
     heads = columns.heads
     counts = np.diff(heads, append=len(columns.lengths))
     lengths = np.add.reduceat(columns.lengths, heads)

@@ -23,13 +23,7 @@ _NONE = np.empty(0, dtype=np.int64)
 
 @check("error", "logprobs")
 def logprobs_shifted(columns: AuditColumns) -> Found | None:
-    """Find rollouts whose logprobs belong to the token before, or to the next one.
-
-    There are four kinds of evidence, and more than chance explains of each. Tokens of weight 0 have
-    the log-probability 0.0, as docs/contract.md asks for, and the zeros stand one column off. The
-    zero with which a shift fills up stands at one end of nearly all rows, or of a few where zeros
-    are rare. Or the values of a few rows fit the tokens beside their own better.
-    """
+    """Find rollouts whose logprobs belong to the token before, or to the next one."""
     is_zero = (columns.logprobs == 0) & ~np.repeat(columns.has_one_logprob, columns.lengths)
     evidence = _shifted_runs(columns, is_zero) or _shifted_ends(columns, is_zero)
     evidence = evidence or {
@@ -127,10 +121,7 @@ def _filled_ends(columns: AuditColumns, is_zero: np.ndarray) -> np.ndarray:
 
 
 def _unlike_their_tokens(columns: AuditColumns) -> np.ndarray:
-    """Return the first token of rows whose values fit better one column off.
-
-    Nothing is known of tokens where their means explain less than 2% of the variance of a sample.
-    """
+    """Return the first token of rows whose values fit better one column off."""
     places = columns.trained_places
     if columns.has_one_logprob.any():
         places = places[~columns.has_one_logprob[columns.rows_of(places)]]
@@ -138,7 +129,7 @@ def _unlike_their_tokens(columns: AuditColumns) -> np.ndarray:
         return _NONE
     values, usual = _usual_values(columns, places[:_SAMPLED])
     if ((values - usual) ** 2).mean() > (1 - _EXPLAINED) * values.var():
-        return _NONE
+        return _NONE  # ids say too little about their values
     values, usual = _usual_values(columns, places)
     rows, errors = columns.rows_of(places), (values - usual) ** 2
     is_odd = np.zeros(len(columns.lengths), dtype=np.bool_)
@@ -155,10 +146,7 @@ def _unlike_their_tokens(columns: AuditColumns) -> np.ndarray:
 
 
 def _usual_values(columns: AuditColumns, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the values of these tokens, cut at -5, and the mean of the same ids elsewhere.
-
-    It is drawn to the mean of all tokens where an id is rare.
-    """
+    """Return values of tokens, cut at -5, and the mean of their id elsewhere, or of all if rare."""
     values = np.maximum(columns.logprobs[places].astype(np.float64), _LOWEST)
     tokens, mean = columns.ids[places], float(values.mean())
     sums, counts = np.bincount(tokens, weights=values), np.bincount(tokens)
@@ -180,10 +168,7 @@ def logprobs_constant(columns: AuditColumns) -> Found | None:
 
 @check("warning", "logprobs", at_most=FEW)
 def mask_disagrees_with_logprobs(columns: AuditColumns) -> Found | None:
-    """Find untrained tokens that were sampled, and trained ones that were not, by zeros.
-
-    In the other rows all untrained response tokens have 0.0, and hardly any of the trained ones.
-    """
+    """Find untrained tokens that were sampled, and trained ones that were not, by zeros."""
     is_zero, trained = columns.logprobs == 0, columns.trained
     is_named = columns.has_one_logprob | (columns.num_trained == 0)
     is_named[columns.rows_of(np.flatnonzero(columns.logprobs > _ROUNDING))] = True

@@ -50,12 +50,7 @@ def read_dataset(
     vision: VisionLayout | None,
     chat_setup: Callable[[], ChatSetup],
 ) -> AuditColumns:
-    """Return the rows of a dataset in any form.
-
-    Raises:
-        DataError: no row can be read, or the dataset is empty.
-        TypeError: no known form.
-    """
+    """Return the rows of a dataset in any form; DataError if none can be read."""
     source = Source(dataset, "dataset")
     kind = kind_of(source.names)
     if isinstance(dataset, Mapping) and kind is not None:
@@ -130,7 +125,7 @@ def _tokenized(
 
 @dataclass
 class _RowReader:
-    """Reads rows, some at a time, and halves what is refused until it is a single row."""
+    """A reader of blocks of rows, which halves a refused block until it is one row."""
 
     train_all: bool = False
     vision: VisionLayout | None = None
@@ -168,10 +163,7 @@ class _RowReader:
             return
         if found.images is not None:
             has_image[[*found.images.units]] = True
-        columns |= {"numbers": np.arange(start, stop), "has_image": has_image}
-        if found.segment_offsets is not None:
-            _open(columns, found.segment_offsets)
-        self._blocks.setdefault(_form(found), []).append(columns)
+        self._add(found, columns, np.arange(start, stop), has_image)
 
     def read_chats(
         self, rows: Sequence[tuple[int, Mapping[str, Any]]], image_token_id: int | None
@@ -191,9 +183,21 @@ class _RowReader:
         if image_token_id is not None:
             starts = np.cumsum(columns["lengths"]) - columns["lengths"]
             has_image |= np.logical_or.reduceat(columns["ids"] == image_token_id, starts)
-        columns |= {"numbers": np.array(numbers), "has_image": has_image}
-        if found.segment_offsets is not None:
-            _open(columns, found.segment_offsets)
+        self._add(found, columns, np.array(numbers), has_image)
+
+    def _add(
+        self,
+        found: ExampleColumns,
+        columns: dict[str, np.ndarray],
+        numbers: np.ndarray,
+        has_image: np.ndarray,
+    ) -> None:
+        """Keep a block of columns; what is of an example is repeated for each of its segments."""
+        columns |= {"numbers": numbers, "has_image": has_image}
+        if (offsets := found.segment_offsets) is not None:
+            for name in ("numbers", "has_image", "num_cut", "margins"):
+                columns[name] = np.repeat(columns[name], np.diff(offsets))
+            columns["segments"] = np.arange(offsets[-1]) - np.repeat(offsets[:-1], np.diff(offsets))
         self._blocks.setdefault(_form(found), []).append(columns)
 
     def columns(self) -> AuditColumns:
@@ -237,10 +241,7 @@ class _RowReader:
         return True
 
     def _flat(self, found: ExampleColumns) -> dict[str, np.ndarray]:
-        """Return the columns, after every value was checked as a collator checks it.
-
-        But not log-probabilities over 0, which are a finding of their own.
-        """
+        """Return the columns, checked as by a collator but for log-probabilities over 0."""
         values = {name: column.values for name, column in found.checked(limits=False).items()}
         lengths, num_actions = found.lengths, found.num_actions
         columns = {"ids": values["input_ids"], "lengths": lengths}
@@ -276,14 +277,6 @@ class _RowReader:
             uids = [known.setdefault(uid, len(known)) for uid in found.per_example["uids"]]
             columns["uids"] = np.array(uids, dtype=np.int64)
         return columns
-
-
-def _open(columns: dict[str, np.ndarray], offsets: np.ndarray) -> None:
-    """Repeat what is of an example for each of its segments, and number these."""
-    counts = np.diff(offsets)
-    for name in ("numbers", "has_image", "num_cut", "margins"):
-        columns[name] = np.repeat(columns[name], counts)
-    columns["segments"] = np.arange(offsets[-1]) - np.repeat(offsets[:-1], counts)
 
 
 def _are_pairs(examples: Any) -> bool:

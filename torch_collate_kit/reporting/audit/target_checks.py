@@ -85,7 +85,7 @@ def masks_all_one(columns: AuditColumns) -> Found | None:
 
 @check("warning", "header_ids")
 def generation_prompt_trained(columns: AuditColumns) -> Found | None:
-    """Find rows that train a token of the header, the white space around it apart."""
+    """Find rows that train a token of the header, other than white space around it."""
     width = len(columns.vocabulary.header_ids)
     headers = columns.headers_of_turns
     is_trained = columns.num_trained_in(headers, headers + width) > 0
@@ -99,7 +99,7 @@ def generation_prompt_trained(columns: AuditColumns) -> Found | None:
 
 @check("warning", "tokenizer")
 def empty_thinking_trained(columns: AuditColumns) -> Found | None:
-    """Find rows that begin what is trained of a turn with a thinking block without a text."""
+    """Find rows in which the trained part of a turn begins with an empty thinking block."""
     vocabulary, found = columns.vocabulary, []
     blocks = [(tag, f"{tag}>{space}</{tag}") for tag in THINKING_TAGS for space in _WHITE_SPACE]
     patterns = {
@@ -165,14 +165,10 @@ def prompt_longer_than_row(columns: AuditColumns) -> Found | None:
 
 @check("warning", "eos_id")
 def eos_truncated(columns: AuditColumns) -> Found | None:
-    """Find rows that were cut before, will be cut, or stop within their answer.
-
-    White space of a token or two may follow the end. A rollout that stops was stopped by the limit
-    of generation.
-    """
+    """Find rows that were cut before, will be cut, or stop within their answer."""
     has_target, last = columns.num_trained > 0, columns.last_trained
     ends_well = np.isin(columns.ids[last], list(columns.vocabulary.late_end_ids))
-    for i in (0, 1, 2):
+    for i in (0, 1, 2):  # white space may follow the end
         ends_well |= columns.is_end[np.maximum(last - i, columns.starts)]
     ends_well &= has_target
     is_cut = columns.num_cut > 0
@@ -184,6 +180,7 @@ def eos_truncated(columns: AuditColumns) -> Found | None:
         "as they stop without EOS": stops & ~is_cut,
         "which was cut off before, as num_cut_tokens says": is_cut,
     }
+    # a rollout that stops was stopped by the limit of generation
     is_stopped = columns.are_rollouts and not (is_beyond | is_cut).any()
     return columns.found_at(
         np.where(has_target, last, columns.ends - 1)[is_beyond | stops | is_cut],

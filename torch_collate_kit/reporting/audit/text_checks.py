@@ -23,17 +23,14 @@ _MOST_READ, _SAMPLED = 1000, 500_000  # rows that are tokenized again; tokens at
 
 @check("warning", "role_ids")
 def template_not_followed(columns: AuditColumns) -> Found | None:
-    """Find turns that are not as the template writes them, each kind in a third at most.
-
-    Not in rows with images, nor in responses of rollouts, whose environment may write anything.
-    """
+    """Find turns that are not as the template writes them, each kind in a third at most."""
     found: dict[str, np.ndarray] = {}
     num_rows = int(columns.in_rows(columns.turns.rows).sum())
     for find in (_control_tokens, _separators, _unfinished, _line_breaks, _cut_starts):
         for what, places in find(columns).items():
             rows = columns.rows_of(places)
             is_kept = ~columns.has_image[rows]
-            if columns.are_rollouts:
+            if columns.are_rollouts:  # in whose responses an environment may write anything
                 is_kept &= places < columns.responses[rows]
             if is_kept.any() and columns.in_rows(rows[is_kept]).sum() <= FEW * num_rows:
                 found[what] = places[is_kept]
@@ -88,7 +85,7 @@ def _separators(columns: AuditColumns) -> dict[str, np.ndarray]:
     texts = [turn for turn in which[~is_repeated].tolist() if is_text(turn)]
     return {
         "text stands between two turns": starts[texts],
-        "the end of a turn is there twice": starts[which[is_repeated]],
+        "a turn has its end twice": starts[which[is_repeated]],
     }
 
 
@@ -128,7 +125,7 @@ def _line_breaks(columns: AuditColumns) -> dict[str, np.ndarray]:
 
 
 def _cut_starts(columns: AuditColumns) -> dict[str, np.ndarray]:
-    """Return the starts of rows that do not begin with a header, BOS apart."""
+    """Return the starts of rows that begin with neither a header nor BOS and a header."""
     turns, vocabulary = columns.turns, columns.vocabulary
     rows, first = np.unique(turns.rows, return_index=True)
     starts, stops = columns.starts[rows], turns.starts[first]
@@ -143,11 +140,7 @@ def _cut_starts(columns: AuditColumns) -> dict[str, np.ndarray]:
 
 @check("warning", "role_ids", of_rollouts="note", of_most="note")
 def thinking_not_closed(columns: AuditColumns) -> Found | None:
-    """Find turns that begin with an opening tag and lack the closing one, or have it alone.
-
-    A rollout may be stopped while it thinks. The closing tag alone counts in a third of the rows at
-    most: before a line break, or where most turns with it have both.
-    """
+    """Find turns that begin with an opening tag and lack the closing one, or have it alone."""
     found = [_thinking_with_one_tag(columns, tag) for tag in THINKING_TAGS]
     unclosed, unopened = (np.concatenate(of) for of in zip(*found, strict=True))
     return columns.found_by(
@@ -259,10 +252,7 @@ def _replaced(columns: AuditColumns) -> np.ndarray:
 
 
 def _foreign(columns: AuditColumns) -> np.ndarray:
-    """Return the first token of rows with rare tokens that their own text is not tokenized to.
-
-    Rare are tokens by their counts in the first and the last 500,000.
-    """
+    """Return the first token of rows with rare tokens that their own text is not tokenized to."""
     sample = columns.ids
     if len(sample) > 2 * _SAMPLED:
         sample = np.concatenate([sample[:_SAMPLED], sample[-_SAMPLED:]])

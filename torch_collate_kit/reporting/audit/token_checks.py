@@ -69,15 +69,12 @@ def eos_masked_as_pad(columns: AuditColumns) -> Found | None:
 
 
 def _untrained_ends(columns: AuditColumns) -> np.ndarray:
-    """Return the tokens, int64, that end a trained answer and are not trained.
-
-    Of rollouts only the last token of a row: before a tool's answer the end may be the template's.
-    """
+    """Return the tokens, int64, that end a trained answer and are not trained."""
     turns, is_end, trained = columns.turns, columns.is_end, columns.trained
     places = np.flatnonzero(is_end[1:] & ~trained[1:] & trained[:-1] & ~is_end[:-1]) + 1
     if len(places):
         places = places[~np.isin(places, turns.ends[~turns.are_answers])]
-    if columns.are_rollouts:
+    if columns.are_rollouts:  # before a tool's answer the end may be the template's
         return places[np.isin(places, columns.ends - 1)]
     return places[~columns.begins_row(places)]
 
@@ -89,7 +86,7 @@ def _ends(columns: AuditColumns) -> str:
 
 @check("error", "pad_id")
 def pad_trained(columns: AuditColumns) -> Found | None:
-    """Find trained pads; of pads that are EOS too, all at the end of a row but the first."""
+    """Find trained pads; where the pad is the EOS, those after the first at the end of a row."""
     pad = columns.vocabulary.pad_id
     is_pad = columns.ids == pad
     if pad in columns.vocabulary.end_ids:

@@ -69,7 +69,7 @@ class Turns:
         return np.where(self.ends >= 0, self.ends, self.limits)
 
     def holding(self, places: np.ndarray) -> np.ndarray:
-        """Return the turn whose text holds each of these tokens, header and end apart; or -1."""
+        """Return the turn whose text, without header and end, holds each of these tokens; or -1."""
         which = np.searchsorted(self.starts, places, side="right") - 1
         if not len(self.starts):
             return which
@@ -88,10 +88,7 @@ class Turns:
 
     @cached_property
     def shifts(self) -> np.ndarray:
-        """int64 [M], tokens by which the mask of an answer is too late, or (below 0) early.
-
-        Both ends must be off by as much; 0 where they are not, and in rows of shifted labels.
-        """
+        """int64 [M], tokens by which a mask is late at both ends, below 0 early; else 0."""
         columns, trained = self.columns, self.columns.trained
         by = np.zeros(len(self.starts), dtype=np.int64)
         num_trained = columns.num_trained_in(self.expected, self.ends + 1)
@@ -117,8 +114,7 @@ class Turns:
     def expected(self) -> np.ndarray:
         """int64 [M], the first token of an answer that should be trained.
 
-        The rest of the generation prompt comes before it, or what most answers leave out, if that
-        is white space and tags.
+        Before it are the rest of the generation prompt, or tags that most answers leave out.
         """
         columns, vocabulary = self.columns, self.columns.vocabulary
         rest = vocabulary.prompt_ids[len(vocabulary.header_ids) :]

@@ -132,10 +132,7 @@ class Vocabulary:
         return header in text.partition(_THINKING)[2].partition(_ANSWER)[0]
 
     def ids_of_tag(self, tag: str) -> set[tuple[int, ...]]:
-        """Return the fewest ids that hold ``tag``, in several surroundings.
-
-        A tag is given without its last character, which may be merged with what follows.
-        """
+        """Return the fewest ids that hold ``tag``, given without ">", in several surroundings."""
         if self.tokenizer is None:
             return set()
         found: set[tuple[int, ...]] = _known(self.tokenizer, (self.size, tag), self._tag_ids, tag)
@@ -193,7 +190,7 @@ class Vocabulary:
 
 
 def _known(owner: Any, key: Any, make: Callable[..., Any], *arguments: Any) -> Any:
-    """Return what is made of ``arguments``, once for each key of ``owner``."""
+    """Return ``make(*arguments)``, called once for each key of ``owner``."""
     known = _KNOWN.setdefault(owner, {})
     if key not in known:
         known[key] = make(*arguments)
