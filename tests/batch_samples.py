@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 from typing import Any
 
 import numpy as np
@@ -203,3 +205,20 @@ def tensors_of(batch: Batch) -> list[torch.Tensor]:
 
 def storages_of(batch: Batch) -> set[int]:
     return {tensor.untyped_storage().data_ptr() for tensor in tensors_of(batch)}
+
+
+def functions_of_a_batch() -> set[str]:
+    """The names of public functions that take a Batch."""
+    found = set()
+    for module in ("", "rl", "losses", "attention", "preference", "reporting", "batch"):
+        of = importlib.import_module(f"torch_collate_kit{'.' if module else ''}{module}")
+        for name in of.__all__:
+            function = getattr(of, name)
+            if inspect.isfunction(function) and "atch" in str(inspect.signature(function)):
+                found.add(f"{module}.{name}" if module not in ("", "batch") else name)
+    return found
+
+
+def members_of_a_batch() -> set[str]:
+    """The names of its public methods and properties."""
+    return {name for name in dir(Batch) if not name.startswith("_")} - {"metadata"}

@@ -5,8 +5,6 @@ The rows hold the same examples in the same order, so fields per token are equal
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.batch_samples import functions_of_a_batch, members_of_a_batch
 from tests.tiny_models import tiny_model
 from torch_collate_kit import (
     Batch,
@@ -135,6 +134,18 @@ MEMBERS: dict[str, Callable[[Batch], Any]] = {
     "explain": lambda b: [{**one, "cell": 0, "segment": 0} for one in b.explain(1).records()],
     "plot": lambda b: b.plot().get_title().split(" tokens")[0][-2:],
 }
+
+
+def refusal(call: Callable[..., Any], *arguments: Any) -> str | None:
+    """Which of these reasons the call is refused for; None if it is not."""
+    try:
+        call(*arguments)
+    except ValueError as error:
+        reasons = ("share_prefixes", "not a shard", "weights")
+        return next(of for of in reasons if of in str(error))
+    return None
+
+
 # Values of their own: what they are is said here, for (shared, plain).
 OWN: dict[str, tuple[Callable[[Batch], Any], Any, Any]] = {
     "num_cells": (lambda b: b.num_cells, 16, 30),
@@ -142,6 +153,13 @@ OWN: dict[str, tuple[Callable[[Batch], Any], Any, Any]] = {
     "nbytes": (lambda b: b.nbytes > 0, True, True),
     "placement": (lambda b: b.placement.tree_width, 8, 0),
     "model_inputs": (lambda b: b.model_inputs("sdpa")["input_ids"].shape[1], 8, 15),
+    "context_shard": (lambda b: refusal(b.context_shard, 0, 1), "share_prefixes", None),
+    "context_inputs": (
+        lambda b: refusal(b.context_inputs, "ulysses", 1),
+        "share_prefixes",
+        "weights",
+    ),
+    "cells": (lambda b: refusal(lambda: b.cells), "not a shard", "not a shard"),
 }
 NOT_OF_A_BATCH = {
     "pack",
@@ -150,6 +168,7 @@ NOT_OF_A_BATCH = {
     "rl.mini_batch_boundaries",
     "check_isolation",  # tests/test_isolation_trees.py
     "attention.check_isolation",
+    "attention.context_join",  # of shards
 }
 
 
@@ -177,17 +196,10 @@ def test_cells_are_fewer(name: str) -> None:
 
 
 def test_the_table_names_all_that_takes_a_batch() -> None:
-    found = set()
-    for module in ("", "rl", "losses", "attention", "preference", "reporting", "batch"):
-        of = importlib.import_module(f"torch_collate_kit{'.' if module else ''}{module}")
-        for name in of.__all__:
-            function = getattr(of, name)
-            if inspect.isfunction(function) and "atch" in str(inspect.signature(function)):
-                found.add(f"{module}.{name}" if module not in ("", "batch") else name)
     named = {*FUNCTIONS, *(name.rpartition(".")[2] for name in FUNCTIONS)}
+    found = functions_of_a_batch()
     assert found - named == NOT_OF_A_BATCH & found
-    members = {name for name in dir(Batch) if not name.startswith("_")}
-    assert members - {"metadata"} == {*MEMBERS, *OWN}
+    assert members_of_a_batch() == {*MEMBERS, *OWN}
 
 
 def test_digests_differ_from_those_of_plain_rows() -> None:

@@ -17,6 +17,7 @@ from torch_collate_kit.attention.models import (
 )
 from torch_collate_kit.attention.tree_segments import branches_of
 from torch_collate_kit.batch import Batch
+from torch_collate_kit.batch.context_shards import refuse_shard
 from torch_collate_kit.batch.dense import mrope_positions
 from torch_collate_kit.batch.model_kind import ModelKind, config_of
 from torch_collate_kit.batch.trees import shares_prefixes
@@ -72,6 +73,8 @@ def read_inputs(
     model: nn.Module, batch: Batch | Mapping[str, Any], vision: VisionLayout | None
 ) -> PackedInputs:
     """Read segments and images; refuse inputs that do not fit each other or the model."""
+    if isinstance(batch, Batch):
+        refuse_shard(batch.stored(), "checked alone", "pass the whole batch")
     inputs, vision = _model_inputs(model, batch, vision)
     branches = isinstance(batch, Batch) and shares_prefixes(batch) and branches_of(batch)
     segments = RowSegments(*branches) if branches else find_segments(inputs)

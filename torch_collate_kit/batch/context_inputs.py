@@ -99,16 +99,16 @@ def _check_rows(stored: Storage, placement: Placement, framework: str, known: _F
     if len(packed) and not known.reads_positions:
         raise ValueError(
             f"row {packed[0]} has {counts[packed[0]]} examples, and {framework} drops the mask "
-            "that keeps them apart; use PackingOptions(max_sequences_per_row=1), PaddedCollator, or "
+            "that keeps them apart; use PackingOptions(max_sequences_per_row=1), padded rows, or "
             'for packed rows "ulysses", or batch.context_shard()'
         )
 
 
 def _check_targets(batch: Mapping[str, Any], stored: Storage, framework: str) -> None:
     """Refuse targets that labels cannot express."""
-    if "labels" not in batch:
+    if "response_mask" in batch:
         raise ValueError(
-            f"{framework} gets labels, and rollouts have none, so their rewards would be lost; use "
+            f"{framework} gets labels alone, so the rewards of rollouts would be lost; use "
             "batch.context_shard(), and token_loss or token_logps"
         )
     weights: Any = stored.columns.values.get("loss_weights")

@@ -62,7 +62,8 @@ def shard_of(storage: Storage, rank: int, size: int, layout: str) -> Storage:
         "cu_seq_lens": torch.from_numpy(runs.bounds.astype(np.int32)),
         "cu_seq_lens_local": torch.from_numpy(runs.local.astype(np.int32)),
     }
-    return Storage(columns, given, row_metadata, {**storage.metadata, **boundaries})
+    metadata = {**storage.metadata, **boundaries, "response_length": runs.width}
+    return Storage(columns, given, row_metadata, metadata)
 
 
 def _check(storage: Storage, rank: int, size: int) -> None:
@@ -198,10 +199,15 @@ def _columns_of(storage: Storage, runs: _Runs) -> Columns:
         if isinstance(spec, PerToken) and name not in inputs:
             specs[name] = PerTarget(spec.dtype, spec.pad, spec.shape)
         values[name] = _picked(column.values, runs, placement, specs[name].count, offsets)
-    _add_targets(columns, runs, specs, values, offsets)
+    _add_targets(columns, runs, specs, values)
     names = [_TARGETS_FOR.get(name, name) for name in columns.names]
     if "targets" not in names:
         names.insert(names.index("loss_mask") if "loss_mask" in names else 1, "targets")
+    if "loss_mask" in storage.given:  # it may train tokens that had no target
+        ids = columns.values["input_ids"].values
+        names.append("target_ids")
+        specs["target_ids"] = PerTarget(torch.int64)
+        values["target_ids"] = _picked(ids, runs, placement, "targets", offsets)
     kept = tuple(name for name in dict.fromkeys(names) if name not in _DROPPED)
     local = _placement_of(storage, runs, offsets)
     return Columns.of(values, specs, kept, local, device=columns.segments["num_segments"].device)
@@ -224,7 +230,6 @@ def _add_targets(
     runs: _Runs,
     specs: dict[str, Any],
     values: dict[str, Any],
-    offsets: np.ndarray,
 ) -> None:
     """Add the ids that cells predict, -100 where that is not trained, and their weights."""
     if "labels" in values:

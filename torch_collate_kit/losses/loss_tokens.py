@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_collate_kit.batch import IGNORE_INDEX, Batch
+from torch_collate_kit.batch.context_shards import refuse_shard
 from torch_collate_kit.ragged import Ragged
 
 
@@ -115,6 +116,7 @@ def _num_examples(batch: Any) -> int:
             f"global_num_examples needs a Batch or a list of these, got {type(batch).__name__}; "
             "pass the Batch that the collator returned"
         )
+    refuse_shard(batch.stored(), "counted by examples", "count the batch, group= its data ranks")
     starts = batch.row_metadata.get("example_starts")
     if not isinstance(starts, Ragged):
         raise ValueError(

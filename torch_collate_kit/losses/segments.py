@@ -15,6 +15,7 @@ from torch import Tensor
 
 from torch_collate_kit._checks import checked_bool, checked_choice
 from torch_collate_kit.batch import Batch
+from torch_collate_kit.batch.context_shards import refuse_shard
 from torch_collate_kit.batch.trees import cells_of_rows, shares_prefixes, token_width
 from torch_collate_kit.batch.unpacking import segment_spans
 from torch_collate_kit.losses.model_outputs import check_floats, widened
@@ -167,6 +168,7 @@ def _sums_by_key(values: Any, batch: Any, name: str, per: str) -> list[tuple[Any
 
 def _keys(batch: Batch, name: str) -> tuple[list[Any], np.ndarray]:
     """Return the field's value of each example, and the example of each segment, int64 [S]."""
+    refuse_shard(batch.stored(), "read by examples", "join values with attention.context_join()")
     per_row, numbers = (batch.row_metadata.get(k) for k in (name, "segment_numbers"))
     counts = batch.row_metadata["example_indices"].lengths
     num_segments = int(counts.sum())

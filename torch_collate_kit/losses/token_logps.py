@@ -62,14 +62,17 @@ def token_logps(
     check_floats("logits", logits)
     check_batch(batch)
     check_head(logits, head, logit_softcap)
-    mask, ids = batch["loss_mask"], batch["input_ids"]
-    logits = in_rows(logits, *ids.shape)
-    check_fit(logits, ids, mask.shape[1], from_batch=not shares_prefixes(batch))
-    ids = batch["targets"] if is_shard(batch) else ids_of_tokens(batch)
+    mask, cells = batch["loss_mask"], batch["input_ids"]
+    logits = in_rows(logits, *cells.shape)
+    check_fit(logits, cells, mask.shape[1], from_batch=not shares_prefixes(batch))
+    if is_shard(batch):
+        name, ids = "targets", batch.get("target_ids", batch["targets"])
+    else:
+        name, ids = "labels", ids_of_tokens(batch)
     targets = trained_values(ids, batch)
     taken = predicting(logits, trained_cells(batch), mask.shape[1], batch)
-    if "labels" in batch:
-        labels = trained_values(batch["labels"], batch)
+    if name in batch:
+        labels = trained_values(batch[name], batch)
         targets = torch.where(labels == IGNORE_INDEX, targets, labels)
     if head is not None:
         return linear_logps(taken, head.weight, head.bias, targets, logit_softcap)

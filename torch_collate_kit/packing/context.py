@@ -41,13 +41,11 @@ def slices_of_rank(bounds: np.ndarray, num_rows: int, rank: int, size: int, layo
         whole = np.arange(num_rows + 1) * (int(whole[-1]) // max(num_rows, 1))
     lengths = np.diff(whole)
     parts = _num_parts(size, layout)
-    _check_divides(lengths, parts, layout)
-    part = lengths // parts
+    _check_divides(lengths, parts, layout, size)
+    part = per_run = lengths // parts
     taken = [rank] if parts == size else [rank, parts - 1 - rank]
     if parts > size and rank == size - 1:  # neighbours in the middle
         taken, per_run = [rank], 2 * part
-    else:
-        per_run = part
     begins = (whole[:-1, None] + part[:, None] * np.array(taken)).ravel()
     ends = begins + np.repeat(per_run, len(taken))
     if layout != "zigzag":
@@ -62,11 +60,10 @@ def _num_parts(size: int, layout: str) -> int:
     return size if layout == "contiguous" or size == 1 else 2 * size
 
 
-def _check_divides(lengths: np.ndarray, parts: int, layout: str) -> None:
+def _check_divides(lengths: np.ndarray, parts: int, layout: str, size: int) -> None:
     wrong = np.flatnonzero(lengths % parts)
     if not len(wrong):
         return
-    size = parts if layout == "contiguous" else parts // 2
     found = int(lengths[wrong[0]])
     what = f"segment {wrong[0]} has {found} cells"
     if layout != "zigzag":
@@ -112,7 +109,7 @@ def attention_work(bounds: np.ndarray, num_rows: int, size: int, layout: str) ->
     rows = np.arange(num_rows + 1) * (int(bounds[-1]) // max(num_rows, 1))
     whole = bounds if layout == "zigzag" else rows
     lengths = np.diff(whole)
-    _check_divides(lengths, num_parts, layout)
+    _check_divides(lengths, num_parts, layout, size)
     inside = (lengths // num_parts)[:, None] * np.arange(num_parts + 1)
     if layout == "zigzag":
         seen = _triangle(inside)

@@ -14,7 +14,13 @@ from torch import Tensor
 
 from torch_collate_kit._checks import checked_optional_int
 from torch_collate_kit._reprs import plural
-from torch_collate_kit.batch.fields import IGNORE_INDEX, PerExample, PerResponseToken, PerToken
+from torch_collate_kit.batch.fields import (
+    IGNORE_INDEX,
+    PerExample,
+    PerResponseToken,
+    PerTarget,
+    PerToken,
+)
 from torch_collate_kit.batch.showing.cells import Cells, cells_of
 from torch_collate_kit.batch.showing.tables import html_table, text_table
 from torch_collate_kit.batch.storage import Storage
@@ -23,7 +29,8 @@ from torch_collate_kit.ragged import Ragged
 _MAX_TEXT = 32
 _LEFT = ("text",)
 _TRAINED = "background:#009E7344;font-weight:bold"
-_TITLES = {"input_ids": "id", "position_ids": "position", "labels": "label"}
+_TITLES = {"input_ids": "id", "position_ids": "position", "labels": "label", "targets": "target"}
+_NO_TARGET = (("label", IGNORE_INDEX), ("target", IGNORE_INDEX), ("weight", 0))
 _UNSHOWN = ("loss_weights", "loss_mask", "attention_mask", "response_mask", "router_padding_mask")
 _GROUPS = ("uids", "trajectory_ids")  # of rollouts, whatever they are made of
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # a byte in a SentencePiece vocabulary
@@ -127,7 +134,7 @@ def _columns_of(
         columns["segment"] = cells.segments[0].tolist()
     for field, name in _TITLES.items():
         values: Any = one.get(field)
-        if in_tree is not None and field != "labels":  # [1, W] of cells, tokens first in the row
+        if in_tree is not None and field in ("input_ids", "position_ids"):  # of cells, [1, W]
             values = F.pad(values[:, in_tree], (0, width - len(in_tree)))
         columns[name] = _of_cells(values, width, [width])
     weights = _of_cells(one.get("loss_mask"), width, range(width + 1))
@@ -150,7 +157,7 @@ def _values_of(
     spec = stored.columns.specs.get(name)
     if isinstance(spec, PerExample):
         return _of_examples(one[name][0].tolist(), stored, cells)
-    is_per_token = isinstance(spec, PerToken | PerResponseToken)
+    is_per_token = isinstance(spec, PerToken | PerResponseToken | PerTarget)
     if not is_per_token and (spec is not None or name not in stored.given):
         return None
     width, mask = cells.kinds.shape[1], one.get("loss_mask")
@@ -177,9 +184,10 @@ class Explanation:
     segments that share prefixes have in common;
     ``example``, its number in the collator's call, ``part``, which of its segments, of examples
     with several, and ``segment``, its number in the row; ``id``;
-    ``text``, with a tokenizer; ``position``; ``label``; ``weight`` of the loss, before it is
-    divided and times that of its example; and other fields with values per token, response token
-    or example, texts too, None where there is none. ``len()`` is the number of tokens.
+    ``text``, with a tokenizer; ``position``; ``label``, or of a context shard ``target``, the id
+    that the cell predicts; ``weight`` of the loss, before it is divided and times that of its
+    example; and other fields with values per token, response token or example, texts too, None
+    where there is none. ``len()`` is the number of tokens.
 
     >>> import torch
     >>> from torch_collate_kit.batch import Batch
@@ -259,7 +267,7 @@ def _skipped(expected: int | None, cell: int | None) -> list[str]:
 
 
 def _cell_text(name: str, value: Any) -> str:
-    if value is None or (name, value) in (("label", IGNORE_INDEX), ("weight", 0)):
+    if value is None or (name, value) in _NO_TARGET:
         return "-"
     if isinstance(value, float):
         return f"{value + 0.0:.4g}"  # no -0
