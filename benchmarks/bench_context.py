@@ -5,9 +5,9 @@ Claimed: the shard of a rank in at most 10 ms per million tokens of the batch.
     python benchmarks/bench_context.py
 
 Lengths of real conversations, packed in rows of 32,768 cells for 8 context ranks, with 0/1 weights.
-"shard" is ``context_shard``, "fields" makes all dense fields of that shard, "paths" finds the keys of
-its cells in those of all ranks, which ``model_inputs`` of a shard needs. Times are of the slower one
-of ranks 0 and 7, of the CPU, in one thread.
+"shard" is ``context_shard``, "fields" makes all dense fields of that shard, "paths" finds the keys
+of its cells in those of all ranks, which ``model_inputs`` of a shard needs. Times are those of rank
+0 or 7, whichever is slower, of the CPU, in one thread.
 """
 
 from __future__ import annotations
