@@ -35,7 +35,8 @@ from torch_collate_kit import (
 from torch_collate_kit.packing.trees import Trees, trees_of
 
 _ROW, _DIALOGUES = 32_768, 30
-Examples = list[dict[str, Any]]
+Example = dict[str, Any]
+Examples = list[Example]
 
 
 def dialogues(folder: Path) -> Examples:
@@ -74,35 +75,32 @@ def trees(groups: Sequence[Sequence[np.ndarray]]) -> Trees:
     return trees_of(ids, np.append(0, np.cumsum(lengths)), examples)
 
 
-def cut_to(segments: list[np.ndarray], max_tokens: int) -> list[list[np.ndarray]]:
-    """Runs of segments whose trees fit in a row each; segments that do not fit are left out."""
-    runs: list[list[np.ndarray]] = [[]]
-    for ids in segments:
-        if len(ids) > max_tokens:
-            continue
-        if runs[-1] and int(trees([[*runs[-1], ids]]).num_cells[0]) > max_tokens:
-            runs.append([])
-        runs[-1].append(ids)
-    return [run for run in runs if run]
+def fitting(example: Example, max_tokens: int) -> Example:
+    """Leave out the segments that are longer than a row by themselves."""
+    fits = [len(ids) <= max_tokens for ids in example["input_ids"]]
+    return {
+        name: [of for of, fit in zip(column, fits, strict=True) if fit]
+        for name, column in example.items()
+    }
 
 
 def cells(report: Report, examples: Examples) -> None:
-    groups = [example["input_ids"] for example in examples]
-    rows = []
+    rows, num_segments = [], sum(len(example["input_ids"]) for example in examples)
     for max_tokens in (_ROW, 8192):
-        parts = [run for group in groups for run in cut_to(group, max_tokens)]
-        whole = trees(parts)
-        count, total = int(whole.num_cells.sum()), len(whole.cells)
-        num_cut = sum(len(cut_to(group, max_tokens)) > 1 for group in groups)
-        kept = f"{len(whole.depths)} of {sum(map(len, groups))}"
-        rows.append([f"{max_tokens:,}", kept, f"{num_cut}", f"{total:,}", f"{count:,}"])
-        rows[-1].append(f"{len(whole.cells) / count:.2f}")
+        kept = [of for example in examples if (of := fitting(example, max_tokens))["input_ids"]]
+        packing = {"max_tokens": max_tokens, "share_prefixes": True, "overflow": "split"}
+        batch = PackedCollator(0, **packing)(kept)
+        total, count = batch.step.num_tokens, batch.metadata["step_num_filled_cells"]
+        found = f"{sum(batch.metadata['num_segments'])} of {num_segments}"
+        rows.append([f"{max_tokens:,}", found, f"{batch.metadata['num_cut']}"])
+        rows[-1] += [f"{total:,}", f"{count:,}", f"{total / count:.2f}"]
         if max_tokens == _ROW:
-            report.target("tokens for each cell, rows of 32,768", len(whole.cells) / count, "x", 9)
+            report.target("tokens for each cell, rows of 32,768", total / count, "x", 9)
     header = ["max_tokens", "segments", "dialogues cut", "tokens", "cells", "tokens per cell"]
     note = (
-        f"{len(groups)} airline dialogues of tau-bench. A tree that is larger than a row is cut "
-        "between segments, and each part has its prefix again; longer segments are left out."
+        f"{len(examples)} airline dialogues of tau-bench. A tree that is larger than a row is cut "
+        'between segments (`overflow="split"`), and each run has its prefix again; segments that '
+        "are longer than a row by themselves are left out."
     )
     report.table("Cells", header, rows, note)
 

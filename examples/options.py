@@ -17,12 +17,13 @@ from trained_model import NAMES
 MAY_CHANGE = {
     *("--output-dir", "--checkpoint-every", "--keep-checkpoints", "--resume"),
     *("--num-workers", "--prefetch", "--threads", "--log-with", "--loss-per"),
+    "--context-parallel",  # as long as --align is the same
 }
 # Options that must be 1 or more; other numbers must be 0 or more.
 COUNTS = {
     *("batch_size", "batch_rows", "rows_per_micro_batch", "rows_multiple_of", "max_tokens"),
     *("num_conversations", "epochs", "max_steps", "keep_checkpoints", "threads"),
-    *("lora", "lora_alpha"),
+    *("lora", "lora_alpha", "context_parallel", "align"),
 }
 
 
@@ -101,6 +102,8 @@ def parse_arguments(
             setattr(args, name, value)
     if args.batch_rows:
         args.batch_size = None
+    if args.align is None:
+        args.align = 1 if args.context_parallel == 1 else 2 * args.context_parallel
     args.cpu |= parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available()
     given = {named[name]: str(value) for name, value in vars(args).items()}
     args.run = {name: value for name, value in given.items() if name not in MAY_CHANGE}
@@ -115,6 +118,8 @@ def check_adapters_and_layout(args: argparse.Namespace) -> None:
     """Refuse options that contradict each other, and adapters without their package."""
     if args.compile and args.no_packing:
         fail("--compile: padded rows differ in width from batch to batch; leave out --no-packing")
+    if args.context_parallel > 1:
+        check_context_parallel(args)
     if args.batch_rows and args.no_packing:
         fail(f"--batch-rows {args.batch_rows}: padded rows are as many as --batch-size")
     if args.lora and not args.model:
@@ -123,3 +128,19 @@ def check_adapters_and_layout(args: argparse.Namespace) -> None:
         fail(f"--lora-alpha {args.lora_alpha}: there are no adapters without --lora")
     if args.lora and importlib.util.find_spec("peft") is None:
         fail(f'--lora {args.lora}: needs peft; pip install "torch_collate_kit[lora]"')
+
+
+def check_context_parallel(args: argparse.Namespace) -> None:
+    """Refuse options that rows shared by several ranks do not have; choose their attention."""
+    given = f"--context-parallel {args.context_parallel}"
+    if args.no_packing:
+        fail(f"{given}: the segments of packed rows are cut; leave out --no-packing")
+    if args.compile:
+        fail(f"{given}: ranks exchange keys in every layer, which is not compiled; no --compile")
+    if args.attention not in ("auto", "torch_varlen"):
+        fail(f"{given}: needs --attention torch_varlen, which sees the keys of all ranks")
+    if args.align % (2 * args.context_parallel):
+        fail(
+            f"--align {args.align}: must be a multiple of {2 * args.context_parallel} with {given}"
+        )
+    args.attention = "torch_varlen"

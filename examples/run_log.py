@@ -76,17 +76,16 @@ class RunLog:
         waited = self.loader.wait_seconds - self.took["wait_seconds"]
         took: dict[str, Any] = {
             "tokens": parts[0].step.num_tokens,  # of all ranks, as the cells
-            "cells": parts[0].step.num_cells,
+            "cells": (cells := parts[0].step.num_cells),
+            "filled_cells": round(cells * (1 - parts[0].step.padding)),  # without pads
             "seconds": self.ended - began,
             "wait_seconds": waited,
         }
         self.took.update(took)
         record = {"loss": loss, "learning_rate": learning_rate, "grad_norm": grad_norm, **took}
-        record |= {**_rates(took), "cost_balance": _cost_balance(parts[0], self.args.num_ranks)}
+        record |= {**_rates(took), "cost_balance": _cost_balance(parts[0], self.args.layout.dp)}
         if self.peak is not None:
-            lengths = torch.cat([part["sub_seq_lengths"].values for part in parts]).cpu()
-            trained = sum(int(part.row_metadata["num_trained"].values.sum()) for part in parts)
-            flops = _flops(lengths, trained, self.model)
+            flops = _flops(parts, self.model) / self.args.layout.cp
             record["mfu"] = flops / took["seconds"] / self.peak
         if self.accelerator.device.type == "cuda":
             record["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
@@ -115,7 +114,7 @@ class RunLog:
         if not self.is_main:
             return {}
         records = _read(self.args.output_dir)
-        names = ("tokens", "cells", "seconds", "wait_seconds")
+        names = ("tokens", "cells", "filled_cells", "seconds", "wait_seconds")
         sums = {name: sum(record[name] for record in records) for name in names}
         found = {"steps": len(records), "train_seconds": sums["seconds"], **sums, **_rates(sums)}
         del found["seconds"]
@@ -171,20 +170,27 @@ def _read(folder: Path) -> list[dict[str, Any]]:
 
 
 def _rates(took: Mapping[str, float]) -> dict[str, float]:
-    """Derive speed and padding from tokens, cells and seconds."""
-    efficiency = took["tokens"] / took["cells"]
-    return {
+    """Derive speed and padding from tokens, cells and seconds.
+
+    Of rows that share prefixes also the tokens of a cell: a token counts in each of its contexts.
+    """
+    efficiency = took["filled_cells"] / took["cells"]
+    rates = {
         "tokens_per_second": took["tokens"] / took["seconds"],
         "packing_efficiency": efficiency,
         "padding": 1 - efficiency,
     }
+    if took["tokens"] > took["filled_cells"]:
+        rates["tokens_per_cell"] = took["tokens"] / took["filled_cells"]
+    return rates
 
 
 def _filled(rates: Mapping[str, float]) -> str:
-    """Return the padding in words, or of rows that share prefixes the tokens of a cell."""
-    if rates["padding"] >= 0:
-        return f"{rates['padding']:.0%} padding"
-    return f"{rates['packing_efficiency']:.2f} tokens per cell"
+    """Return the padding in words, and of rows that share prefixes the tokens of a cell."""
+    shared = (
+        f"{rates['tokens_per_cell']:.2f} tokens per cell, " if "tokens_per_cell" in rates else ""
+    )
+    return f"{shared}{rates['padding']:.0%} padding"
 
 
 def _cost_balance(batch: kit.Batch, num_ranks: int) -> float:
@@ -203,21 +209,27 @@ def _known_peak(model: Any, device: torch.device) -> tuple[float | None, str | N
     if len(trained) < len(list(model.parameters())) and not all("lora_" in n for n in trained):
         return None, "some weights are frozen, and not all that are trained are adapters"
     try:
-        _flops(np.ones(1), 0, model)
+        _flops([], model)
     except ValueError as error:
         return None, str(error)
     name = torch.cuda.get_device_name(device)
     return peak_flops(name), None if peak_flops(name) else f"the peak of {name} is not known"
 
 
-def _flops(lengths: npt.ArrayLike, num_trained: int, model: Any) -> float:
-    """Return the FLOPs of examples, forward and backward; the head sees trained tokens only."""
+def _flops(parts: list[kit.Batch], model: Any) -> float:
+    """Return the FLOPs of micro-batches; only trained tokens pass a head of their own."""
     parameters = list(model.parameters())
     trained = [parameter.numel() for parameter in parameters if parameter.requires_grad]
-    options = {"num_head_tokens": num_trained if model.through_head else None}
+    none = np.zeros(0, dtype=np.int64)
+    lengths = [none, *(part["sub_seq_lengths"].values.cpu().numpy() for part in parts)]
+    shares = [part.row_metadata.get("shared_lengths") for part in parts]
+    shared = [none, *(of.values for of in shares if of is not None)]
+    num_trained = sum(int(part.row_metadata["num_trained"].values.sum()) for part in parts)
+    options: dict[str, Any] = {"num_head_tokens": num_trained if model.through_head else None}
+    options["shared_lengths"] = np.concatenate(shared) if len(shared) > 1 else 0
     if len(trained) < len(parameters):
         options["num_adapter_parameters"] = sum(trained)
-    return flops_per_step(model.model.config, lengths, **options)
+    return flops_per_step(model.model.config, np.concatenate(lengths), **options)
 
 
 def _plot_loss(summary: Mapping[str, float], folder: Path) -> None:
@@ -262,18 +274,21 @@ def flops_per_step(
     config: Any,
     lengths: npt.ArrayLike,
     *,
+    shared_lengths: npt.ArrayLike = 0,
     num_head_tokens: int | None = None,
     num_adapter_parameters: int | None = None,
 ) -> float:
     """Return the FLOPs of the forward and backward pass over examples of these true lengths.
 
+    Tokens at their beginnings that they share with others, `shared_lengths`, are computed once.
     The cost of the layers is that of `kit.ModelCost`; attention, 6 per token squared and entry of a
     key and a value, is known in FLOPs, and so its unit. Only `num_head_tokens` pass the head. With
     LoRA adapters a frozen weight costs 4 per token in place of 6. ValueError for layers whose cost
     is not known, and for adapters beside experts.
     """
     lengths_N, text = np.asarray(lengths, dtype=np.int64), config.get_text_config()
-    num_tokens, cost = int(lengths_N.sum()), kit.ModelCost.of(text)
+    shared_N = np.broadcast_to(np.asarray(shared_lengths, dtype=np.int64), lengths_N.shape)
+    num_tokens, cost = int((lengths_N - shared_N).sum()), kit.ModelCost.of(text)
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     key, value = (getattr(text, name, None) or size for name in ("qk_head_dim", "v_head_dim"))
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
@@ -281,7 +296,8 @@ def flops_per_step(
     squared = 3 * attending * text.num_attention_heads * (key + value)
     unit = squared / (cost.language_quadratic + cost.language_windowed_quadratic)
     layers = unit * cost.language_linear * num_tokens
-    attention = unit * float(cost.language(lengths_N).sum()) - layers
+    own = cost.language(lengths_N) - cost.language(shared_N)  # a token attends to its path
+    attention = unit * float(own.sum()) - layers
     through_head = num_tokens if num_head_tokens is None else num_head_tokens
     linear = layers + 6 * text.hidden_size * text.vocab_size * through_head
     if num_adapter_parameters is not None:

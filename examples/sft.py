@@ -87,7 +87,8 @@ def make_collator(tokenizer: Any, model: Any, args: argparse.Namespace) -> Any:
     """Pack rows so that all ranks have equal work, by the cost of this model; or pad."""
     if args.no_packing:  # on the right: some recurrent models read pads on the left as tokens
         return kit.PaddedCollator(tokenizer, padding_side="right")
-    options = {"max_tokens": args.max_tokens, "parallel": kit.ParallelLayout(dp=args.num_ranks)}
+    layout = kit.ParallelLayout(dp=args.layout.dp, tp=args.align)
+    options = {"max_tokens": args.max_tokens, "parallel": layout}
     options |= {"strategy": "balanced", "rows_multiple_of": args.rows_multiple_of}
     with contextlib.suppress(ValueError):  # sizes under other names: the cost of a usual model
         options["cost"] = kit.ModelCost.of(model.config)
@@ -99,7 +100,7 @@ def step_size(args: argparse.Namespace, training: bool) -> dict[str, int]:
     """Return how many conversations or full rows a step has; packed rows are evaluated by rows."""
     if args.no_packing or (training and args.batch_size):
         return {"batch_size": args.batch_size}
-    rows = args.rows_per_micro_batch * (args.rows_multiple_of or args.num_ranks)
+    rows = args.rows_per_micro_batch * (args.rows_multiple_of or args.layout.dp)
     return {"batch_rows": args.batch_rows or rows}
 
 
@@ -111,7 +112,7 @@ def make_loader(
     if args.no_packing:  # every rank collates the whole batch
         sampler: Any = kit.PrefetchingSampler(examples, **options)
     else:  # every rank plans the whole batch, and reads its own rows: as narrow as can be
-        sampler = kit.PackedBatchSampler(examples, collate, dp_rank=args.rank, **options)
+        sampler = kit.PackedBatchSampler(examples, collate, dp_rank=args.dp_rank, **options)
     if shuffle:
         args.sampler = sampler  # knows the examples of every step
     workers = {"num_workers": args.num_workers, "worker_init_fn": checkpoints.finish_the_step}
@@ -203,7 +204,7 @@ def padded_line(
     size = args.batch_size or round(len(examples) / len(args.sampler))  # as many on average
     changed = {"no_packing": True, "compile": False, "batch_size": size}
     padded = argparse.Namespace(**vars(args) | changed)
-    alone = copy.deepcopy(model.model)
+    alone = copy.deepcopy(model)
     alone.set_attn_implementation("sdpa")
     model = trained_model.ModelWithLoss(alone).train()
     optimizer = trained_model.make_optimizer(model, padded)
@@ -227,10 +228,11 @@ def start(args: argparse.Namespace, *handlers: Any) -> Accelerator:
     options |= {"mixed_precision": args.precision, "kwargs_handlers": handlers}
     accelerator = Accelerator(cpu=args.cpu, **options)
     args.num_ranks, args.rank = accelerator.num_processes, accelerator.process_index
+    trained_model.divide_ranks(args)
     for name in ("rows_multiple_of", "batch_rows"):
-        if (rows := getattr(args, name)) and rows % args.num_ranks:
+        if (rows := getattr(args, name)) and rows % args.layout.dp:
             option = f"--{name.replace('_', '-')} {rows}"
-            fail(f"{option}: must be a multiple of the {args.num_ranks} ranks")
+            fail(f"{option}: must be a multiple of the {args.layout.dp} ranks that read rows")
     if args.batch_rows and args.batch_rows % (args.rows_multiple_of or 1):
         fail(f"--batch-rows {args.batch_rows}: must be a multiple of --rows-multiple-of")
     if args.cpu:  # `accelerate launch` and torchrun leave one thread
@@ -274,6 +276,7 @@ def prepare(
     args.num_steps = min(steps_of_epochs, args.max_steps or steps_of_epochs)
     args.run |= {"tokens in the data:": str(num_tokens)}  # and any number of ranks
     model = trained_model.with_loss(model, two, accelerator, args)
+    model.context = args.context
     optimizer = trained_model.make_optimizer(model, args)
     model, optimizer = accelerator.prepare(model, optimizer)
     args.first_step = checkpoints.resume(accelerator, loader, args) if args.resume else 0
@@ -313,7 +316,7 @@ def run(args: argparse.Namespace, accelerator: Accelerator) -> None:
     if shown and args.num_ranks == 1:
         print("\n".join(shown[skill] for skill in ("addition", "story") if skill in shown))
         if not args.no_packing and args.train_on != "each":
-            print(padded_line(model, examples, tokenizer, summary, accelerator, args))
+            print(padded_line(model_alone, examples, tokenizer, summary, accelerator, args))
 
 
 def leave(accelerator: Accelerator) -> None:
@@ -329,6 +332,10 @@ def leave(accelerator: Accelerator) -> None:
 def main() -> None:
     parser = argument_parser()
     parser.add_argument("--loss-per", metavar="COLUMN", help="also the held-out loss of its values")
+    shared = "ranks that share each row, in place of rows of their own"
+    parser.add_argument("--context-parallel", type=int, default=1, help=shared)
+    padded = "conversations are padded to a multiple of it; none: twice --context-parallel"
+    parser.add_argument("--align", type=int, help=f"{padded}; a larger one allows more such ranks")
     turns.add_options(parser)
     args = parse_arguments(parser, from_scratch=3e-3)
     turns.check(args)

@@ -6,10 +6,11 @@ import argparse
 import contextlib
 import importlib.util
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import synthetic_chat
 import torch
+import torch.distributed as dist
 import transformers
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, parse_flag_from_env
@@ -19,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, StateDictTy
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import torch_collate_kit as kit
+from torch_collate_kit.attention import context_join
 
 # In rows of one shape the number of segments and the longest still vary: no reason to recompile.
 VARYING = ".*cu_seq_lens_[qk].*,.*max_length_[qk].*"
@@ -73,12 +75,31 @@ def make_optimizer(model: torch.nn.Module, args: argparse.Namespace) -> torch.op
     return torch.optim.AdamW(trained_parameters(model), lr=args.learning_rate, **options)
 
 
+class Context(NamedTuple):
+    """The ranks that compute the same rows, and this one among them."""
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup
+
+
+def divide_ranks(args: argparse.Namespace) -> None:
+    """Decide which rows this rank reads: with --context-parallel those of its neighbours, too."""
+    size = args.context_parallel
+    if args.num_ranks % size:
+        fail(f"--context-parallel {size}: must divide the number of ranks, {args.num_ranks}")
+    args.layout = kit.ParallelLayout(dp=args.num_ranks // size, cp=size)
+    args.dp_rank, rank = args.layout.place(args.rank)
+    args.context = Context(rank, size, dist.new_subgroups(size)[0]) if size > 1 else None
+
+
 class ModelWithLoss(torch.nn.Module):
     """A model and its loss; checkpoints save its trained weights, with LoRA the adapters alone."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model, self.through_head = model, True
+        self.context: Context | None = None  # ranks that compute the same rows
         self._no_split_modules = model._no_split_modules  # FSDP2 shards these layers one by one
         named = self.named_parameters(remove_duplicate=False)
         self.frozen = tuple(name for name, value in named if not value.requires_grad)
@@ -87,7 +108,20 @@ class ModelWithLoss(torch.nn.Module):
 
     def forward(self, batch: kit.Batch, num_loss_tokens: int | None) -> torch.Tensor:
         """Return the loss, or without a number to divide by the log-prob of each trained token."""
-        inputs = batch.model_inputs(self.model, labels=False)
+        if self.context is not None:
+            return self.of_shard(batch, num_loss_tokens, self.context)
+        return self.of_rows(batch, batch.model_inputs(self.model, labels=False), num_loss_tokens)
+
+    def of_shard(self, batch: kit.Batch, num_loss_tokens: int | None, context: Context) -> Any:
+        """Return the loss of this rank's cells, or the log-probs of all cells of the rows."""
+        shard = batch.context_shard(context.rank, context.size)
+        inputs = shard.model_inputs(self.model, context_group=context.group)
+        found = self.of_rows(shard, inputs, num_loss_tokens)
+        if num_loss_tokens is None:
+            return context_join(found, shard, group=context.group)
+        return found
+
+    def of_rows(self, batch: kit.Batch, inputs: dict, num_loss_tokens: int | None) -> torch.Tensor:
         options: dict[str, Any] = {"num_loss_tokens": num_loss_tokens}
         compute: Any = kit.token_loss
         if num_loss_tokens is None:

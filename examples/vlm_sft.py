@@ -43,7 +43,7 @@ UNUSED_ALLOWED = DistributedDataParallelKwargs(find_unused_parameters=True)
 def vision_arguments() -> argparse.Namespace:
     parser = argument_parser()
     parser.set_defaults(output_dir=Path("outputs/vlm_sft"), num_conversations=7200)
-    parser.set_defaults(batch_size=16)
+    parser.set_defaults(batch_size=16, context_parallel=1, align=1)
     add = parser.add_argument_group("images").add_argument
     add("--image-root", type=Path, help="folder that paths of images start at and may not leave")
     add("--max-patches", type=int, help="of a row's images; none: 128, with --model no limit")

@@ -210,7 +210,8 @@ def storages_of(batch: Batch) -> set[int]:
 def functions_of_a_batch() -> set[str]:
     """The names of public functions that take a Batch."""
     found = set()
-    for module in ("", "rl", "losses", "attention", "preference", "reporting", "batch"):
+    modules = ("", "rl", "losses", "attention", "preference", "reporting", "batch")
+    for module in (*modules, "loading", "packing", "testing", "vision", "chat", "collators"):
         of = importlib.import_module(f"torch_collate_kit{'.' if module else ''}{module}")
         for name in of.__all__:
             function = getattr(of, name)

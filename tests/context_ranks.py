@@ -33,7 +33,7 @@ from torch_collate_kit.preference import dpo
 
 LAYOUTS = ("zigzag", "contiguous", "head_tail")
 
-WINDOWED = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+WINDOWED: dict[str, Any] = {"use_sliding_window": True, "max_window_layers": 1}
 WINDOWED["layer_types"] = ["full_attention", "sliding_attention"]
 
 
@@ -100,7 +100,8 @@ def compare(dp: int, cp: int, seeds: int) -> dict[tuple[str, str], list[float]]:
     with process_groups(cp) as group:
         dp_rank, cp_rank = parallel.place(dist.get_rank())
         for seed, layout, name in itertools.product(range(seeds), LAYOUTS, ("float64", "float32")):
-            changes = WINDOWED if seed % 2 else {}
+            window = 5 if cp == 2 else 20  # wider than a shard, narrower than an example
+            changes = WINDOWED | {"sliding_window": window} if seed % 2 else {}
             model = exact_model("qwen3", "torch_varlen", **changes).to(getattr(torch, name))
             model.train()
             if seed % 3 == 2:

@@ -30,6 +30,7 @@ from torch_collate_kit import (
 from torch_collate_kit.attention import context_join
 from torch_collate_kit.errors import IsolationError
 from torch_collate_kit.losses import sums_by, trained_values
+from torch_collate_kit.testing import batch_digest
 
 LAYOUTS = ("zigzag", "contiguous", "head_tail")
 
@@ -131,7 +132,7 @@ SUPPORTED = {
     *("losses.token_logps", "losses.trained_values", "losses.global_num_loss_tokens"),
     *("with_fields", "to", "of_storage", "stored", "pin_memory", "record_stream", "column"),
     *("get", "keys", "items", "values", "num_tokens", "step", "explain", "plot", "cells"),
-    *("num_cells", "padding", "nbytes", "placement"),
+    *("num_cells", "padding", "nbytes", "placement", "batch_digest"),
 }
 REFUSED: dict[str, Callable[[Batch], Any]] = {
     name: of for name, of in {**TAKING_A_BATCH, **MEMBERS_TAKEN}.items() if name not in SUPPORTED
@@ -158,10 +159,17 @@ def test_what_needs_whole_rows_refuses_a_shard(name: str) -> None:
 
 def test_the_table_names_all_that_takes_a_batch() -> None:
     found = functions_of_a_batch() - {"attention.context_join", "pack", "packing_report"}
-    found -= {"reporting.packing_report", "rl.mini_batch_boundaries"}
+    found -= {"reporting.packing_report", "rl.mini_batch_boundaries", "packing.pack"}
+    found -= {"loading.map_segments"}  # which collates
     short = {name.rpartition(".")[2] for name in (*REFUSED, *SUPPORTED)}
     assert {name for name in found if name.rpartition(".")[2] not in short} == set()
     assert members_of_a_batch() - {*SUPPORTED, *REFUSED} == set()
+
+
+def test_digests_tell_shards_apart() -> None:
+    digests = [batch_digest(of) for _ in range(2) for of in shards_of(whole())]
+    assert digests[:2] == digests[2:]
+    assert digests[0] != digests[1]
 
 
 def test_how_a_shard_looks() -> None:

@@ -6,6 +6,7 @@ The rows hold the same examples in the same order, so fields per token are equal
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch_collate_kit import (
     ParallelLayout,
     PerExample,
     PerToken,
+    TokenizedDataset,
     check_isolation,
     global_num_loss_tokens,
     losses,
@@ -29,6 +31,7 @@ from torch_collate_kit import (
     unpack,
 )
 from torch_collate_kit.errors import IsolationError
+from torch_collate_kit.loading import map_segments
 from torch_collate_kit.testing import batch_digest
 
 EXAMPLES = [
@@ -163,7 +166,10 @@ OWN: dict[str, tuple[Callable[[Batch], Any], Any, Any]] = {
 }
 NOT_OF_A_BATCH = {
     "pack",
+    "packing.pack",
     "packing_report",
+    "loading.map_segments",  # test_a_number_for_every_segment
+    "testing.batch_digest",  # test_digests_differ_from_those_of_plain_rows
     "reporting.packing_report",
     "rl.mini_batch_boundaries",
     "check_isolation",  # tests/test_isolation_trees.py
@@ -200,6 +206,57 @@ def test_the_table_names_all_that_takes_a_batch() -> None:
     found = functions_of_a_batch()
     assert found - named == NOT_OF_A_BATCH & found
     assert members_of_a_batch() == {*MEMBERS, *OWN}
+
+
+APART = {
+    "other widths": (
+        True,
+        {},
+        "input_ids of batch 1 has row shape [5], of batch 0 [8]; rows with ",
+    ),
+    "one width": (
+        True,
+        {"fixed_width": True},
+        "loss_mask of batch 1 has row shape [7], of batch 0 [14]; rows with share_prefixes are as "
+        "long in tokens as the longest one, whatever their width: collate them together",
+    ),
+    "plain rows": (
+        False,
+        {},
+        "rows of batch 0 share prefixes (share_prefixes), those of batch 1 do not; collate them",
+    ),
+}
+
+
+@pytest.mark.parametrize(("share", "options", "message"), APART.values(), ids=APART)
+def test_batches_that_were_collated_apart(share: bool, options: Any, message: str) -> None:
+    options = {"max_tokens": 24, "normalize_loss": False, **options}
+    first = PackedCollator(0, share_prefixes=True, **options)(EXAMPLES[:1])
+    second = PackedCollator(0, share_prefixes=share, **options)(EXAMPLES[1:])
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        Batch.cat([first, second])
+
+
+def test_batches_of_one_shape_are_joined_though_collated_apart() -> None:
+    collate = PackedCollator(0, max_tokens=24, share_prefixes=True, normalize_loss=False)
+    other = [{**EXAMPLES[0], "input_ids": [[of + 9 for of in s] for s in EXAMPLES[0]["input_ids"]]}]
+    parts = [collate(examples) for examples in (EXAMPLES[:1], other)]
+    both = Batch.cat(parts, metadata={"num_loss_tokens": 18, "num_examples": 2})
+    equal(logps(both), torch.cat([logps(part) for part in parts]))
+
+
+def test_a_number_for_every_segment() -> None:
+    dataset = TokenizedDataset(EXAMPLES, columns=["input_ids", "loss_mask"])
+    found = [
+        map_segments(
+            lambda batch: losses.segment_sums(logps(batch), batch),
+            dataset,
+            PackedCollator(0, max_tokens=24, share_prefixes=share),
+        )
+        for share in (True, False)
+    ]
+    assert found[0].shape == (2, 3)
+    equal(*found)
 
 
 def test_digests_differ_from_those_of_plain_rows() -> None:

@@ -56,6 +56,16 @@ def test_by_hand(name: str) -> None:
         assert adapted == pytest.approx(expected, rel=1e-3)
 
 
+def test_shared_tokens_are_computed_once() -> None:
+    """Attention is what own tokens add to the squares of their paths."""
+    config = config_of("Qwen3Config")
+    found = flops_per_step(config, [7, 5], shared_lengths=[0, 4])
+    prefix = flops_per_step(config, [4])
+    assert found == pytest.approx(
+        flops_per_step(config, [7]) + flops_per_step(config, [5]) - prefix
+    )
+
+
 def test_equal_to_the_counter_of_torch() -> None:
     """It counts whole squares of attention, of which a causal token sees the lower half."""
     length, config = 12, config_of("Qwen3Config")

@@ -17,8 +17,15 @@ from run_log import RunLog, write_results
 import torch_collate_kit as kit
 
 NAMES = [
-    *("step", "loss", "learning_rate", "grad_norm", "tokens", "cells", "seconds", "wait_seconds"),
-    *("tokens_per_second", "packing_efficiency", "padding", "cost_balance"),
+    *("step", "loss", "learning_rate", "grad_norm", "tokens", "cells", "filled_cells"),
+    *(
+        "seconds",
+        "wait_seconds",
+        "tokens_per_second",
+        "packing_efficiency",
+        "padding",
+        "cost_balance",
+    ),
 ]
 
 
@@ -75,13 +82,14 @@ def test_a_step_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     """10 tokens of two ranks; 5 cells on each, and in the second step 10: a row was added."""
     log = two_steps(tmp_path, accelerator := logging(), monkeypatch)
     rows = [  # in the order of NAMES
-        (1, 3.0, 0.1, 0.5, 10, 10, 2.0, 1.0, 5.0, 1.0, 0.0, pytest.approx(67 / 65)),
-        (2, 2.0, 0.2, 0.25, 10, 20, 4.0, 0.0, 2.5, 0.5, 0.5, pytest.approx(67 / 65)),
+        (1, 3.0, 0.1, 0.5, 10, 10, 10, 2.0, 1.0, 5.0, 1.0, 0.0, pytest.approx(67 / 65)),
+        (2, 2.0, 0.2, 0.25, 10, 20, 10, 4.0, 0.0, 2.5, 0.5, 0.5, pytest.approx(67 / 65)),
     ]
     expected = [dict(zip(NAMES, row, strict=True)) for row in rows]
     assert records_of(tmp_path) == expected
     assert accelerator.logged == {step.pop("step"): step for step in expected}
-    sums = {"steps": 2, "train_seconds": 6.0, "tokens": 20, "cells": 30, "wait_seconds": 1.0}
+    sums = {"steps": 2, "train_seconds": 6.0, "tokens": 20, "cells": 30}
+    sums |= {"filled_cells": 20, "wait_seconds": 1.0}
     rates = {"tokens_per_second": 20 / 6, "packing_efficiency": 2 / 3, "padding": 1 / 3}
     assert log.summary() == pytest.approx({**sums, **rates, "cost_balance": 67 / 65})
 
@@ -126,6 +134,31 @@ def test_mfu_and_memory_of_a_known_gpu(
         assert records[1]["mfu"] * PEAK == pytest.approx(more / 4)
         assert log.summary()["mfu"] * PEAK == pytest.approx((first[kind] + more) / 6)
         assert log.summary()["peak_memory_gib"] == 1.5
+
+
+def test_a_step_of_rows_that_share_prefixes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """12 tokens of 3 contexts in two rows of 5 cells; 3 tokens pass the head.
+
+    Own tokens cost 3840 FLOPs each, and attention 48 times what they add to the squares of paths.
+    """
+    turns = {"input_ids": [[1, 2, 3], [1, 2, 4, 5], [6, 2, 4, 6, 7]]}
+    turns["loss_mask"] = [[0] * (len(of) - 1) + [1] for of in turns["input_ids"]]
+    collate = kit.PackedCollator(0, max_tokens=5, share_prefixes=True, overflow="split")
+    accelerator, model = on_a_gpu(monkeypatch), model_of(transformers.LlamaConfig(**SIZES))
+    model.through_head = True
+    clock = iter([100.0, 102.0])
+    monkeypatch.setattr(run_log, "time", Namespace(perf_counter=lambda: next(clock)))
+    with log_of(tmp_path, accelerator, model, num_ranks=1) as log:
+        log.step(1, collate([turns]).split(1), 3.0, 0.1, 0.5)
+    [record] = records_of(tmp_path)
+    found = {name: record[name] for name in ("tokens", "cells", "filled_cells", "padding")}
+    assert found == {"tokens": 12, "cells": 10, "filled_cells": 10, "padding": 0.0}
+    assert record["tokens_per_cell"] == 1.2
+    assert "1.20 tokens per cell, 0% padding" in str(log.bar.postfix)
+    flops = 10 * 3840 + 3 * 480 + 48 * (3 * 3 + (4 * 4 - 2 * 2) + 5 * 5)
+    assert record["mfu"] * PEAK == pytest.approx(flops / 2)
 
 
 WHY_NO_MFU = {

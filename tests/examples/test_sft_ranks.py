@@ -132,6 +132,29 @@ def test_two_ranks_train_the_rows_of_one(
     assert two.summary["held_out_loss"] == pytest.approx(one.summary["held_out_loss"], abs=1e-5)
 
 
+def test_two_ranks_share_the_rows_of_one(
+    server: RankServer, model: Path, chats: Path, tmp_path: Path
+) -> None:
+    """As one rank that reads them whole, which goes on with the last steps."""
+    by_rows = TINY.replace("--batch-size 5", "--batch-rows 2 --rows-multiple-of 2 --align 4")
+    options = f"{by_rows} --dataset {chats} --model {model} --epochs 2 --max-grad-norm 1000"
+    options = options.replace("--num-held-out 0", "--num-held-out 5 --checkpoint-every 2")
+    one, two = tmp_path / "one", tmp_path / "two"
+    expected = finish(server, options, one, 1)
+    found = finish(server, f"{options} --context-parallel 2", two, 2)
+    assert len(expected.losses) > 3
+    assert found.losses == pytest.approx(expected.losses, rel=0, abs=2e-6)
+    assert found.grad_norms == pytest.approx(expected.grad_norms, rel=1e-4)
+    assert [step["tokens"] for step in found.steps] == [step["tokens"] for step in expected.steps]
+    assert found.summary["held_out_loss"] == pytest.approx(
+        expected.summary["held_out_loss"], abs=1e-5
+    )
+    shutil.rmtree(max(two.glob("checkpoint-*")))
+    shutil.rmtree(two / "model")
+    again = finish(server, f"{options} --resume", two, 1)
+    assert again.losses == pytest.approx(expected.losses, rel=0, abs=2e-6)
+
+
 def test_every_rank_saves_its_part(server: RankServer, short: str, tmp_path: Path) -> None:
     """And a checkpoint of parts is not one of whole weights."""
     out = tmp_path / "out"

@@ -47,7 +47,20 @@ def test_the_losses_are_those_without_sharing(
         plain.summary["held_out_loss"], rel=1e-5
     )
     assert [s["tokens"] for s in shared.steps] == [s["tokens"] for s in plain.steps]
-    assert shared.summary["packing_efficiency"] > 1.5 * plain.summary["packing_efficiency"]
+    assert shared.summary["tokens_per_cell"] > 1.5
+    assert 0 <= shared.summary["padding"] < 1
+    assert "tokens_per_cell" not in plain.summary
+
+
+def test_large_conversations_are_cut_between_turns(
+    chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = f"--dataset {chats} --train-on each --num-held-out 2 --batch-rows 4 --max-steps 2"
+    small = run(f"{options} --max-tokens 128 --cpu --threads 1", tmp_path)
+    assert (
+        "18 conversations are longer than a row, and cut between turns" in capsys.readouterr().out
+    )
+    assert small.summary["tokens_per_cell"] > 1.1
 
 
 @pytest.mark.parametrize(

@@ -140,6 +140,28 @@ def test_which_tokens_are_seen(window):
     assert torch.equal(seen, expected[:, None].expand(width, 2, width))
 
 
+@pytest.mark.parametrize("window", [None, 16, 250])
+def test_keys_along_paths_are_aligned_at_the_last_query(window, monkeypatch):
+    """As of shared prefixes, and of context ranks, whose keys have more rows than the queries."""
+    lengths, of_keys = [30, 34, 1, 63], [200, 34, 17, 300]
+    cells = torch.randint(512, (sum(of_keys),), generator=torch.Generator().manual_seed(0))
+    bounds = [torch.tensor([0, *of]).cumsum(0).int().cuda() for of in (lengths, of_keys)]
+    segments = Segments(*bounds, max(lengths), max(of_keys))
+    query, _, _, grad = random_heads(1, (8, 2), 128, 64)
+    _, key, value, _ = random_heads(4, (8, 2), 128, 64)
+    tensors, rest = [query, key, value, grad], (*bounds, cells.cuda(), 1, None, window)
+
+    def reference(*heads: Tensor) -> Tensor:
+        flat = (x.transpose(1, 2).flatten(0, 1) for x in heads)
+        return kernels._sdpa_by_segment(*flat, *rest).view(1, 128, 8, 64)
+
+    exact = with_gradients(reference, tensors, torch.float32)
+    theirs = with_gradients(reference, tensors, torch.bfloat16)
+    monkeypatch.setattr(kernels, "_sdpa_by_segment", None)
+    along = attend_in(segments, window=window, path_cells=cells.cuda())
+    assert_as_exact_as(with_gradients(along, tensors, torch.bfloat16), theirs, exact)
+
+
 @pytest.mark.parametrize("window", [None, 16])
 def test_a_maximum_above_the_true_one_changes_nothing(window):
     tensors = random_heads(1, (8, 2), 512, 64)

@@ -293,7 +293,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
             )
         ],
         DataError,
-        "example 0 of the dataset is a list of 1 segment in ",
+        "example 0 of the dataset is a list of segments, the plan was made for one segment; pass",
     ),
     "a null": (
         lambda: TokenizedDataset(arrow([[5, 6]], None))[1], DataError, f"row 1: {NULL}"

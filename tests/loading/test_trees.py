@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any
 
-import datasets
 import numpy as np
 import pytest
 import torch
@@ -30,7 +29,6 @@ from torch_collate_kit import (
     TokenizedDataset,
 )
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.loading import split_trees
 from torch_collate_kit.testing import assert_exact_resume
 
 TRIES = [trie(pair["input_ids"]) for pair in PAIRS]
@@ -310,13 +308,6 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         DataError,
         "example 0 of the stream",
     ),
-    "split": (
-        lambda: PackedBatchSampler(
-            TokenizedDataset(PAIRS), collator(overflow="split"), batch_size=2
-        ),
-        ValueError,
-        "overflow='split' cuts examples, and these have several segments, which stay together",
-    ),
 }  # fmt: skip
 
 
@@ -326,72 +317,6 @@ def test_what_is_wrong_is_named(
 ) -> None:
     with pytest.raises(error, match=f"^{re.escape(message)}"):
         call()
-
-
-def test_large_trees_are_split_between_their_segments() -> None:
-    rng = np.random.default_rng(0)
-    for max_tokens in (6, 9, 14, 100):
-        dataset = TokenizedDataset(SOURCES["datasets"]())
-        split = split_trees(dataset, max_tokens=max_tokens)
-        parts: dict[int, list[Any]] = {}
-        for part in split[:]["input_ids"].tolist():
-            parts.setdefault(part[0][-1], []).append(part)
-        assert {key: [of for part in found for of in part] for key, found in parts.items()} == WHOLE
-        for found in parts.values():
-            for part, following in zip(found, [*found[1:], None], strict=True):
-                assert len(part) == 1 or trie(part)[-1] <= max_tokens
-                if following is not None:  # as long as it may be
-                    assert trie([*part, following[0]])[-1] > max_tokens
-        assert split.num_loss_tokens.sum() == dataset.num_loss_tokens.sum()
-        assert split[:]["weight"].tolist() == [1.0] * len(split)
-    assert split[:]["loss_mask"].tolist() == dataset[:]["loss_mask"].tolist()
-    order = rng.permutation(len(dataset))  # a dataset whose rows are mapped
-    mapped = datasets.Dataset.from_list(PAIRS).select(order)
-    again = split_trees(TokenizedDataset(mapped), max_tokens=9)[:]["input_ids"].tolist()
-    assert [of[0][-1] - 100 for of in again] == sorted(
-        [of[0][-1] - 100 for of in again], key=order.tolist().index
-    )
-
-
-def test_a_split_tree_is_planned_and_counted() -> None:
-    row = {"input_ids": [[1, 2, 3], [1, 2, 4]], "loss_mask": [[0, 0, 1]] * 2}
-    row |= {"num_actions": [1, 2], "num_cut_tokens": 7}
-    split = split_trees(TokenizedDataset([row, row]), max_tokens=3)
-    assert split[:]["num_cut_tokens"].tolist() == [7, 0, 7, 0]
-    assert split.lengths.tolist() == [[3], [3]] * 2
-    assert split[:]["num_actions"].tolist() == [[1], [2]] * 2
-    collate = collator(max_tokens=9, overflow="drop")
-    dataset = split_trees(TokenizedDataset(PAIRS), max_tokens=collate.packing.capacity)
-    found = read(
-        DataLoader(
-            dataset,
-            batch_sampler=PackedBatchSampler(dataset, collate, batch_rows=2),
-            collate_fn=collate,
-        )
-    )
-    kept = [of for pair in WHOLE.values() for of in pair if len(of) <= 8]
-    assert sorted(of for segments in found.values() for of in segments) == sorted(kept)
-
-
-@pytest.mark.parametrize(
-    ("source", "error", "message"),
-    [
-        (
-            [{"input_ids": [5, 6]}],
-            TypeError,
-            "split_trees needs a TokenizedDataset whose examples a",
-        ),
-        (
-            [{"input_ids": [[5, 6]], "margin": 0.5}],
-            ValueError,
-            "margin is of a whole example, whose segments belong together; leave the column",
-        ),
-    ],
-)
-def test_what_cannot_be_split_is_named(source: Any, error: type[Exception], message: str) -> None:
-    dataset = TokenizedDataset(source, columns=[*source[0]], train_all=True)
-    with pytest.raises(error, match=f"^{re.escape(message)}"):
-        split_trees(dataset, max_tokens=4)
 
 
 @pytest.mark.parametrize("number", [{"batch_size": 16}, {"batch_rows": 4, "window": 3}])

@@ -61,6 +61,14 @@ def test_the_table_says_the_factor() -> None:
     assert report.plot()
 
 
+def test_lengths_alone_do_not_tell_what_is_shared() -> None:
+    said = "note: lengths do not tell what segments share; pass the dataset to see share_prefixes"
+    report = packing_report(TokenizedDataset(EXAMPLES).lengths, 64, show=False)
+    assert report["recommended"]["notes"][-1] == said
+    assert said in repr(report)
+    assert said not in repr(packing_report(EXAMPLES, 64, show=False))
+
+
 def test_no_row_where_nothing_is_shared_or_known() -> None:
     ids = [e["input_ids"] for e in EXAMPLES]
     alone = [{"input_ids": [[*map(int, RNG.integers(9, 99, 4))]]} for _ in range(3)]

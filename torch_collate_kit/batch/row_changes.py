@@ -75,6 +75,13 @@ def _with_one_step(parts: Sequence[Storage], collated_apart: str | None) -> list
 
 
 def _check_fields(index: int, part: Storage, first: Storage) -> None:
+    shares = [bool(of.columns and of.columns.placement.tree_width) for of in (first, part)]
+    if shares[0] != shares[1]:
+        does, does_not = (0, index) if shares[0] else (index, 0)
+        raise ValueError(
+            f"rows of batch {does} share prefixes (share_prefixes), those of batch {does_not} do "
+            "not; collate them together, or both in one way"
+        )
     if part.names.keys() != first.names.keys():
         raise ValueError(
             f"batch {index} has fields {list(part.names)}, batch 0 has {list(first.names)}"
@@ -89,9 +96,15 @@ def _check_fields(index: int, part: Storage, first: Storage) -> None:
     shapes = part.row_shapes()
     for name, shape in first.row_shapes().items():
         if shapes.get(name, shape) != shape:
+            way_out = "collate them together, or with fixed_width=True"
+            if shares[0]:
+                way_out = (
+                    "rows with share_prefixes are as long in tokens as the longest one, whatever "
+                    "their width: collate them together"
+                )
             raise ValueError(
                 f"{name} of batch {index} has row shape {shapes[name]}, of batch 0 {shape}; "
-                "collate them together, or with fixed_width=True"
+                f"{way_out}"
             )
 
 
@@ -244,6 +257,9 @@ def changed_rows(storage: Storage, change: Callable[[Any], Any]) -> Storage:
     counts = storage.metadata.get("num_segments")
     if not isinstance(numbers, Ragged) or not isinstance(examples, Ragged) or counts is None:
         return storage
+    columns = storage.columns
+    if columns.placement.is_packed if columns else (numbers.lengths > 1).any():
+        return storage  # what stays together is in one row
     number, example = np.asarray(numbers.values), np.asarray(examples.values)
     is_next = np.append(number, 0)[1:] == number + 1
     is_next &= np.append(example, -1)[1:] == example

@@ -22,7 +22,7 @@ from torch_collate_kit.vision import VisionLayout
 
 _ROW_METADATA = (
     *("example_indices", "example_starts", "segment_numbers", "num_trained", "max_segment_length"),
-    *("uids", "trajectory_ids", "is_last_step", "row_indices"),
+    *("uids", "trajectory_ids", "is_last_step", "row_indices", "shared_lengths"),
 )
 # Dtypes that torch computes with; of the others it has little more than the name.
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)

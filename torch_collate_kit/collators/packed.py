@@ -25,22 +25,29 @@ from torch_collate_kit.collators.packed_checks import (
     check_ends,
     check_rollouts,
     eos_token_id_of,
+    refuse_parts,
     refuse_unpacked,
 )
 from torch_collate_kit.collators.trainer import ForTrainer, check_targets
-from torch_collate_kit.collators.tree_rows import first_cells, place_in_trees, shared_depths
+from torch_collate_kit.collators.tree_rows import (
+    as_planned,
+    first_cells,
+    place_in_trees,
+    planned_sizes,
+)
 from torch_collate_kit.packing import PackingOptions, PackingPlan, RankPlan
 from torch_collate_kit.packing.options import ParallelLayout, common_options
 from torch_collate_kit.packing.pieces import Load, Patches, image_load
-from torch_collate_kit.packing.planner import pack, plan_rows, sizes_of
+from torch_collate_kit.packing.planner import pack, plan_rows
 from torch_collate_kit.packing.rank_plan import PlannedExamples, joined_rows, named_in_errors
 from torch_collate_kit.packing.rows import row_sums, running_sum
-from torch_collate_kit.ragged import span_indices, unchecked
+from torch_collate_kit.ragged import unchecked
 from torch_collate_kit.reading.entries import DeclaredFields
 from torch_collate_kit.reading.examples import ExampleColumns
 from torch_collate_kit.reading.images import Images
-from torch_collate_kit.reading.keys import KNOWN, ROLLOUT_KEYS
+from torch_collate_kit.reading.keys import KNOWN, ROLLOUT_KEYS, TOGETHER
 from torch_collate_kit.reading.reader import read_columns
+from torch_collate_kit.reading.runs import in_runs, opened
 from torch_collate_kit.reading.source import Examples
 from torch_collate_kit.vision import VisionLayout
 
@@ -65,7 +72,7 @@ class PackedCollator(Collator, ForTrainer):
             "first_fit_decreasing", "sequential" or "wrapped"; see
             :func:`~torch_collate_kit.pack`.
         overflow: what to do with an example longer than a row: "raise" (default), "truncate",
-            "drop" or "split".
+            "drop" or "split"; lists of segments are split between them, with ``share_prefixes``.
         parallel: the :class:`~torch_collate_kit.ParallelLayout` of the run; one device by default.
         max_patches: the most image patches of a row; no limit by default.
         isolate: False makes one segment of a row, as in pretraining; needs "wrapped".
@@ -170,12 +177,9 @@ class PackedCollator(Collator, ForTrainer):
         else:
             columns = self._read(examples, rollouts=None)
             patches = None if columns.images is None else self._image_load(columns, columns.images)
-            lengths, load = columns.lengths, patches
-            if columns.segment_offsets is not None:
-                depths = shared_depths(columns, self.packing)
-                of_segments = columns.example_lengths
-                lengths, load = sizes_of(of_segments, self.packing, patches, depths=depths)
+            lengths, load = planned_sizes(columns, self.packing, patches)
             part = RankPlan(plan_rows(lengths, self.packing, load))
+            columns = in_runs(columns, part.pieces)
         if for_trainer:
             check_targets(columns, self.train_all)
         return self._place(columns, part)
@@ -195,6 +199,8 @@ class PackedCollator(Collator, ForTrainer):
                     "train_all=True is for examples with input_ids; rollouts mark trained tokens "
                     "with loss_mask; remove train_all"
                 )
+        if columns.segment_offsets is not None:
+            refuse_parts(self.packing, self.fields, [TOGETHER] if columns.stay_together else [])
         if self.eos_token_id is not None:
             check_ends(columns, self.eos_token_id)
         return columns
@@ -205,12 +211,7 @@ class PackedCollator(Collator, ForTrainer):
             columns = self._read(examples)
         else:
             columns = ExampleColumns.of_none(self.fields, self.vision)
-        planned, lengths, segments = part.plan.segments, columns.lengths, None
-        if columns.segment_offsets is not None:
-            depths = columns.trees.depths if planned is not None and planned.shares else None
-            lengths, load = sizes_of(columns.example_lengths, self.packing, depths=depths)
-            segments = None if load is None else load.segments
-        part.check_lengths(lengths, segments)
+        columns = as_planned(columns, part, self.packing)
         is_limited = part.plan.max_patches is not None or part.plan.rows_multiple_of > 1
         if columns.images is not None and is_limited:
             part.check_patches(np.array([sum(of) for of in columns.patches()], dtype=np.int64))
@@ -272,23 +273,22 @@ class PackedCollator(Collator, ForTrainer):
             columns, pieces = columns.with_dummy_images(pieces, part.needs_dummy_image)
         indices = unchecked(plan.example_indices[part.numbers], part.pieces.row_offsets)
         if plan.segments is not None:
-            counts = plan.segments.counts
-            pieces = columns.opened(pieces)
-            per_piece = counts[indices.values]
+            pieces = opened(columns, pieces)[0]
+            per_piece = plan.num_segments[part.numbers]
             offsets = running_sum(per_piece)[indices.offsets]
             indices = unchecked(np.repeat(indices.values, per_piece), offsets)
-            numbers = span_indices(np.zeros_like(per_piece), per_piece)
-            per_row["segment_numbers"] = unchecked(numbers, offsets)
+            if columns.segment_offsets is None:
+                per_row["segment_numbers"] = indices
         if not self.packing.isolate:
             per_row["document_indices"] = indices
             columns, pieces = columns.end_to_end(pieces)
             firsts = indices.values[indices.offsets[:-1][np.diff(indices.offsets) > 0]]
             indices = unchecked(firsts, pieces.row_offsets)
         placed = columns.place(pieces)
-        shares = plan.segments is not None and plan.segments.shares
-        if shares:
+        if shares := plan.segments is not None and plan.segments.shares:
             first = first_cells(plan.aligned_lengths[part.numbers], part.pieces.row_offsets)
-            place_in_trees(placed, columns, np.repeat(first, per_piece))
+            first = np.repeat(first, per_piece)
+            per_row["shared_lengths"] = place_in_trees(placed, columns, first)
         num_trained = int(placed.num_trained.sum())
         if self.vision is not None:
             placed.counts["examples"] = (placed.examples < num_examples).astype(np.int64)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch_collate_kit.loading.dataset import TokenizedDataset, read_records, split_trees
+from torch_collate_kit.loading.dataset import TokenizedDataset, read_records
 from torch_collate_kit.loading.map_segments import map_segments
 from torch_collate_kit.loading.orders import Mixture
 from torch_collate_kit.loading.prefetch import AsyncBatchCollator, PrefetchLoader
@@ -27,5 +27,4 @@ __all__ = [
     "map_segments",
     "merge_states",
     "read_records",
-    "split_trees",
 ]

@@ -117,7 +117,8 @@ class PackingOptions:
     parallel: ParallelLayout = field(default_factory=ParallelLayout)
     """The rows are a multiple of its ``dp``; sub-sequences are aligned to its ``align``."""
     overflow: str = "raise"
-    """Treatment of examples longer than a row: "raise", "truncate", "drop" or "split"."""
+    """Treatment of examples longer than a row: "raise", "truncate", "drop" or "split"; of lists of
+    segments "raise" or "drop", or with ``share_prefixes`` "split", between segments."""
     isolate: bool = True
     """Whether the documents of a row are segments of their own; False only with "wrapped"."""
     share_prefixes: bool | str = False

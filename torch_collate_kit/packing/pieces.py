@@ -15,7 +15,13 @@ from torch_collate_kit.packing.cost import ModelCost
 from torch_collate_kit.packing.options import PackingOptions
 from torch_collate_kit.packing.plan import PackingPlan
 from torch_collate_kit.packing.rows import Ints, Rows, row_sums
-from torch_collate_kit.packing.segments import Segments, check_not_cut, unfit_segments
+from torch_collate_kit.packing.runs import Runs
+from torch_collate_kit.packing.segments import (
+    Segments,
+    check_not_cut,
+    long_path,
+    unfit_segments,
+)
 
 _MOST_PATCHES = 2**28 - 1  # of an image; the cost of more would not fit int64
 
@@ -34,13 +40,14 @@ class Load(NamedTuple):
     ``cuts`` are the tokens, patches and cost that truncation leaves of an example: of its longest
     beginning that fits and does not end within an image, int64 [N] each. Only a collator knows
     them; without them no example with an image is cut. ``segments`` are given where every example
-    is a list of them.
+    is a list of them, and ``runs`` where some of these are to be cut between their segments.
     """
 
     patches: Ints
     costs: Ints
     cuts: tuple[Ints, Ints, Ints] | None = None
     segments: Segments | None = None
+    runs: Runs | None = None
 
     @classmethod
     def none(cls, num_examples: int) -> Load:
@@ -51,9 +58,11 @@ class Load(NamedTuple):
     def take(self, examples: Ints) -> Load:
         """Return those of these examples, in that order, without ``cuts``. A copy."""
         segments = None if self.segments is None else self.segments.take(examples)
-        if not self.patches.any():
-            return Load.none(len(examples))._replace(segments=segments)
-        return Load(self.patches[examples], self.costs[examples], segments=segments)
+        runs = None if self.runs is None else self.runs.take(examples)
+        taken = Load.none(len(examples))
+        if self.patches.any():
+            taken = Load(self.patches[examples], self.costs[examples])
+        return taken._replace(segments=segments, runs=runs)
 
     def with_cuts(self, lengths: Ints, patches: Patches, cost: ModelCost) -> Load:
         """Add the tokens, int64 [N], and the patches that truncation leaves."""
@@ -160,6 +169,8 @@ def cut_to_fit(lengths: Ints, packing: PackingOptions, load: Load | None = None)
         lost = int((lengths - shortened).sum())
         whole = _whole_examples(shortened, packing, load)
         return replace(whole, cut=too_long, num_cut_tokens=lost)
+    if load.segments is not None:
+        return _runs_in_rows(whole, too_long, packing, load)
     counts = num_pieces(lengths, packing, load)
     split = _one_in_each_row(whole, np.repeat(whole.example_indices, counts))
     limit = limits[split.example_indices]
@@ -167,6 +178,25 @@ def cut_to_fit(lengths: Ints, packing: PackingOptions, load: Load | None = None)
     starts = (np.arange(len(limit)) - first_piece) * limit
     return replace(
         split, starts=starts, lengths=np.minimum(split.lengths - starts, limit), cut=too_long
+    )
+
+
+def _runs_in_rows(
+    whole: PackingPlan, too_long: Ints, packing: PackingOptions, load: Load
+) -> PackingPlan:
+    """Return the runs of examples that are cut between their segments."""
+    runs, limit = load.runs, packing.capacity - packing.reserved
+    assert runs is not None, "trees are cut where their tokens are known"
+    counts = np.diff(runs.offsets)
+    examples = np.repeat(whole.example_indices, counts)
+    unfit = np.flatnonzero(runs.segments.cells > limit)
+    if len(unfit):
+        run, i = int(unfit[0]), int(examples[unfit[0]])
+        before = runs.segments.counts[runs.offsets[i] : run]
+        raise long_path(i, int(before.sum()), int(runs.lengths[run]), len(unfit) - 1, packing)
+    split = whole.in_rows(Rows(examples, np.arange(len(examples) + 1)))
+    return replace(
+        split, starts=runs.starts, lengths=runs.lengths, cut=too_long, runs=runs.segments
     )
 
 
@@ -236,7 +266,10 @@ def _one_in_each_row(plan: PackingPlan, pieces: Ints) -> PackingPlan:
 
 def num_pieces(lengths: Ints, packing: PackingOptions, load: Load | None = None) -> Ints:
     """Count the pieces of each example that is placed: int64 [N]."""
-    if packing.overflow != "split":
+    if load is not None and load.runs is not None:
+        return np.diff(load.runs.offsets)
+    is_whole = load is not None and load.segments is not None
+    if packing.overflow != "split" or is_whole:
         return np.ones_like(lengths)
     return -(-lengths // _longest(packing, load))
 

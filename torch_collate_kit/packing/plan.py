@@ -63,6 +63,8 @@ class PackingPlan:
     """Cost of a piece in the language model."""
     segments: Segments | None = None
     """What the segments of each example take, [N] each; None where an example is one segment."""
+    runs: Segments | None = None
+    """What the segments of each piece take, [S] each, where examples were cut between them."""
 
     @property
     def num_rows(self) -> int:
@@ -83,13 +85,26 @@ class PackingPlan:
     @property
     def aligned_lengths(self) -> Ints:
         """[S] cells each piece occupies: every segment rounded up to ``align``. A copy."""
+        if self.runs is not None:
+            return self.runs.cells
         if self.segments is not None:
             return self.segments.cells[self.example_indices]
         return -(-self.lengths // self.align) * self.align
 
     @property
+    def num_segments(self) -> Ints:
+        """[S] segments of each piece."""
+        if self.runs is not None:
+            return self.runs.counts
+        if self.segments is not None:
+            return self.segments.counts[self.example_indices]
+        return np.ones_like(self.lengths)
+
+    @property
     def costs(self) -> Ints:
         """[S] cost of each piece: ``cost.language`` of its aligned segments."""
+        if self.runs is not None:
+            return self.runs.costs
         if self.segments is not None:
             return self.segments.costs[self.example_indices]
         return self.cost.language(self.aligned_lengths)
@@ -211,6 +226,7 @@ class PackingPlan:
             rows_multiple_of=rows_multiple_of,
             patches=patches,
             vision_costs=costs,
+            runs=None if self.runs is None else self.runs.take(order),
         )
         return plan
 

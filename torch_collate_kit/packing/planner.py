@@ -20,6 +20,7 @@ from torch_collate_kit.packing.pieces import (
 )
 from torch_collate_kit.packing.plan import PackingPlan
 from torch_collate_kit.packing.rows import Ints, Limits, Rows, Sizes
+from torch_collate_kit.packing.runs import Runs, SegmentIds
 from torch_collate_kit.packing.segments import (
     Segments,
     are_nested,
@@ -105,19 +106,24 @@ def sizes_of(
     patches: Patches | Load | None = None,
     *,
     depths: Ints | None = None,
+    ids_of: SegmentIds | None = None,
 ) -> tuple[Ints, Load | None]:
     """Return the checked tokens of each example, int64 [N], and what else it holds, if anything.
 
     ``depths``, int64 for each segment, are the tokens that it shares, if prefixes are shared.
+    ``ids_of`` reads the segments of trees that are to be cut.
     """
     if not are_nested(lengths):
         checked = checked_lengths(lengths)
         return checked, None if patches is None else image_load(patches, len(checked), packing.cost)
-    checked, segments = Segments.of(*checked_segments(lengths), packing, depths)
-    load = Load.none(len(checked))
+    values, offsets = checked_segments(lengths)
+    checked, segments = Segments.of(values, offsets, packing, depths)
+    load, runs = Load.none(len(checked)), None
     if patches is not None:
         load = image_load(patches, len(checked), packing.cost)
-    return checked, load._replace(segments=segments)
+    if ids_of is not None and packing.share_prefixes and packing.overflow == "split":
+        runs = Runs.of(values, offsets, packing, segments, depths, ids_of)
+    return checked, load._replace(segments=segments, runs=runs)
 
 
 def plan_rows(lengths: Ints, packing: PackingOptions, load: Load | None = None) -> PackingPlan:
@@ -210,8 +216,8 @@ def measured(
     has_gaps = packing.parallel.align > 1
     cells = pieces.aligned_lengths if shares or has_gaps else pieces.lengths
     if pieces.segments is not None and most_pieces is not None:
-        counts = pieces.segments.counts[pieces.example_indices]
-        most_pieces //= max(1, int(counts.max(initial=1)))  # as if all had as many segments
+        most_of_one = int(pieces.num_segments.max(initial=1))
+        most_pieces //= max(1, most_of_one)  # as if all had as many segments
     num_cells, num_patches = int(cells.sum()), int(patches.sum())
     tokens = min(packing.max_tokens, num_cells)
     text = min(packing.max_tokens - (packing.reserved if has_images else 0), num_cells)

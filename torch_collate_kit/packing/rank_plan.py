@@ -16,7 +16,6 @@ from torch_collate_kit._reprs import plural
 from torch_collate_kit.errors import DataError, examples_named
 from torch_collate_kit.packing.plan import PackingPlan
 from torch_collate_kit.packing.rows import Ints, Pieces, row_sums, running_sum
-from torch_collate_kit.packing.segments import Segments
 
 _NO_INTS = np.zeros(0, dtype=np.int64)
 
@@ -60,8 +59,6 @@ class RankPlan:
     """The dataset indices that the rank reads; none for all ranks, whose examples are at hand."""
     lengths: Ints
     """int64 [len(indices)], the number of tokens that the plan assumes for each of them."""
-    segments: Segments | None
-    """What the plan assumes of their segments; None where an example is one segment."""
     num_examples: int
     """Number of examples in the batch, over all ranks; 0 for as many as are at hand."""
     num_loss_tokens: int | None = None
@@ -92,17 +89,16 @@ class RankPlan:
         chosen = slice(int(offsets[0]), int(offsets[-1]))
         self.numbers = np.arange(chosen.start, chosen.stop)
         examples = positions = plan.example_indices[chosen]
-        self.indices, self.lengths, self.segments = [], lengths[:0], plan.segments
+        self.indices, self.lengths = [], lengths[:0]
         if dp_rank is not None:
             examples, positions = np.unique(examples, return_inverse=True)
             self.indices, self.lengths = indices[examples].tolist(), lengths[examples]
-            if plan.segments is not None:
-                self.segments = plan.segments.take(examples)
         starts, tokens = plan.starts[chosen], plan.lengths[chosen]
         self.pieces = Pieces(positions, starts, tokens, offsets - offsets[0])
         if num_loss_tokens is not None:
             self.num_loss_tokens = int(np.delete(num_loss_tokens, plan.dropped).sum())
-            self.own_num_loss_tokens = int(num_loss_tokens[examples].sum())
+            if plan.runs is None:  # else some runs of its examples may be another rank's
+                self.own_num_loss_tokens = int(num_loss_tokens[examples].sum())
 
     def without(self, positions: Sequence[int]) -> RankPlan:
         """Return the same rows without the examples at ``positions`` of ``indices``.
@@ -126,8 +122,6 @@ class RankPlan:
         shorter = copy.copy(self)
         shorter.indices = np.array(self.indices, dtype=np.int64)[is_read].tolist()
         shorter.lengths, shorter.numbers = self.lengths[is_read], self.numbers[is_kept]
-        if self.segments is not None:
-            shorter.segments = self.segments.take(np.flatnonzero(is_read))
         shorter.pieces = Pieces(
             running_sum(is_read)[examples[is_kept]],
             starts[is_kept],
@@ -161,14 +155,19 @@ class RankPlan:
         np.add.at(patches, self.pieces.examples, self.plan.patches[self.numbers])
         return patches
 
-    def check_lengths(self, lengths: Ints, segments: Segments | None = None) -> None:
-        """Check that the examples read, of these lengths, are those that were planned."""
+    def check_lengths(self, lengths: Ints, *, are_lists: bool = False) -> None:
+        """Check that the examples read, of these lengths, are those that were planned.
+
+        ``are_lists``: they are lists of segments.
+        """
         if self.dp_rank is None:
             self._check_whole(lengths)
         else:
             self._check_own(lengths)
-        if len(lengths):
-            self._check_segments(segments)
+        if len(self.numbers) and are_lists != (self.plan.segments is not None):
+            one, several = "one segment", "a list of segments"
+            found, planned = (several, one) if are_lists else (one, several)
+            raise self._other_segments(int(self.pieces.examples.min()), found, planned)
 
     def _check_own(self, lengths: Ints) -> None:
         if len(lengths) != len(self.indices):
@@ -205,25 +204,24 @@ class RankPlan:
                 "example must stay as it was when it was planned"
             )
 
-    def _check_segments(self, segments: Segments | None) -> None:
-        planned, i = self.segments, 0
-        if planned is None or segments is None:
-            is_same = planned is segments
-        else:
-            is_other = (planned.counts != segments.counts) | (planned.cells != segments.cells)
-            is_same, i = not is_other.any(), int(is_other.argmax())
-        if is_same:
-            return
+    def check_segments(self, cells: Ints, counts: Ints) -> None:
+        """Check the cells and segments of each piece in these rows, int64 [S]."""
+        of_plan = self.plan.aligned_lengths, self.plan.num_segments
+        planned_cells, planned_counts = (values[self.numbers] for values in of_plan)
+        is_other = (planned_cells != cells) | (planned_counts != counts)
+        if is_other.any():
+            piece = int(is_other.argmax())
+            found, planned = (
+                f"a list of {plural(int(number[piece]), 'segment')} in {of[piece]} cells"
+                for number, of in ((counts, cells), (planned_counts, planned_cells))
+            )
+            raise self._other_segments(int(self.pieces.examples[piece]), found, planned)
 
-        def shown(of: Segments | None) -> str:
-            if of is None:
-                return "one segment"
-            return f"a list of {plural(int(of.counts[i]), 'segment')} in {of.cells[i]} cells"
-
+    def _other_segments(self, i: int, found: str, planned: str) -> DataError:
         example = f"{i}" if self.dp_rank is None else f"{self.indices[i]} of the dataset"
-        raise DataError(
-            f"example {example} is {shown(segments)}, the plan was made for {shown(planned)}; pass "
-            "the sampler the dataset that is read, or its lengths"
+        return DataError(
+            f"example {example} is {found}, the plan was made for {planned}; pass the sampler the "
+            "dataset that is read, or its lengths"
         )
 
     def check_patches(self, patches: Ints) -> None:

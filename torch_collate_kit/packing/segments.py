@@ -149,14 +149,28 @@ def check_not_cut(packing: PackingOptions) -> None:
     name, value = "overflow", packing.overflow
     if packing.strategy == "wrapped":
         name, value = "strategy", packing.strategy
-    elif value in ("raise", "drop"):
+    elif value in ("raise", "drop") or (value == "split" and packing.share_prefixes):
         return
-    way_out = "cut them when they are tokenized"
-    if packing.share_prefixes:
-        way_out = "cut large trees between their segments first (loading.split_trees)"
+    way_out = 'pass overflow="raise" or "drop"'
+    if value == "split":
+        way_out += ", or beside it share_prefixes=True, with which it cuts between segments"
     raise ValueError(
         f"{name}={value!r} cuts examples, and these have several segments, which stay together: "
-        f'{way_out}, and pass overflow="raise" or "drop"'
+        f"cut them when they are tokenized, and {way_out}"
+    )
+
+
+def long_path(
+    example: int, segment: int, length: int, others: int, packing: PackingOptions
+) -> DataError:
+    """Return the error for a segment that is longer than a row by itself."""
+    what = f" ({plural(others, 'other segment')} too)" if others else ""
+    return DataError(
+        f"example {example}, segment {segment} has {length} tokens, more than the "
+        f"{packing.capacity - packing.reserved} that fit in a row with max_tokens="
+        f"{packing.max_tokens} and align={packing.parallel.align}{what}; overflow='split' cuts "
+        "between segments and never within one: raise max_tokens, or limit segments when "
+        "tokenizing (max_length)"
     )
 
 
@@ -175,6 +189,7 @@ def unfit_segments(
         what = f"{count} segments, more than max_sequences_per_row={packing.max_sequences_per_row}"
         way_out = "raise it, leave some out"
     what += f" ({others} more do not fit)" if others else ""
+    choices = "overflow='drop'" + (" or 'split'" if packing.share_prefixes else "")
     return DataError(
-        f"example {i} has {what}; its segments stay in one row: {way_out}, or pass overflow='drop'"
+        f"example {i} has {what}; its segments stay in one row: {way_out}, or pass {choices}"
     )

@@ -14,7 +14,7 @@ from torch_collate_kit.chat.tokenize import MarkedText, loss_target, marked_text
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.preference.other_answers import prompt_key, with_other_answers
 from torch_collate_kit.preference.records import NUMBERS, PreferenceRecord, read_preference
-from torch_collate_kit.reading.keys import check_no_other_weight
+from torch_collate_kit.reading.keys import TOGETHER, check_no_other_weight
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -24,7 +24,7 @@ Keep = Literal["prompt_end", "answer_start"]
 
 _BATCH_SIZE = 256
 # Part of the fingerprint of the `datasets` cache: increase it when the output of a record changes.
-_CACHE_VERSION = 1
+_CACHE_VERSION = 2
 _NEEDED = "both sides need an answer with tokens that the chat template trains, before max_length"
 
 
@@ -62,8 +62,9 @@ def tokenize_preferences(
     Returns a new dataset of the kept examples, in order, and a Counter of the reasons why others
     are skipped: "too_long", "nothing_left_after_truncation", or of a side "no_assistant_turn" and
     "no_trained_tokens", as in "rejected_no_trained_tokens". The columns are ``input_ids`` (lists of
-    lists of int32) and ``loss_mask`` (int8), or with ``labels=True`` ``labels`` (int32). Segments
-    of a pair are the chosen and the rejected side; of a KTO row its prompt with its own answer, and
+    lists of int32) and ``loss_mask`` (int8), or with ``labels=True`` ``labels`` (int32), and
+    ``keep_together`` (True), which a collator with ``overflow="split"`` refuses. Segments of a
+    pair are the chosen and the rejected side; of a KTO row its prompt with its own answer, and
     with the answer of another row for the KL term, cut at ``max_length``. Rows are a permutation of
     the answers, of another prompt unless most rows have the same. With ``keep`` the column
     ``num_cut_tokens`` (int64) says by how much a pair was cut. ``label`` (bool), ``margin``,
@@ -161,7 +162,7 @@ def _features(setup: ChatSetup, names: Sequence[str], is_pair: bool) -> Any:
     if not is_pair:
         weight = {"weight": "float32"} if "weight" in names else {}
         numbers = {"label": "bool", **weight, "num_prompt": "int32", "prompt_key": "int64"}
-    others = numbers | {"num_cut_tokens": "int64", "skip_reason": "string"}
+    others = {TOGETHER: "bool"} | numbers | {"num_cut_tokens": "int64", "skip_reason": "string"}
     sequence = datasets.Sequence
     return datasets.Features(
         {name: sequence(sequence(datasets.Value(kind))) for name, kind in lists.items()}
@@ -246,6 +247,7 @@ def _example(
     return {
         "input_ids": [ids for ids, _ in kept],
         **{name: [target[name] for target in targets] for name in targets[0]},
+        TOGETHER: True,
         "num_prompt": num_prompt - first,
         "prompt_key": prompt_key(next(iter(texts.values())).input_ids[:num_prompt]),
         "num_cut_tokens": num_tokens - sum(len(ids) for ids, _ in kept),

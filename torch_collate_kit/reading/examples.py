@@ -19,7 +19,7 @@ from torch_collate_kit.batch.placement import whole_examples
 from torch_collate_kit.errors import DataError, examples_named
 from torch_collate_kit.packing.rows import Pieces, row_sums, running_sum
 from torch_collate_kit.packing.trees import Trees, trees_of
-from torch_collate_kit.ragged import Ragged, span_indices, unchecked
+from torch_collate_kit.ragged import Ragged, unchecked
 from torch_collate_kit.reading.arrays import read_images
 from torch_collate_kit.reading.columns import Numbers
 from torch_collate_kit.reading.entries import (
@@ -86,6 +86,10 @@ class ExampleColumns:
     """float32 [N], what multiplies the loss weights of each example, if it was given."""
     segment_offsets: np.ndarray | None = None
     """int64, the first segment of each example, and the number of all; None of one each."""
+    run_offsets: np.ndarray | None = None
+    """int64, the same of runs of segments, where examples are cut between them."""
+    stay_together: bool = False
+    """Whether examples say that their segments are never parted (``keep_together``)."""
 
     @classmethod
     def of_none(cls, fields: DeclaredFields, vision: VisionLayout | None) -> ExampleColumns:
@@ -172,8 +176,10 @@ class ExampleColumns:
 
     @cached_property
     def trees(self) -> Trees:
-        """What the segments of each example have in common."""
-        ids, offsets = joined(self.input_ids), self.segment_offsets
+        """What the segments of each example, or of each run, have in common."""
+        ids, offsets = joined(self.input_ids), self.run_offsets
+        if offsets is None:
+            offsets = self.segment_offsets
         if offsets is None:  # a rank without examples
             offsets = np.zeros(1, dtype=np.int64)
         return trees_of(ids.values, ids.offsets, offsets)
@@ -185,15 +191,6 @@ class ExampleColumns:
         if offsets is None:
             return found
         return [[*chain(*found[start:stop])] for start, stop in pairwise(offsets.tolist())]
-
-    def opened(self, pieces: Pieces) -> Pieces:
-        """Return the pieces of segments for pieces of whole examples."""
-        if self.segment_offsets is None:
-            return pieces
-        counts = np.diff(self.segment_offsets)[pieces.examples]
-        segments = span_indices(self.segment_offsets[:-1][pieces.examples], counts)
-        offsets = running_sum(counts)[pieces.row_offsets]
-        return Pieces(segments, np.zeros_like(segments), self.lengths[segments], offsets)
 
     def examples_of(self, pieces: Pieces) -> tuple[np.ndarray, np.ndarray | None]:
         """Return the example of each piece, and the number of its segment there: int64 [S]."""
@@ -265,14 +262,18 @@ class ExampleColumns:
             for name, column in placed.columns.items()
         }
 
-    def num_loss_tokens(self, image_token_id: int | None) -> np.ndarray:
+    def num_loss_tokens(
+        self, image_token_id: int | None = None, *, per_segment: bool = False
+    ) -> np.ndarray:
         """Count the trained tokens of each example, int64; image tokens are not trained."""
         is_image = None
         if image_token_id is not None:
             is_image = joined(self.input_ids).values == image_token_id
         with examples_named(name_of(self.segment_offsets)):
             counts = self._target(whole_examples(self.lengths), is_image)[2]
-        return counts if self.segment_offsets is None else row_sums(counts, self.segment_offsets)
+        if self.segment_offsets is None or per_segment:
+            return counts
+        return row_sums(counts, self.segment_offsets)
 
     def _target(
         self, pieces: Pieces, is_image: np.ndarray | None

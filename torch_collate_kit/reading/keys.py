@@ -28,7 +28,10 @@ from torch_collate_kit.vision.families import IMAGE_FIELDS
 
 TARGETS = ("loss_mask", "labels", "assistant_masks", "completion_mask")
 PER_TOKEN = ("input_ids", *TARGETS, "num_actions", "attention_mask")
-KNOWN = (*PER_TOKEN, "weight")
+TOGETHER = "keep_together"  # of examples whose segments are never parted, such as pairs
+_OF_LOSS = (*PER_TOKEN, "weight")
+KNOWN = (*_OF_LOSS, TOGETHER)
+PER_EXAMPLE = {"num_actions", "weight", TOGETHER}  # a number of each example, not lists
 _REQUIRED = ("prompt_ids", "response_ids", "rewards", "loss_mask")
 _OPTIONAL = ("logprobs", "advantages", "uid", "trajectory_id", "is_last_step", "weight")
 ROLLOUT_KEYS = (*_REQUIRED, *_OPTIONAL, "rollout_expert_indices")
@@ -233,8 +236,8 @@ def check_keys(
         raise DataError(
             f"{owners[others[0]]} has {', '.join(map(repr, others[:5]))}"
             f"{', ...' if len(others) > 5 else ''} and no loss target, so it is not clear whether "
-            f"every token is trained; understood are {', '.join(KNOWN)}: give a target among these "
-            "(or remove the rest), or pass train_all=True to train every token"
+            f"every token is trained; understood are {', '.join(_OF_LOSS)}: give a target among "
+            "these (or remove the rest), or pass train_all=True to train every token"
         )
 
 

@@ -37,6 +37,7 @@ from torch_collate_kit.reading.keys import (
     PER_TOKEN,
     ROLLOUT_KEYS,
     TARGETS,
+    TOGETHER,
     raw_columns,
 )
 from torch_collate_kit.reading.segments import name_of, opened
@@ -94,7 +95,12 @@ def read_columns(
         columns = _per_token(raw, declared, numbers, vision, are_rollouts=are_rollouts)
     if not per_example and offsets is None:
         return columns  # a copy takes 10 us
-    return replace(columns, per_example=per_example, segment_offsets=offsets)
+    return replace(
+        columns,
+        per_example=per_example,
+        segment_offsets=offsets,
+        stay_together=TOGETHER in raw,
+    )
 
 
 def _per_token(

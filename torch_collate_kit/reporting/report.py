@@ -240,6 +240,10 @@ def packing_report(
         sharing = replace(packing, share_prefixes=True)
         trees = sizes_of(found.lengths, sharing, depths=found.shared)[1]
     report = _report(lengths, load, packings, batch_size, padded, segments, trees)
+    if segments is not None and found.shared is None:
+        report["recommended"]["notes"].append(
+            "note: lengths do not tell what segments share; pass the dataset to see share_prefixes"
+        )
     config = getattr(model, "config", model)
     if fault := left_padding_fault(config):
         report["recommended"]["notes"] += [

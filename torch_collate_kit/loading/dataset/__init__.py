@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from torch_collate_kit.loading.dataset.files import read_records
-from torch_collate_kit.loading.dataset.split_trees import split_trees
 from torch_collate_kit.loading.dataset.tokenized import TokenizedDataset
 
-__all__ = ["TokenizedDataset", "read_records", "split_trees"]
+__all__ = ["TokenizedDataset", "read_records"]

@@ -29,6 +29,7 @@ from torch_collate_kit.packing.rank_plan import PlannedExamples
 from torch_collate_kit.packing.rows import running_sum
 from torch_collate_kit.packing.trees import depths_of
 from torch_collate_kit.ragged import Nested, Ragged, row_indices, unchecked
+from torch_collate_kit.reading.keys import PER_EXAMPLE
 from torch_collate_kit.reading.reader import read_columns
 from torch_collate_kit.reading.source import ArrowFiles, is_a
 from torch_collate_kit.vision import VisionLayout
@@ -60,9 +61,9 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
             DataFrame, another map-style dataset), which are copied into columns.
         columns: the columns to keep, of lists of numbers, of lists of vectors (for fields with a
             ``shape``) or of numbers. By default those that the collators know (``input_ids``,
-            ``num_actions``, ``attention_mask``, ``weight``, target forms), and ``num_cut_tokens``,
-            which ``audit`` reads. Columns of strings, for fields declared ``PerExample(str)``, are
-            kept where they are named.
+            ``num_actions``, ``attention_mask``, ``weight``, ``keep_together``, target forms), and
+            ``num_cut_tokens``, which ``audit`` reads. Columns of strings, for fields declared
+            ``PerExample(str)``, are kept where they are named.
         train_all: every token of a source without a loss target is trained. Must be given if it has
             other columns than ``input_ids`` and ``attention_mask``, unless ``columns`` is given.
         vision: how images become tokens, for ``patches`` and to count loss tokens of a source with
@@ -283,7 +284,7 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
         texts = TextColumn | VectorColumn
         others = {k for k, of in self._columns.items() if isinstance(of, texts)}
         has_ids = all(lists[name].kind in "iu" for name in IDS if name in lists)
-        return has_ids and lists.keys() | others == self._columns.keys() - {"num_actions", "weight"}
+        return has_ids and lists.keys() | others == self._columns.keys() - PER_EXAMPLE
 
     def _ids_of(self, indices: np.ndarray) -> np.ndarray:
         """Return the token ids of these rows, end to end."""

@@ -151,7 +151,7 @@ class ByRows(Budget):
             return Step(chosen, plan)
         examples, cut = pieces.examples[chosen], np.flatnonzero(self._is_piece(chosen))
         starts = pieces.starts[chosen][plan.example_indices]
-        return Step(examples, replace(plan, starts=starts, cut=cut))
+        return Step(examples, replace(plan, starts=starts, cut=cut), chosen)
 
     def steps_of(self, epoch: int, example: int) -> list[int]:
         """Return the steps of an epoch that have an example, ascending."""

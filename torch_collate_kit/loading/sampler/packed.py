@@ -172,7 +172,7 @@ class PackedBatchSampler(ResumingSampler):
         packing, batch, plan = self._packing, step.examples, step.plan
         sizes, dp = self._sizes, packing.parallel.dp
         lengths = sizes.lengths[batch]
-        counts = None if sizes.counts is None else sizes.counts[batch]
+        counts = sizes.counts_of(step)
         if plan is None:
             load = None if sizes.load is None else sizes.load.take(batch)
             plan = pack(lengths, packing=packing, patches=load)

@@ -20,7 +20,7 @@ from torch_collate_kit.loading.orders.checks import Indices, checked_collator, c
 from torch_collate_kit.loading.orders.mixed_order import MixedOrder
 from torch_collate_kit.loading.orders.permutations import seeded_generator
 from torch_collate_kit.loading.orders.states import digest_in_blocks
-from torch_collate_kit.loading.sampler.sizes import is_tokenized, sized
+from torch_collate_kit.loading.sampler.sizes import check_parts, is_tokenized, sized
 from torch_collate_kit.packing import PackingPlan
 from torch_collate_kit.packing.pieces import cut_to_fit
 from torch_collate_kit.packing.planner import plan_rows
@@ -103,6 +103,7 @@ class PackedRows(Dataset[PlannedRow]):
             )
         patches = None if collator.vision is None else examples.patches
         lengths, load = sized(examples, collator.packing, patches)
+        check_parts(examples, collator, load)
         blocks, order = [], self._order(lengths)
         cut_to_fit(lengths, collator.packing, load)  # names an example that does not fit
         is_wrapped = collator.packing.strategy == "wrapped"  # a block ends with a row not full
@@ -168,6 +169,7 @@ class PackedRows(Dataset[PlannedRow]):
             num_cut_tokens=0,
             num_dropped_tokens=0,
             segments=None if plan.segments is None else plan.segments.take(examples),
+            runs=None if plan.runs is None else plan.runs.take(chosen),
         )
 
         def name(place: int) -> str:
@@ -242,4 +244,17 @@ def _joined(blocks: list[tuple[Indices, PackingPlan]], segments: Segments | None
         patches=joined("patches"),
         vision_costs=joined("vision_costs"),
         segments=segments,
+        runs=_joined_runs(plans),
     )
+
+
+def _joined_runs(plans: list[PackingPlan]) -> Segments | None:
+    """Return what the segments of each piece take, if any example is cut between them."""
+    if all(plan.runs is None for plan in plans):
+        return None
+    cells, counts, costs = (
+        np.concatenate([getattr(plan, name) for plan in plans])
+        for name in ("aligned_lengths", "num_segments", "costs")
+    )
+    segments = plans[0].segments
+    return Segments(cells, counts, costs, shares=segments is not None and segments.shares)

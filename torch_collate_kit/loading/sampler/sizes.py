@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
 
 from torch_collate_kit.collators import PackedCollator
+from torch_collate_kit.collators.packed_checks import refuse_parts
 from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading.dataset import TokenizedDataset
 from torch_collate_kit.loading.orders import Mixture
 from torch_collate_kit.loading.orders.checks import Indices
 from torch_collate_kit.loading.orders.states import digest_in_blocks
+from torch_collate_kit.loading.sampler.budgets import Step
 from torch_collate_kit.loading.sampler.by_rows import Entries
 from torch_collate_kit.packing import PackingOptions
 from torch_collate_kit.packing.pieces import Load, Patches, cut_to_fit
 from torch_collate_kit.packing.planner import sizes_of
+from torch_collate_kit.packing.rows import row_sums, running_sum
 from torch_collate_kit.packing.segments import bare_lengths
 from torch_collate_kit.packing.trees import is_shared
+from torch_collate_kit.ragged import span_indices
+from torch_collate_kit.reading.reader import read_columns
+from torch_collate_kit.reading.runs import end_to_end
+
+_EXAMPLES_AT_A_TIME = 256  # whose loss tokens are counted
 
 
 class ExampleSizes:
@@ -49,7 +58,9 @@ class ExampleSizes:
             if self._is_wrapped:
                 is_unknown = bool((num_loss_tokens != self.lengths - 1).any())
             else:
-                is_unknown = len(cut_to_fit(self.lengths, self._packing, self.load).cut) > 0
+                is_unknown = self._runs is None and (
+                    len(cut_to_fit(self.lengths, self._packing, self.load).cut) > 0
+                )
             if self._packing.parallel.dp == 1 and is_unknown:
                 num_loss_tokens = None
         self.counts = self._checked_counts(num_loss_tokens)
@@ -69,6 +80,8 @@ class ExampleSizes:
             self.load = load._replace(patches=self.patches)
             self.image_costs_digest = digest_in_blocks(load.costs)
         self._segments = None if load is None else load.segments
+        self._runs = None if load is None else load.runs
+        check_parts(examples, self._collate, load)
         is_checked = self._packing.overflow == "raise" or self.load is not None
         if not self._all_fit() and is_checked:
             cut_to_fit(self.lengths, self._packing, self.load)
@@ -89,8 +102,35 @@ class ExampleSizes:
             )
         if self._packing.overflow != "split" or not len(pieces.cut):
             return Entries(self.lengths, self.load)
-        load = None if self.load is None else Load(pieces.patches, pieces.vision_costs)
+        load = None
+        if self.load is not None:
+            load = Load(pieces.patches, pieces.vision_costs, segments=pieces.runs)
         return Entries(pieces.lengths, load, pieces.example_indices, pieces.starts)
+
+    def counts_of(self, step: Step) -> Indices | None:
+        """Return the loss tokens of the examples of a step, or of their pieces: int64."""
+        if self.counts is None or self._runs is None or step.entries is None:
+            return None if self.counts is None else self.counts[step.examples]
+        return self._counts_of_runs[step.entries]
+
+    @cached_property
+    def _counts_of_runs(self) -> Indices:
+        """int64 [P], loss tokens of the runs of all examples, which are cut between segments."""
+        runs, counts = self._runs, self.counts
+        assert runs is not None, "counted where examples are cut between segments"
+        assert counts is not None, "counted where the loss is normalized"
+        of_runs = np.diff(runs.offsets)
+        found, cut = counts.repeat(of_runs), np.flatnonzero(of_runs > 1)
+        for start in range(0, len(cut), _EXAMPLES_AT_A_TIME):
+            block = cut[start : start + _EXAMPLES_AT_A_TIME]
+            columns = read_columns(
+                self._examples.__getitems__(block), train_all=self._collate.train_all
+            )
+            of_segments = columns.num_loss_tokens(per_segment=True)
+            places = span_indices(runs.offsets[block], of_runs[block])
+            bounds = running_sum(runs.segments.counts[places])
+            found[places] = row_sums(of_segments, bounds)
+        return found
 
     def _checked_counts(self, num_loss_tokens: npt.ArrayLike | None) -> Indices | None:
         """Return the loss tokens of every example, checked; None where none are needed."""
@@ -125,6 +165,8 @@ class ExampleSizes:
                     'known which are in a piece that strategy="wrapped" cuts; collate with '
                     "normalize_loss=False and give token_loss the sum over the ranks"
                 )
+            return counts.astype(np.int64)
+        if self._runs is not None:  # segments stay whole
             return counts.astype(np.int64)
         cut = cut_to_fit(lengths, packing, load).cut
         if len(cut):
@@ -163,8 +205,11 @@ class ExampleSizes:
             assert of_segments is not None, "segments are those of all examples"
             counted["segments_digest"] = of_segments[: int(counts.sum())]
             if with_trees:
-                of = self._segments
+                of, runs = self._segments, self._runs
                 counted["trees_digest"] = of.cells[:num_examples] if of.shares else None
+                counted["runs_digest"] = (
+                    None if runs is None else runs.lengths[: int(runs.offsets[num_examples])]
+                )
         digests = {
             name: None if numbers is None else digest_in_blocks(numbers)
             for name, numbers in counted.items()
@@ -182,10 +227,22 @@ def sized(
     if packing.share_prefixes:
         if not is_tokenized(examples):
             raise bare_lengths(packing)
-        depths = examples.shared_lengths
-    if depths is None or not is_shared(packing, lengths.values, depths.values):
-        return sizes_of(lengths, packing, patches)
-    return sizes_of(lengths, packing, patches, depths=depths.values)
+        shared = examples.shared_lengths
+        if shared is not None and is_shared(packing, lengths.values, shared.values):
+            depths = shared.values
+
+    def ids_of(example: int) -> tuple[np.ndarray, Indices]:
+        return end_to_end(examples[example]["input_ids"])
+
+    return sizes_of(lengths, packing, patches, depths=depths, ids_of=ids_of)
+
+
+def check_parts(examples: Any, collate: PackedCollator, load: Load | None) -> None:
+    """Refuse lists of segments that must not be parted, before any batch."""
+    if load is not None and load.segments is not None and is_tokenized(examples):
+        sources = examples.sources if isinstance(examples, Mixture) else [examples]
+        names = {name for source in sources for name in source.column_names}
+        refuse_parts(collate.packing, collate.fields, names)
 
 
 def is_tokenized(examples: Any) -> TypeGuard[TokenizedDataset | Mixture]:

@@ -40,10 +40,11 @@ def place_after(entry: Any) -> Place:
     return Place(num_read, start, entry["source"], int(entry["taken"]))
 
 
-def of_segments(load: Load) -> tuple[int, int, int]:
-    """Return the cells, number and cost of the segments of one example; zeros without any."""
-    of = load.segments
-    return (0, 0, 0) if of is None else (int(of.cells[0]), int(of.counts[0]), int(of.costs[0]))
+def of_segments(of: Segments | None, number: int = 0) -> tuple[int, int, int]:
+    """Return the cells, number and cost of the segments of one piece; zeros without any."""
+    if of is None:
+        return 0, 0, 0
+    return int(of.cells[number]), int(of.counts[number]), int(of.costs[number])
 
 
 def load_of(entries: np.ndarray, packing: PackingOptions) -> Load:

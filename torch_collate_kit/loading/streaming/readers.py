@@ -23,12 +23,11 @@ from torch_collate_kit.loading.streaming.skipping import WrongExamples
 from torch_collate_kit.loading.streaming.states import Place
 from torch_collate_kit.packing.pieces import Load, cut_to_fit, image_load, num_pieces
 from torch_collate_kit.packing.planner import sizes_of
-from torch_collate_kit.packing.rows import running_sum
-from torch_collate_kit.packing.segments import Segments
 from torch_collate_kit.packing.trees import depths_of
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.keys import KNOWN, MEDIA
 from torch_collate_kit.reading.reader import read_columns
+from torch_collate_kit.reading.runs import end_to_end
 from torch_collate_kit.reading.source import Examples, are_nested
 
 
@@ -79,13 +78,17 @@ class _ExampleReader:
             try:
                 num_tokens, load = self._sizes(example)
                 patches, cost = int(load.patches[0]), int(load.costs[0])
-                pieces = [(0, num_tokens)]
+                pieces = [(0, num_tokens, of_segments(load.segments))]
                 is_long = num_tokens > packing.capacity - packing.reserved
                 if patches or is_long or load.segments is not None:
                     fitted = cut_to_fit(np.array([num_tokens]), packing, load)
                     if packing.overflow == "split":
-                        starts, lengths = fitted.starts.tolist(), fitted.lengths.tolist()
-                        pieces = list(zip(starts, lengths, strict=True))
+                        pieces = [
+                            (*of, of_segments(fitted.runs or load.segments, number))
+                            for number, of in enumerate(
+                                zip(fitted.starts.tolist(), fitted.lengths.tolist(), strict=True)
+                            )
+                        ]
                 if is_split := len(pieces) > 1:
                     example = self._as_arrays(example)
             except DataError as error:
@@ -94,12 +97,12 @@ class _ExampleReader:
                 continue
             before = self.place
             check_start(before, position, num_tokens)
-            for start, length in pieces:
+            for start, length, segments in pieces:
                 stop = start + length
                 following = after if stop == num_tokens else before._replace(start=stop)
                 if start >= before.start:
                     of = position, start, length, is_split, patches, cost
-                    yield *of, *of_segments(load), *following, example, self._wrong.taken(), 0
+                    yield *of, *segments, *following, example, self._wrong.taken(), 0
             self.place = after
         check_start(self.place)
 
@@ -117,18 +120,23 @@ class _ExampleReader:
         if not all(counts):
             _check(self._collator, [example])  # raises what is wrong
         packing = self._collator.packing
-        depths = self._depths(example) if packing.share_prefixes else None
-        lengths, load = sizes_of([counts], packing, depths=depths)
+        depths, joined = None, None
+        if packing.share_prefixes:
+            joined = self._joined(example)
+            depths = depths_of(*joined, np.array([0, len(counts)]))
+        lengths, load = sizes_of(
+            [counts], packing, depths=depths, ids_of=None if joined is None else lambda _: joined
+        )
         assert load is not None
-        return int(lengths[0]), self._images(example, parts)._replace(segments=load.segments)
+        images = self._images(example, parts)
+        return int(lengths[0]), images._replace(segments=load.segments, runs=load.runs)
 
-    def _depths(self, example: Any) -> np.ndarray:
-        """Return the tokens that each segment of an example shares, int64."""
+    def _joined(self, example: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ids of all segments of an example, and where each begins, int64."""
         ids = [np.asarray(of) for of in example["input_ids"]]
         if any(of.ndim != 1 or of.dtype.kind not in "iu" for of in ids):
             _check(self._collator, [example])  # raises what is wrong with them
-        offsets = running_sum(np.array([*map(len, ids)]))
-        return depths_of(np.concatenate(ids), offsets, np.array([0, len(ids)]))
+        return end_to_end(ids)
 
     def _images(self, example: Example, parts: list[Any]) -> Load:
         """Return the images of one example, whose segments are ``parts``."""
@@ -146,8 +154,11 @@ class _ExampleReader:
         """Return a checked example without unknown keys, its lists as arrays for all pieces."""
         _check(self._collator, [example])
         known = {key: example[key] for key in (*KNOWN, *self._collator.fields) if key in example}
+        is_nested = are_nested([known["input_ids"]])
         return {
-            key: np.asarray(value) if isinstance(value, list | tuple) else value
+            key: _arrays_of(value, is_nested=is_nested)
+            if isinstance(value, list | tuple)
+            else value
             for key, value in known.items()
         }
 
@@ -204,16 +215,14 @@ class _RowReader:
         span = self._positions[:num_entries]
         positions = np.arange(span.start, span.stop, span.step)
         try:
-            lengths, segments = self._sizes(positions)
+            lengths, load = self._sizes(positions)
             check_start(self.place, span[0], int(lengths[0]))
-            counts = self._num_pieces(lengths)
-            counts[0] -= self._num_pieces(np.array([self.place.start]))[0]
+            counts = num_pieces(lengths, self._collator.packing, load)
+            counts[0] -= self._num_given(lengths, load)
             num_used = 1 + int(np.searchsorted(np.cumsum(counts), num_entries))
             positions, lengths = positions[:num_used], lengths[:num_used]
             self._check(positions[lengths == 0][:1])
-            if segments is not None:
-                segments = segments.take(np.arange(len(lengths)))
-            entries = self._entries_of(positions, lengths, segments)
+            entries = self._entries_of(positions, lengths, load.take(np.arange(len(lengths))))
             # before any of its pieces is given out
             self._check(np.unique(entries["position"][entries["is_piece"]]))
         except DataError as error:
@@ -230,24 +239,34 @@ class _RowReader:
         if len(positions):
             _check(self._collator, self._dataset.__getitems__(positions))
 
-    def _num_pieces(self, lengths: np.ndarray) -> np.ndarray:
-        return num_pieces(lengths, self._collator.packing, Load.none(len(lengths)))
+    def _num_given(self, lengths: np.ndarray, load: Load) -> int:
+        """Return how many pieces of the first example are before the place."""
+        start = self.place.start
+        if load.runs is not None:
+            of_first = load.runs.take(np.zeros(1, dtype=np.int64))
+            return int(np.count_nonzero(of_first.starts < start))
+        one = Load.none(1)
+        return int(num_pieces(np.array([start]), self._collator.packing, one)[0]) if start else 0
 
-    def _sizes(self, positions: np.ndarray) -> tuple[np.ndarray, Segments | None]:
+    def _sizes(self, positions: np.ndarray) -> tuple[np.ndarray, Load]:
         """Return the tokens of these rows, and what their segments take if they are lists."""
         lengths = self._dataset._lengths_at(positions)
         if not isinstance(lengths, Ragged):
-            return lengths, None
+            return lengths, Load.none(len(lengths))
         empty = np.flatnonzero(lengths.values == 0)
         if len(empty):
             self._check(positions[np.searchsorted(lengths.offsets, empty[:1], side="right") - 1])
         packing = self._collator.packing
         depths = self._dataset._depths_at(positions) if packing.share_prefixes else None
-        return Segments.of(lengths.values, lengths.offsets, packing, depths)
 
-    def _entries_of(
-        self, positions: np.ndarray, lengths: np.ndarray, segments: Segments | None
-    ) -> np.ndarray:
+        def ids_of(number: int) -> tuple[np.ndarray, np.ndarray]:
+            return end_to_end(self._dataset[int(positions[number])]["input_ids"])
+
+        found, load = sizes_of(lengths, packing, depths=depths, ids_of=ids_of)
+        assert load is not None
+        return found, load
+
+    def _entries_of(self, positions: np.ndarray, lengths: np.ndarray, load: Load) -> np.ndarray:
         """Return the pieces of each example; of the first one only those after the place.
 
         Raises:
@@ -255,12 +274,13 @@ class _RowReader:
         """
         packing = self._collator.packing
         rows, starts, num_tokens = np.arange(len(lengths)), np.zeros_like(lengths), lengths
-        load = Load.none(len(lengths))._replace(segments=segments)
-        fitted = cut_to_fit(lengths, packing, load)
+        fitted, segments = cut_to_fit(lengths, packing, load), load.segments
         if packing.overflow == "split":
             rows, starts, num_tokens = fitted.example_indices, fitted.starts, fitted.lengths
             left = np.flatnonzero((rows > 0) | (starts >= self.place.start))
             rows, starts, num_tokens = rows[left], starts[left], num_tokens[left]
+            if segments is not None:
+                segments = segments.take(rows) if fitted.runs is None else fitted.runs.take(left)
         is_last = starts + num_tokens == lengths[rows]
         num_read_before = np.append(self.place.num_read, positions[:-1] + 1)
         entries = np.zeros(len(rows), dtype=ENTRY)
@@ -274,6 +294,13 @@ class _RowReader:
             entries["cells"], entries["num_segments"] = segments.cells, segments.counts
             entries["cost"] = segments.costs
         return entries
+
+
+def _arrays_of(value: Any, *, is_nested: bool) -> Any:
+    """Return a list as an array, or as an array for each segment."""
+    if is_nested and value and isinstance(value[0], list | tuple):
+        return [np.asarray(of) for of in value]
+    return np.asarray(value)
 
 
 _NO_IMAGE = Load.none(1)
