@@ -1,4 +1,4 @@
-"""Draw the pictures of README.md and docs/guide/reports.md by running their code.
+"""Draw the pictures of README.md and of pages in docs/guide by running their code.
 
 python -m website.draw_plots
 """
@@ -20,11 +20,15 @@ def main() -> None:
 
     matplotlib.use("Agg")
     matplotlib.rcParams["savefig.bbox"] = "tight"
-    page = (DOCS / "guide" / "reports.md").read_text(encoding="utf-8")
+    pages = {
+        name: (DOCS / "guide" / name).read_text(encoding="utf-8")
+        for name in ("reports.md", "context.md")
+    }
     folder = DOCS / "assets" / "plots"
     folder.mkdir(exist_ok=True)
     os.chdir(folder)
-    run(page, "reports.md")
+    for name, page in pages.items():
+        run(page, name)
     names = run((DOCS.parent / "README.md").read_text(encoding="utf-8"), "README.md")
     draw_layouts(names["chats"])
 

@@ -12,7 +12,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 import torch_collate_kit
-from torch_collate_kit import losses, preference, reporting, rl, testing, vision
+from torch_collate_kit import attention, losses, preference, reporting, rl, testing, vision
 
 ROOT = Path(__file__).parents[2]
 
@@ -84,7 +84,7 @@ def test_nothing_is_loaded_from_elsewhere(pages):
 def public_names() -> set[str]:
     """What the API pages must describe, by the path that a user imports."""
     names = {f"torch_collate_kit.{name}" for name in torch_collate_kit.__all__}
-    for package in (losses, preference, reporting, rl, testing, vision):
+    for package in (attention, losses, preference, reporting, rl, testing, vision):
         inner = set(package.__all__) - set(torch_collate_kit.__all__)
         names |= {f"{package.__name__}.{name}" for name in inner}
     return names - {"torch_collate_kit.__version__"}

@@ -40,13 +40,11 @@ def slices_of_rank(bounds: np.ndarray, num_rows: int, rank: int, size: int, layo
     if layout != "zigzag":
         whole = np.arange(num_rows + 1) * (int(whole[-1]) // max(num_rows, 1))
     lengths = np.diff(whole)
-    is_one_part = layout == "contiguous" or size == 1
-    parts = size if is_one_part else 2 * size
+    parts = _num_parts(size, layout)
     _check_divides(lengths, parts, layout, size)
-    per_run = lengths // parts
-    taken = [rank] if is_one_part else [rank, parts - 1 - rank]
-    part = per_run
-    if not is_one_part and rank == size - 1:  # neighbours in the middle
+    part = per_run = lengths // parts
+    taken = [rank] if parts == size else [rank, parts - 1 - rank]
+    if parts > size and rank == size - 1:  # neighbours in the middle
         taken, per_run = [rank], 2 * part
     begins = (whole[:-1, None] + part[:, None] * np.array(taken)).ravel()
     ends = begins + np.repeat(per_run, len(taken))
@@ -55,6 +53,11 @@ def slices_of_rank(bounds: np.ndarray, num_rows: int, rank: int, size: int, layo
     kept = ends > begins
     begins, ends = begins[kept], ends[kept]
     return Slices(np.searchsorted(bounds, begins, side="right") - 1, begins, ends)
+
+
+def _num_parts(size: int, layout: str) -> int:
+    """Return how many parts a segment or row is cut into: none for one rank, which has all."""
+    return size if layout == "contiguous" or size == 1 else 2 * size
 
 
 def _check_divides(lengths: np.ndarray, parts: int, layout: str, size: int) -> None:
@@ -90,13 +93,46 @@ def local_bounds(segments: np.ndarray, sizes: np.ndarray) -> np.ndarray:
 
 
 def attention_work(bounds: np.ndarray, num_rows: int, size: int, layout: str) -> np.ndarray:
-    """Return how many keys the queries of each rank see in all, int64 [size].
+    """Return how many keys the queries of each rank see in each row, int64 ``[num_rows, size]``.
 
-    Causal attention within segments; its floating-point operations are proportional.
+    Causal attention within segments; its floating-point operations are proportional. ``bounds``,
+    and what is refused, are those of :func:`slices_of_rank`.
+
+    >>> [attention_work(np.array([0, 4, 8]), 1, 2, layout).tolist() for layout in LAYOUTS]
+    [[[10, 10]], [[10, 10]], [[10, 10]]]
+    >>> [attention_work(np.array([0, 6, 8]), 1, 2, layout).tolist() for layout in LAYOUTS[1:]]
+    [[[10, 14]], [[6, 18]]]
     """
-    work = np.zeros(checked_int("size", size), dtype=np.int64)
-    for rank in range(size):
-        segments, begins, ends = slices_of_rank(bounds, num_rows, rank, size, layout)
-        first, last = begins - bounds[segments] + 1, ends - bounds[segments]
-        work[rank] = ((first + last) * (last - first + 1) // 2).sum()
-    return work
+    checked_choice("layout", layout, LAYOUTS)
+    bounds = np.asarray(bounds, dtype=np.int64)
+    num_parts = _num_parts(checked_int("size", size), layout)
+    rows = np.arange(num_rows + 1) * (int(bounds[-1]) // max(num_rows, 1))
+    whole = bounds if layout == "zigzag" else rows
+    lengths = np.diff(whole)
+    _check_divides(lengths, num_parts, layout, size)
+    inside = (lengths // num_parts)[:, None] * np.arange(num_parts + 1)
+    if layout == "zigzag":
+        seen = _triangle(inside)
+    else:
+        edges = whole[:-1, None] + inside
+        segments = np.searchsorted(bounds, edges, side="right") - 1
+        before = np.append(0, np.cumsum(_triangle(np.diff(bounds))))
+        seen = before[segments] + _triangle(edges - bounds[segments])
+    of_parts: np.ndarray = np.diff(seen, axis=1)
+    of_ranks = of_parts
+    if num_parts > size:
+        of_ranks = of_parts[:, :size] + of_parts[:, : -size - 1 : -1]
+    if layout == "zigzag" and num_rows:
+        of_ranks = np.add.reduceat(of_ranks, np.searchsorted(bounds, rows[:-1]))
+    return of_ranks
+
+
+def busiest_over_mean(work: np.ndarray) -> float:
+    """Return the work of the busiest rank of each row over the mean: the others wait for it."""
+    return int(work.max(axis=1).sum()) * work.shape[1] / int(work.sum())
+
+
+def _triangle(cells: np.ndarray) -> np.ndarray:
+    """Return how many keys the first cells of a segment see in all."""
+    seen: np.ndarray = cells * (cells + 1) // 2
+    return seen

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from html import escape
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,6 @@ from torch_collate_kit._checks import (
     checked_optional_int,
     needed_package,
 )
-from torch_collate_kit._reprs import plural
 from torch_collate_kit.batch.showing.tables import html_table, text_table
 from torch_collate_kit.families import family_of, left_padding_fault
 from torch_collate_kit.packing import ModelCost, PackingOptions, ParallelLayout
@@ -26,7 +25,6 @@ from torch_collate_kit.packing.rows import Ints
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reporting.candidates import (
     PADDED,
-    SHARED,
     candidates_of,
     fits_nothing,
     headline,
@@ -34,6 +32,12 @@ from torch_collate_kit.reporting.candidates import (
     packings_to_try,
     recommended,
 )
+from torch_collate_kit.reporting.candidates_table import (
+    candidates_table,
+    intro_lines,
+    recommendation_lines,
+)
+from torch_collate_kit.reporting.context import context_legend, context_of, context_table
 from torch_collate_kit.reporting.lengths import data_lengths
 from torch_collate_kit.reporting.plots import PLOTS
 from torch_collate_kit.reporting.steps import steps_legend, steps_of, steps_table
@@ -42,7 +46,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _LARGEST = 1 << 62
-_WIDTH = 100
 _LEFT = ("layout",)
 _KEYS = {"data", "options", "candidates", "recommended"}
 
@@ -57,7 +60,11 @@ class PackingReport(dict[str, Any]):
     - ``"candidates"``: a dict for each ``max_tokens`` and strategy, padded rows first, then, if
       segments begin alike, those of "shared_prefixes";
     - ``"recommended"``: ``max_tokens``, ``strategy``, the ``reason``, and ``notes``;
-    - ``"steps"``: with ``batch_rows``, a dict for steps "by_examples", "by_rows" and "wrapped".
+    - ``"steps"``: with ``batch_rows``, a dict for steps "by_examples", "by_rows" and "wrapped";
+    - ``"context"``: with ``cp`` in the layout, ``cp_size``, the ``pads`` of alignment and the
+      ``least_pads`` that these ranks need (shares of the tokens), and ``layouts``, a dict for each:
+      ``layout``, ``work`` and ``worst_row``, attention of the busiest rank over the mean, of all
+      rows and of one.
 
     A candidate has ``max_tokens``, ``strategy``, ``efficiency`` and ``padding`` (shares of the
     cells), ``num_rows``, ``num_tokens``, ``num_cells``, ``num_dropped``, ``num_dropped_tokens``,
@@ -104,34 +111,40 @@ class PackingReport(dict[str, Any]):
         """Return the data, a table and the recommendation, in lines of at most 100 characters."""
         if not self.keys() >= _KEYS:
             return super().__repr__()
-        names, rows = _table(self)
+        names, rows = candidates_table(self)
         header, *lines = text_table(names, rows, _LEFT)
-        texts = [*_intro(self, names), "", header]
+        texts = [*intro_lines(self, names), "", header]
         for i, (candidate, line) in enumerate(zip(self["candidates"], lines, strict=True)):
             begins_group = i > 0 and candidate["strategy"] == PADDED
             texts += ["", line] if begins_group else [line]
-        texts += ["", headline(self), *_recommendation(self)]
-        if self.get("steps"):
-            names, rows = steps_table(self)
-            texts += ["", *text_table(names, rows, names[:1]), *steps_legend(names)]
+        texts += ["", headline(self), *recommendation_lines(self)]
+        for names, rows, legend in self._further_tables():
+            texts += ["", *text_table(names, rows, names[:1]), *legend]
         return "\n".join(texts)
 
     def _repr_html_(self) -> str | None:
         """Return the report as an HTML table, the recommended layout in bold."""
         if not self.keys() >= _KEYS:
             return None
-        names, rows = _table(self)
+        names, rows = candidates_table(self)
         best = [self["recommended"][key] for key in ("max_tokens", "strategy")]
         found = [[c["max_tokens"], c["strategy"]] for c in self["candidates"]]
         table = html_table(names, rows, _LEFT, ["font-weight:bold" * (of == best) for of in found])
-        before = "<br>".join(map(escape, _intro(self, names)))
-        after = "<br>".join(map(escape, _recommendation(self)))
+        before = "<br>".join(map(escape, intro_lines(self, names)))
+        after = "<br>".join(map(escape, recommendation_lines(self)))
         html = f"<p>{before}</p>{table}<p><b>{escape(headline(self))}</b><br>{after}</p>"
+        for names, rows, legend in self._further_tables():
+            table = html_table(names, rows, names[:1], [""] * len(rows))
+            html += f"<br>{table}<p>{'<br>'.join(map(escape, legend))}</p>"
+        return f"<div>{html}</div>"
+
+    def _further_tables(self) -> Iterator[tuple[list[str], list[list[str]], list[str]]]:
+        """Yield header, rows and legend of the tables beside that of the candidates."""
         if self.get("steps"):
             names, rows = steps_table(self)
-            table = html_table(names, rows, names[:1], [""] * len(rows))
-            html += f"<br>{table}<p>{'<br>'.join(map(escape, steps_legend(names)))}</p>"
-        return f"<div>{html}</div>"
+            yield names, rows, steps_legend(names)
+        if self.get("context"):
+            yield *context_table(self), context_legend(self)
 
 
 def packing_report(
@@ -166,7 +179,8 @@ def packing_report(
             what holds 99 of 100 examples to twice what holds all.
         strategies: of ``pack``. None: best fit, balanced and sequential, but best fit alone if
             ``max_tokens`` is None.
-        parallel: the layout; its ``dp`` ranks share the rows, and its ``align`` pads examples.
+        parallel: the layout; its ``dp`` ranks share the rows, and its ``align`` pads examples. With
+            ``cp`` a further table compares layouts of context ranks in the recommended rows.
         overflow: for examples longer than a row: "drop" and "truncate" count what is lost, "split"
             counts the examples it cuts, "raise" raises.
         balance: as for ``pack``.
@@ -237,9 +251,13 @@ def packing_report(
             'padding_side="right":',
             f"  {fault}",
         ]
+    best = report["recommended"]
+    packing = replace(packing, max_tokens=best["max_tokens"])
     if batch_rows is not None and not fits_nothing(report):
-        packing = replace(packing, max_tokens=report["recommended"]["max_tokens"])
         report["steps"] = steps_of(lengths, load, packing, batch_rows, batch_size)
+    if packing.parallel.cp > 1 and not fits_nothing(report):
+        packing = replace(packing, strategy=best["strategy"])
+        report["context"] = context_of(lengths, load, packing, batch_size, segments)
     if show:
         print(report)
     return report
@@ -273,78 +291,5 @@ def _report(
         candidates=candidates,
         recommended=recommended(candidates, num_tokens),
         steps=[],
+        context={},
     )
-
-
-def _segments(data: Mapping[str, Any]) -> str:
-    return f" of {data['num_segments']:,} segments" if "num_segments" in data else ""
-
-
-def _intro(report: PackingReport, names: Sequence[str]) -> list[str]:
-    """Return lines about the data, and about the columns of these ``names``."""
-    data, options = report["data"], report["options"]
-    lines = [
-        f"{plural(data['num_examples'], 'example')}{_segments(data)}, {data['num_tokens']:,} "
-        "tokens; median "
-        f"{data['median']:,.0f}, longest {data['longest']:,}"
-    ]
-    batch = options["batch_size"]
-    packed = "all examples together" if batch is None else f"{batch:,} examples at a time"
-    lines.append(f"packed {packed}; padded in batches of {options['padded_batch_size']:,}")
-    if "rank cost" in names:
-        lines.append(
-            f"{options['dp']} ranks; rank tokens and cost: the slowest rank of a step / the mean"
-        )
-    if "lost" in names:
-        lines.append("dropped or cut: examples that do not fit; lost: their share of the tokens")
-    elif "cut" in names:
-        lines.append("cut: examples that continue in another row; no token is lost")
-    if options["align"] > 1:
-        lines.append(f"examples aligned to {options['align']} tokens")
-    return lines
-
-
-def _table(report: PackingReport) -> tuple[list[str], list[list[str]]]:
-    """Return the header and the rows, without columns that say nothing for any candidate."""
-    candidates = report["candidates"]
-    columns: dict[str, list[str]] = {
-        "max_tokens": [str(c["max_tokens"]) for c in candidates],
-        "layout": [c["strategy"] for c in candidates],
-        "padding": [f"{c['padding']:.1%}" for c in candidates],
-        "efficiency": [f"{c['efficiency']:.1%}" for c in candidates],
-        "rows": [f"{c['num_rows']:,}" for c in candidates],
-    }
-    for title, name in (("dropped", "num_dropped"), ("cut", "num_cut")):
-        if any(c[name] for c in candidates):
-            columns[title] = [f"{c[name]:,}" for c in candidates]
-    if any(c["strategy"] == SHARED for c in candidates):
-        columns["tokens/cell"] = [
-            f"{c['num_tokens'] / max(1, c['num_cells']):.2f}" for c in candidates
-        ]
-    num_tokens = report["data"]["num_tokens"]
-    lost = [(c["num_dropped_tokens"] + c["num_cut_tokens"]) / num_tokens for c in candidates]
-    if any(lost):
-        columns["lost"] = [f"{share:.2%}" for share in lost]
-    if report["options"]["dp"] > 1:
-        columns["rank tokens"] = [f"{c['tokens_max_over_mean']:.2f}" for c in candidates]
-        columns["rank cost"] = [f"{c['cost_max_over_mean']:.2f}" for c in candidates]
-    columns["plan"] = [_time(c["plan_seconds"]) for c in candidates]
-    for name in ("efficiency", "plan"):  # the former is 100% less the padding
-        widths = [max(map(len, (title, *cells))) for title, cells in columns.items()]
-        if sum(widths) + 2 * (len(widths) - 1) > _WIDTH:
-            del columns[name]
-    return list(columns), [list(row) for row in zip(*columns.values(), strict=True)]
-
-
-def _time(seconds: float) -> str:
-    if not seconds:
-        return ""  # padded rows need no plan
-    return f"{seconds:.1f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"
-
-
-def _recommendation(report: PackingReport) -> list[str]:
-    best = report["recommended"]
-    if fits_nothing(report):
-        return [f"recommended: nothing; {best['reason']}"]
-    first = f"recommended: max_tokens={best['max_tokens']}, {best['strategy']}"
-    return [first, *(f"  {line}" for line in (best["reason"], *best["notes"]))]

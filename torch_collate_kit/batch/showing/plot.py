@@ -39,6 +39,21 @@ _HATCHES = {Kind.PAD: "////", Kind.GAP: "xxxx", Kind.FILLER: "++"}
 
 def draw_rows(stored: Storage, num_rows: int, ax: Axes | None) -> Axes:
     """Draw the rows of ``stored``, the first of ``num_rows``; ``Batch.plot`` says how."""
+    cells = drawable_cells(stored)
+    if stored.columns and stored.columns.placement.tree_width:
+        return draw_paths(stored, cells, num_rows, ax)
+    ax = axes_of_rows(ax, cells)
+    runs = cells.runs()
+    handles = _draw_blocks(ax, runs, is_known=cells.trained is not None)
+    handles += draw_kinds(ax, runs, "white")
+    draw_examples(ax, stored, cells)
+    ax.set_title(_title(cells, num_rows))
+    legend_below(ax, handles)
+    return ax
+
+
+def drawable_cells(stored: Storage) -> Cells:
+    """Return the cells of the rows, or raise if they are not known or there are none."""
     cells = cells_of(stored)
     if cells is None:
         raise ValueError(
@@ -51,24 +66,29 @@ def draw_rows(stored: Storage, num_rows: int, ax: Axes | None) -> Axes:
             f"the batch has {drawn} rows of {width} cells, so there is nothing to draw; pass a "
             "batch with at least one token"
         )
-    if stored.columns and stored.columns.placement.tree_width:
-        return draw_paths(stored, cells, num_rows, ax)
+    return cells
+
+
+def axes_of_rows(ax: Axes | None, cells: Cells) -> Any:
+    """Return axes for the rows, of a new figure or ``ax``."""
+    drawn, width = cells.kinds.shape
     ax = axes_for(ax, 9.0, min(12.0, 1.6 + 0.27 * drawn))
-    runs = cells.runs()
-    handles = _draw_blocks(ax, runs, is_known=cells.trained is not None)
-    _draw_borders(ax, runs, width)
-    if drawn <= _NUMBERED_ROWS:
-        _draw_numbers(ax, stored, runs, width)
     ax.set(
         xlim=(0, width),
         ylim=(drawn - 0.5, -0.5),
         xlabel="position in the row (cells); numbers are those of the examples",
         yticks=range(0, drawn, -(-drawn // 20)),
         ylabel="row of the batch",
-        title=_title(cells, num_rows),
     )
-    legend_below(ax, handles)
     return ax
+
+
+def draw_examples(ax: Any, stored: Storage, cells: Cells, *, border: float = 0.8) -> None:
+    """Draw where examples and padding begin, ``border`` points wide, and the examples' numbers."""
+    runs, (drawn, width) = cells.runs(), cells.kinds.shape
+    _draw_borders(ax, runs, width, border)
+    if drawn <= _NUMBERED_ROWS:
+        _draw_numbers(ax, stored, runs, width)
 
 
 def _draw_blocks(ax: Any, runs: Runs, *, is_known: bool) -> list[Any]:
@@ -80,22 +100,29 @@ def _draw_blocks(ax: Any, runs: Runs, *, is_known: bool) -> list[Any]:
         for i, color in enumerate(_CYCLE):
             face = COLORS[color] if is_trained else tint(COLORS[color])
             of_color = chosen & (runs.segments % len(_CYCLE) == i)
-            _add(ax, runs, of_color, name, facecolor=face, edgecolor="none")
+            draw_runs(ax, runs, of_color, name, facecolor=face, edgecolor="none")
         if chosen.any():
             face = "#404040" if is_trained else "#DDDDDD"
             shade = "dark" if is_trained else "light"
             handles.append(patch(facecolor=face, edgecolor="black", label=f"{shade}: {name}"))
+    return handles
+
+
+def draw_kinds(ax: Any, runs: Runs, face: Any) -> list[Any]:
+    """Hatch images, gaps, padding and fillers, and return the entries of the legend."""
+    patch = matplotlib_module("patches").Patch
+    handles = []
     look = {"facecolor": "none", "edgecolor": "black", "hatch": "....", "linewidth": 0}
-    if _add(ax, runs, runs.kinds == Kind.IMAGE, "image", **look):
+    if draw_runs(ax, runs, runs.kinds == Kind.IMAGE, "image", **look):
         handles.append(patch(facecolor="white", edgecolor="black", hatch="....", label="image"))
     for kind, hatch in _HATCHES.items():
-        look = {"facecolor": "white", "edgecolor": COLORS["grey"], "hatch": hatch}
-        if _add(ax, runs, runs.kinds == kind, NAMES[kind], linewidth=0.4, **look):
+        look = {"facecolor": face, "edgecolor": COLORS["grey"], "hatch": hatch}
+        if draw_runs(ax, runs, runs.kinds == kind, NAMES[kind], linewidth=0.4, **look):
             handles.append(patch(label=NAMES[kind], **look))
     return handles
 
 
-def _add(ax: Any, runs: Runs, chosen: np.ndarray, name: str, **look: Any) -> bool:
+def draw_runs(ax: Any, runs: Runs, chosen: np.ndarray, name: str, **look: Any) -> bool:
     """Draw the chosen runs as rectangles, and return whether there are any."""
     if not chosen.any():
         return False
@@ -109,14 +136,14 @@ def _add(ax: Any, runs: Runs, chosen: np.ndarray, name: str, **look: Any) -> boo
     return True
 
 
-def _draw_borders(ax: Any, runs: Runs, width: int) -> None:
+def _draw_borders(ax: Any, runs: Runs, width: int, border: float) -> None:
     """Draw a line where an example or padding begins, unless the block is too narrow."""
     begins = np.ones(len(runs.rows), dtype=bool)
     begins[1:] = (runs.segments[1:] != runs.segments[:-1]) | (runs.rows[1:] != runs.rows[:-1])
     first = np.flatnonzero(begins)
     is_wide = np.add.reduceat(runs.lengths, first) >= _BORDERED * width
     x, y = runs.starts[first[is_wide]], runs.rows[first[is_wide]]
-    ax.vlines(x, y - _HEIGHT / 2, y + _HEIGHT / 2, color="black", linewidth=0.8)
+    ax.vlines(x, y - _HEIGHT / 2, y + _HEIGHT / 2, color="black", linewidth=border)
 
 
 def _draw_numbers(ax: Any, stored: Storage, runs: Runs, width: int) -> None:
@@ -135,9 +162,16 @@ def _draw_numbers(ax: Any, stored: Storage, runs: Runs, width: int) -> None:
 
 
 def _title(cells: Cells, num_rows: int) -> str:
-    drawn, width = cells.kinds.shape
-    rows = f"first {drawn:,} of {num_rows:,} rows" if drawn < num_rows else plural(drawn, "row")
     num_tokens = int(cells.is_own.sum())
     padding = 1 - num_tokens / cells.kinds.size
     trained = "" if cells.trained is None else f", {int(cells.trained.sum()):,} trained"
-    return f"{rows} of {width:,} cells: {num_tokens:,} tokens, {padding:.1%} padding{trained}"
+    return (
+        f"{rows_in_words(cells, num_rows)}: {num_tokens:,} tokens, {padding:.1%} padding{trained}"
+    )
+
+
+def rows_in_words(cells: Cells, num_rows: int) -> str:
+    """Return how many rows of ``num_rows`` are drawn, and their width."""
+    drawn, width = cells.kinds.shape
+    rows = f"first {drawn:,} of {num_rows:,} rows" if drawn < num_rows else plural(drawn, "row")
+    return f"{rows} of {width:,} cells"
