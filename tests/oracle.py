@@ -514,7 +514,7 @@ def context_cells(batch: Mapping[str, Any], rank: int, size: int, layout: str) -
             runs = list(itertools.pairwise(batch["cu_seq_lens"][row]))
         columns = []
         for begin, end in runs:
-            if layout == "contiguous":
+            if layout == "contiguous" or size == 1:
                 part = (end - begin) // size
                 columns += range(begin + rank * part, begin + (rank + 1) * part)
             else:  # 2 * size parts, of which each rank has one from either end

@@ -184,6 +184,10 @@ def test_how_a_shard_looks() -> None:
     assert shown.columns["old"] == [0.1, 0, 0.2, 0.2, 0.4, 0.5]
     assert shard.metadata["response_length"] == shard["loss_mask"].shape[1] == 10
     assert shard.num_tokens, shard.num_cells == (9, 20)
+    with pytest.raises(KeyError, match=r"labels; the batch has .*targets\"\], shifted already"):
+        shard["labels"]
+    with pytest.raises(KeyError, match=r'a context shard has .metadata\["cu_seq_lens"\]'):
+        shard["cu_seq_lens"]
     assert shard.plot().get_title().startswith("2 rows of 10 cells: 9 tokens")
 
 

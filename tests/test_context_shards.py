@@ -90,9 +90,8 @@ def test_packed_rows_are_those_of_the_oracle(form: str, data: st.DataObject) -> 
     drawn = data.draw(batches(form, max_examples=6, columns=False))
     size, cut = data.draw(st.sampled_from(SIZES)), data.draw(st.sampled_from((1, 1, 2)))
     parallel = ParallelLayout(dp=data.draw(st.sampled_from((1, 2))), cp=size * cut)
-    align = max(parallel.align, 2 * size)
+    align = parallel.align
     room = -(-max(drawn.lengths) // align) * align * data.draw(st.integers(1, 4))
-    parallel = parallel if size * cut > 1 else ParallelLayout(tp=2)
     collate = PackedCollator(
         9, max_tokens=room, parallel=parallel, fields=fields_for(form), train_all=form == "none"
     )
@@ -138,7 +137,7 @@ def test_rollouts_are_those_of_the_oracle(seed: int) -> None:
     rng = np.random.default_rng(seed)
     size, examples = int(rng.choice(SIZES)), rollouts(rng)
     padded = RolloutCollator(9, pad_to_multiple_of=2 * size)(examples)
-    parallel = ParallelLayout(cp=size) if size > 1 else ParallelLayout(tp=2)
+    parallel = ParallelLayout(cp=size)
     packed = PackedCollator(9, max_tokens=96, parallel=parallel)(examples)
     for batch in (padded, packed):
         for layout in LAYOUTS[batch is padded :]:

@@ -16,6 +16,7 @@ from torch_collate_kit.batch import rows
 from torch_collate_kit.batch.buffer import tensor_of, version_of
 from torch_collate_kit.batch.columns import Columns
 from torch_collate_kit.batch.context import ContextParallel
+from torch_collate_kit.batch.context_shards import instead_of
 from torch_collate_kit.batch.counts import Counted
 from torch_collate_kit.batch.dense import make_field
 from torch_collate_kit.batch.fields import Field
@@ -109,7 +110,9 @@ class Batch(Counted, ContextParallel, Displayed, Mapping[str, Field]):
             return storage.given[name]
         if name not in self._made:
             if name not in storage.columns.names:
-                raise KeyError(f"{name}; the batch has {', '.join(self)}")
+                raise KeyError(
+                    f"{name}; the batch has {', '.join(self)}{instead_of(name, storage)}"
+                )
             field = make_field(name, storage.columns, self._shared, self.metadata)
             self._made[name] = field, version_of(field)
         return self._made[name][0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -21,8 +22,8 @@ from torch_collate_kit.errors import IsolationError
 from torch_collate_kit.packing.context import slices_of_rank
 from torch_collate_kit.ragged import span_indices
 
-_COMPARED: set[str] = set()
-"""Names of the groups whose ranks were seen to have shards of one batch."""
+_COMPARED: WeakSet[Any] = WeakSet()
+"""Groups whose ranks were seen to have shards of one batch."""
 
 
 def shard_inputs(
@@ -37,9 +38,9 @@ def shard_inputs(
     shard: Any = columns.placement.shard
     _refuse_other_models(kind, columns.placement, shard)
     check_group(shard, group)
-    if group.group_name not in _COMPARED:  # once: it waits for the device
+    if group not in _COMPARED:  # once: it waits for the device
         check_one_batch(gathered_ints(content_of(shard), group))
-        _COMPARED.add(group.group_name)
+        _COMPARED.add(group)
     queries, keys, cells = paths_of_shard(columns.placement, columns.num_rows)
     ends = [np.append(0, np.cumsum(of)) for of in (queries, keys)]
     if max(int(of[-1]) for of in ends) > MAX_WIDTH:

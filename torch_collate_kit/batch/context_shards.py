@@ -101,6 +101,16 @@ def refuse_shard(storage: Storage, what: str, way_out: str) -> None:
         )
 
 
+_INSTEAD = {"labels": '["targets"], shifted already', "cu_seq_lens": '.metadata["cu_seq_lens"]'}
+
+
+def instead_of(name: str, storage: Storage) -> str:
+    """Return what a shard has in place of a field of its batch, as the end of a message."""
+    placement = storage.columns.placement
+    is_shard = placement is not None and placement.shard is not None
+    return f"; a context shard has {_INSTEAD[name]}" if is_shard and name in _INSTEAD else ""
+
+
 class _Runs(NamedTuple):
     """The slices of a rank, and the tokens they hold and predict: int64 [K] each."""
 

@@ -31,7 +31,7 @@ from torch_collate_kit.vision.families import IMAGE_FIELDS
 # are floating point, nothing if it is ragged, and else what row 0 holds.
 _FILL = dict.fromkeys(("loss_mask", "response_mask", "rewards", "advantages", "returns"), 0)
 _FILL |= {"labels": IGNORE_INDEX, "router_padding_mask": 1}  # 1: a router counts no token there
-_CUT_LAST = "change the rows of the batch first, and cut each part with context_shard() then"
+_CUT_LAST = "slice or change the batch, then cut it with context_shard()"
 _OF_A_PART = "is_last_part"  # metadata of ``Batch.split``
 # What a model reads: of any dtype, ragged or not.
 _REPEATED = ("attention_mask", "cu_seq_lens", "inputs_embeds", *IMAGE_FIELDS)

@@ -29,7 +29,8 @@ def global_num_loss_tokens(
     Args:
         batches: this rank's micro-batches of the step: a Batch, unshifted labels ``[R, W]``, or any
             number of these.
-        group: the data-parallel ranks, all ranks by default.
+        group: the data-parallel ranks, all ranks by default. Of context shards all ranks count;
+            of whole batches that they share, one rank of each context group does.
 
     Returns:
         A scalar int64 tensor on the device of the batches, or on one that the backend can reduce

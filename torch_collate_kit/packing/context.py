@@ -65,13 +65,15 @@ def _check_divides(lengths: np.ndarray, parts: int, layout: str, size: int) -> N
     if not len(wrong):
         return
     found = int(lengths[wrong[0]])
-    what = f"segment {wrong[0]} has {found} cells"
+    what, way_out = f"segment {wrong[0]} has {found} cells", ""
     if layout != "zigzag":
-        what = f"rows have {found} cells"
+        what, way_out = (
+            f"rows have {found} cells",
+            f", or padded rows with pad_to_multiple_of={parts}",
+        )
     raise ValueError(
         f"{what}, which {layout} does not divide into {parts} equal parts for {size} context "
-        f"ranks; collate with parallel=ParallelLayout(cp={size}), or padded rows with "
-        f"pad_to_multiple_of={parts}"
+        f"ranks; collate with parallel=ParallelLayout(cp={size}){way_out}"
     )
 
 
