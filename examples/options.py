@@ -47,6 +47,10 @@ def argument_parser() -> argparse.ArgumentParser:
     add("--max-tokens", type=int, help="capacity of a row; none: with --model 4096, else 512")
     add("--rows-per-micro-batch", type=int, help="rows at a time; none: 8, packed with --model 1")
     add("--rows-multiple-of", type=int, help="rows stay the same for any divisor of it as ranks")
+    shared = "ranks that share each row, in place of rows of their own"
+    add("--context-parallel", type=int, default=1, help=shared)
+    padded = "conversations are padded to a multiple of it; none: twice --context-parallel"
+    add("--align", type=int, help=f"{padded}; a larger one allows more such ranks")
     names = ["auto", *NAMES]
     add("--attention", default="auto", choices=names, help="auto: the fastest that passes a check")
     add = parser.add_argument_group("training").add_argument

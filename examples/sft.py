@@ -332,10 +332,6 @@ def leave(accelerator: Accelerator) -> None:
 def main() -> None:
     parser = argument_parser()
     parser.add_argument("--loss-per", metavar="COLUMN", help="also the held-out loss of its values")
-    shared = "ranks that share each row, in place of rows of their own"
-    parser.add_argument("--context-parallel", type=int, default=1, help=shared)
-    padded = "conversations are padded to a multiple of it; none: twice --context-parallel"
-    parser.add_argument("--align", type=int, help=f"{padded}; a larger one allows more such ranks")
     turns.add_options(parser)
     args = parse_arguments(parser, from_scratch=3e-3)
     turns.check(args)

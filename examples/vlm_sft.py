@@ -43,12 +43,14 @@ UNUSED_ALLOWED = DistributedDataParallelKwargs(find_unused_parameters=True)
 def vision_arguments() -> argparse.Namespace:
     parser = argument_parser()
     parser.set_defaults(output_dir=Path("outputs/vlm_sft"), num_conversations=7200)
-    parser.set_defaults(batch_size=16, context_parallel=1, align=1)
+    parser.set_defaults(batch_size=16)
     add = parser.add_argument_group("images").add_argument
     add("--image-root", type=Path, help="folder that paths of images start at and may not leave")
     add("--max-patches", type=int, help="of a row's images; none: 128, with --model no limit")
     add("--padded", dest="no_packing", action="store_true", help="as --no-packing")
     args = parse_arguments(parser, from_scratch=1.5e-3, packed_rows=1)
+    if args.context_parallel > 1 or args.align > 1:
+        fail("--context-parallel and --align are for text: an image may be on several ranks")
     if args.max_patches is None and not args.model:
         args.max_patches = 128
     if args.max_patches == 0:

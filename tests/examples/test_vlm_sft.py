@@ -131,6 +131,7 @@ REFUSED = {
     "--dataset no.jsonl": "--dataset no.jsonl: there is no such file",
     "--model /no/model": "--model /no/model: '/no/model' is no folder and no name of the hub",
     "--compile --padded": "--compile: padded rows",
+    "--context-parallel 2": "--context-parallel and --align are for text",
 }
 
 
