@@ -48,7 +48,8 @@ def register_torch_varlen() -> None:
     ``[S + 1]``, flat over the rows, ``[0, ..., R * W]``, with all row boundaries; and
     ``max_length_q/k``, Python ints, at least the longest segment (the row width by default). Of
     rows that share prefixes also ``path_cells``, int64 ``[K]``: the cells, counted over all rows,
-    that each segment sees, itself at their end; ``cu_seq_lens_k`` then bounds these.
+    that each segment sees, itself at their end; ``cu_seq_lens_k`` then bounds these. Of context
+    shards ``path_cells`` are those of all ranks of ``context_group``.
     Nothing of size T x T is built, and anything that it cannot compute exactly is refused.
 
     On CUDA in fp16 or bf16 it runs ``torch.nn.attention.varlen.varlen_attn``. On CPU, in fp32, and
