@@ -122,7 +122,7 @@ FAULTS = [
     # batch
     Fault("batch/dense.py", "width * math.prod(shape), pad, dtype", "width * math.prod(shape), 0, dtype", "collators/test_vectors.py collators/test_declared_fields.py"),
     Fault("batch/placement.py", "first += self.segments[\"lengths\"].values - counted", "first += 0", "test_batch_explain.py test_batch_drawing.py"),
-    Fault("batch/dense.py", 'starts = starts + self.per_segment["lengths"] - number', "starts = starts", "collators"),
+    Fault("batch/dense.py", "starts = starts + self.per_segment[last] - number", "starts = starts", "collators"),
     Fault("batch/placement.py", "aligned = -(-lengths // align) * align", "aligned = lengths // align * align", "collators"),
     Fault("batch/counts.py", "placement.numbers() < counts[placement.rows()]", "placement.numbers() >= 0", "test_batch_counts.py"),
     Fault("batch/row_changes.py", "num_cells(storage) * num_ranks)", "num_cells(storage))", "test_batch_counts.py"),
