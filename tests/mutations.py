@@ -121,7 +121,7 @@ FAULTS = [
     Fault("ragged.py", "starts * size, lengths * size)", "starts, lengths * size)", "collators/test_vectors.py test_ragged.py"),
     # batch
     Fault("batch/dense.py", "width * math.prod(shape), pad, dtype", "width * math.prod(shape), 0, dtype", "collators/test_vectors.py collators/test_declared_fields.py"),
-    Fault("batch/placement.py", "first += self.segments[\"lengths\"].values - counted", "first += 0", "test_batch_explain.py test_batch_drawing.py"),
+    Fault("batch/placement.py", 'first += self.segments["targets" if self.shard else "lengths"].values - counted', "first += 0", "test_batch_explain.py test_batch_drawing.py"),
     Fault("batch/dense.py", "starts = starts + self.per_segment[last] - number", "starts = starts", "collators"),
     Fault("batch/placement.py", "aligned = -(-lengths // align) * align", "aligned = lengths // align * align", "collators"),
     Fault("batch/counts.py", "placement.numbers() < counts[placement.rows()]", "placement.numbers() >= 0", "test_batch_counts.py"),
