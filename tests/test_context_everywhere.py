@@ -209,13 +209,13 @@ def test_rows_that_do_not_divide_are_refused() -> None:
 
 
 def test_wrong_arguments_are_refused() -> None:
-    batch = whole()
+    batch: Any = whole()
     with raises("cp_rank must be 0 to 1, got 2; layout.place"):
         batch.context_shard(2, 2)
     with raises("cp_size must be at least 1"):
         batch.context_shard(0, 0)
     with raises("layout must be one of"):
-        batch.context_shard(0, 2, layout="ring")  # type: ignore[arg-type]
+        batch.context_shard(0, 2, layout="ring")
     with raises("built from tensors"):
         Batch({"input_ids": batch["input_ids"]}).context_shard(0, 2)
     with raises('layout="zigzag" cuts the segments of packed rows, and these are padded'):
@@ -223,7 +223,7 @@ def test_wrong_arguments_are_refused() -> None:
     with raises("share_prefixes"):
         PackedCollator(0, max_tokens=24, share_prefixes=True)(EXAMPLES).context_shard(0, 1)
     with raises("context_group is for the shard of a context rank"):
-        batch.model_inputs(context_group=torch.distributed.group.WORLD or object())  # type: ignore[arg-type]
+        batch.model_inputs(context_group=object())
     with raises("rank must be 0 to 7, got 8: the layout has"):
         ParallelLayout(dp=2, cp=2, tp=2).place(8)
     assert ParallelLayout(dp=2, cp=2, tp=2).place(5) == (1, 0)
@@ -236,6 +236,7 @@ def test_joins_of_other_shards_are_refused() -> None:
     )
     shards = shards_of(one)
     ids = [of["input_ids"] for of in shards]
+    not_tensors: Any = [ids[0], [1.0]]
     with raises(r"ranks 0 to 1, in that order, got 2 tensors and shards of the ranks \[1, 0\]"):
         context_join(ids, shards[::-1])
     with raises(r"got 1 tensors and shards of the ranks \[0\]"):
@@ -247,7 +248,7 @@ def test_joins_of_other_shards_are_refused() -> None:
     with raises(r"values have shape \[2, 3\], the shard has cells \[2, 1\d\] and \d trained"):
         context_join([ids[0], torch.zeros(2, 3)], shards)
     with raises("values must be tensors, got list", TypeError):
-        context_join([ids[0], [1.0]], shards)  # type: ignore[list-item]
+        context_join(not_tensors, shards)
     with raises("got a Batch that is none"):
         context_join(ids, [one, other])
 
@@ -291,8 +292,9 @@ def test_rows_that_a_framework_gets_wrong_are_refused() -> None:
         PackedCollator(0, max_tokens=24, share_prefixes=True)(EXAMPLES).context_inputs("torch", 1)
     with raises("built from tensors"):
         Batch(dict(rows)).context_inputs("ulysses", 2)
+    unknown: Any = "megatron"
     with raises("framework must be one of"):
-        rows.context_inputs("megatron", 2)  # type: ignore[call-overload]
+        rows.context_inputs(unknown, 2)
 
 
 def test_models_that_a_framework_gets_wrong_are_refused() -> None:
