@@ -61,8 +61,6 @@ FAULTS = [
     Fault("attention/context.py", "reduce_scatter()(own, gradient.contiguous(), group=ctx.group)", "own.copy_(gradient.chunk(size)[dist.get_rank(ctx.group)])", "test_context_ranks.py"),
     Fault("attention/context.py", "return gradient.chunk(size)[dist.get_rank(ctx.group)], None", "return _Gather.backward(ctx, gradient)", "test_context_ranks.py"),
     Fault("losses/model_outputs.py", "if batch is not None and is_shard(batch):", "if False:", "test_context_everywhere.py"),
-    Fault("batch/context_inputs.py", "shifted[:, :-1] = batch", "shifted[:, 1:] = batch", "test_context_frameworks.py test_context_everywhere.py"),
-    Fault("batch/context_inputs.py", "batch[name].clone()", "batch[name]", "test_context_frameworks.py"),
     # trees
     Fault("packing/trees.py", "while waiting and waiting[-1][0] > number:", "while waiting and waiting[-1][0] > number + 1:", "packing/test_trees.py"),
     Fault("packing/trees.py", "gap = min(gap, waiting.pop()[1])", "waiting.pop()", "packing/test_trees.py"),

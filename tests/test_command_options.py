@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import datasets
 import pytest
@@ -15,14 +14,6 @@ from PIL import Image
 from tests.command import byte_tokenizer, parser
 from tests.test_command_line import TEMPLATE, TOKENS, Run, chat, folder, run
 from tests.vision.families import FAMILIES
-from torch_collate_kit import (
-    ChatOptions,
-    PrefetchingSampler,
-    TokenizedDataset,
-    tokenize_chat_dataset,
-)
-from torch_collate_kit.loading import read_records
-from torch_collate_kit.vision import load_processor
 
 __all__ = ["folder", "run"]  # fixtures
 
@@ -85,31 +76,12 @@ OPTIONS = [
     ("explain", "long.jsonl", "--all", "more tokens", "40  40  "),
     ("explain", EMPTY_CHATS, "--allow-empty", "is an empty answer", "record 0 of 2"),
     ("template", "", "--all .", "no template given", "| template | one turn"),
-    ("step", "test.json splits", "--split test", "error: state", ", 2 tokens"),
-    ("step", "six.json rows.jsonl", "--limit 6", "error: state", "step 0: 4 examples"),
-    ("step", "rows.json rows.jsonl", "--tokenizer tokenizer", "3 3 3 3", "$$$$"),
-    ("step", f"each.json {REWRITTEN}", "--train-on each", "error: example 1", "4 examples"),
-    ("step", f"pictures.json {PICTURES}", "--image-root images", "does not exist", "64 tokens"),
-    ("step", "rows.json rows.jsonl", "--json", "epoch 0, step 0", '"epoch": 0'),
-    ("step", "rows.json rows.jsonl", "--epoch 1", "example 2, ", "example 1, "),
-    ("step", "rows.json rows.jsonl", "--step 1", "example 2, ", "example 5, "),
-    ("step", f"short.json {CHATS}", "--max-length 40", "error: state", "step 0: "),
-    (
-        "step",
-        f"cut.json {CHATS} --max-length 40",
-        "--overflow truncate",
-        "error: state",
-        "step 0: ",
-    ),
-    ("step", f"empty.json {EMPTY_CHATS}", "--allow-empty", "is an empty answer", "step 0: "),
-    ("step", "extra.json extra.jsonl", "--train-all", "pass --train-all", "1 trained"),
-    ("step", "rows.json rows.jsonl", "--show 5", "3 3 3 3", "3 3 3..."),
 ]
 
 
 @pytest.fixture(autouse=True)
 def files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Data, and states of runs that read them as one of the options says."""
+    """Data that one of the options reads."""
     rows = {"rows": ROWS, "long": LONG, "extra": EXTRA, "pictures": RECORD, "empty": EMPTY}
     for name, records in rows.items():
         Path(f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -128,31 +100,6 @@ def files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     datasets.enable_caching()
 
 
-def save_state(name: str) -> None:
-    """Save the state of a run over the data that fit ``name``."""
-    names = ("tokenizer", "thinking", "processor")
-    tokenizer, thinking, processor = map(load_processor, names)
-    images = ChatOptions(pixels=False, image_root="images")
-    cut = ChatOptions(max_length=40, overflow="truncate")
-    tokenized: dict[str, tuple[str, Any, ChatOptions]] = {
-        "pictures": ("pictures.jsonl", processor, images),
-        "each": ("chats.jsonl", thinking, ChatOptions(train_on="each")),
-        "short": ("chats.jsonl", tokenizer, ChatOptions(max_length=40)),
-        "cut": ("chats.jsonl", tokenizer, cut),
-        "empty": ("empty.jsonl", tokenizer, ChatOptions(allow_empty=True)),
-    }
-    rows: Any = {"rows": ROWS, "six": ROWS[:6], "test": TOKENS[1:], "extra": EXTRA}.get(name)
-    if name in tokenized:
-        file, loaded, options = tokenized[name]
-        rows, _ = tokenize_chat_dataset(read_records(file), loaded, options)
-    vision = processor if name == "pictures" else None
-    data = TokenizedDataset(rows, train_all=name == "extra", vision=vision)
-    sampler = PrefetchingSampler(
-        data, batch_size=min(4, len(data)), dp_size=2 if name == "rows" else 1
-    )
-    Path(f"{name}.json").write_text(json.dumps(sampler.state_dict()))
-
-
 @pytest.mark.parametrize(("command", "data", "option", "without", "given"), OPTIONS)
 def test_an_option_changes_what_is_printed(
     command: str,
@@ -161,16 +108,11 @@ def test_an_option_changes_what_is_printed(
     without: str,
     given: str,
     run: Run,
-    capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if "--num-proc" in option:  # progress is shown
         monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     words = [command, *data.split()] if command else []
-    if command == "step":
-        save_state(words[1].removesuffix(".json"))
-        words += ["--step", "0"]
-        capsys.readouterr()  # progress of making the data
     before, after = ("".join(run(*given)[1:]) for given in (words, [*words, *option.split()]))
     assert without in before
     assert without not in after
@@ -187,5 +129,5 @@ def test_every_option_is_in_the_table() -> None:
             action.option_strings[-1] for action in command._actions if action.option_strings
         ]
         found |= {(name, option) for option in options if option != "--help"}
-    assert len(found) > 40
+    assert len(found) > 30
     assert {(command, option.split()[0]) for command, _, option, _, _ in OPTIONS} == found

@@ -143,7 +143,6 @@ REFUSED: dict[str, Callable[[Batch], Any]] = {
     "losses.sums_by": lambda b: sums_by(torch.zeros(2), b, "source", per="example"),
     "check_isolation": lambda b: check_isolation(tiny_model("llama"), b),
     "context_shard": lambda b: b.context_shard(0, 2),
-    "context_inputs": lambda b: b.context_inputs("ulysses", 2),
     "model_inputs": lambda b: b.model_inputs(),
 }
 
@@ -268,48 +267,6 @@ def test_models_that_need_more_than_keys_are_refused() -> None:
         shard.model_inputs()
 
 
-def test_rows_that_a_framework_gets_wrong_are_refused() -> None:
-    packed, one = whole(), PaddedCollator(0, padding_side="right", pad_to_multiple_of=4)
-    rows = one([{"input_ids": [1, 2, 3]}])
-    with raises(r"row 0 has 3 examples, and torch drops the mask that keeps them apart"):
-        packed.context_inputs("torch", 2)
-    plain = PackedCollator(0, max_tokens=8)([{"input_ids": [1, 2]}, {"input_ids": [4, 5, 6, 7]}])
-    assert plain.context_inputs("ulysses", 2)["labels"].shape == (1, 6)
-    with raises("rows have 4 cells, which accelerate cuts into 16 parts for 8 ranks"):
-        rows.context_inputs("accelerate", 8)
-    with raises("rows have 4 cells, which ulysses cuts into 3 parts"):
-        rows.context_inputs("ulysses", 3)
-    with raises("rows are padded on the left, and torch drops the mask"):
-        PaddedCollator(0, pad_to_multiple_of=4)([{"input_ids": [1, 2, 3]}]).context_inputs(
-            "torch", 2
-        )
-    with raises("labels, which cannot carry the weights"):
-        one([{"input_ids": [1, 2, 3], "loss_mask": [0, 1, 0.5]}]).context_inputs("ulysses", 2)
-    with raises("labels alone, so the rewards of rollouts would be lost"):
-        rollout = {"prompt_ids": [1], "response_ids": [2], "rewards": 1.0, "loss_mask": [1]}
-        PackedCollator(0, max_tokens=8)([rollout]).context_inputs("ulysses", 1)
-    with raises("share_prefixes"):
-        PackedCollator(0, max_tokens=24, share_prefixes=True)(EXAMPLES).context_inputs("torch", 1)
-    with raises("built from tensors"):
-        Batch(dict(rows)).context_inputs("ulysses", 2)
-    unknown: Any = "megatron"
-    with raises("framework must be one of"):
-        rows.context_inputs(unknown, 2)
-
-
-def test_models_that_a_framework_gets_wrong_are_refused() -> None:
-    rows = PaddedCollator(0, padding_side="right", pad_to_multiple_of=4)([{"input_ids": [1, 2, 3]}])
-    for framework in ("torch", "ulysses"):
-        with raises(f"lfm2.* carry state along a row, which {framework} cuts"):
-            rows.context_inputs(framework, 2, model=tiny_model("lfm2", "sdpa"))
-    with raises("the model has a sliding window of 4, and accelerate drops the mask"):
-        rows.context_inputs("accelerate", 2, model=tiny_model("mistral", "sdpa"))
-    with raises("replaces attention 'sdpa', and the model has 'torch_varlen'"):
-        rows.context_inputs("torch", 2, model=tiny_model("llama"))
-    rows.context_inputs("ulysses", 2, model=tiny_model("mistral", "sdpa"))
-    rows.context_inputs("torch", 2, model=tiny_model("llama", "sdpa"))
-
-
 def test_images_stay_whole_and_their_positions_are_cut() -> None:
     collate = PackedCollator(0, max_tokens=32, parallel=ParallelLayout(cp=2), vision=VISION)
     batch = collate(image_examples())
@@ -321,5 +278,3 @@ def test_images_stay_whole_and_their_positions_are_cut() -> None:
             assert shard["pixel_values"] == batch["pixel_values"]
     with raises("the placeholders of an image may be on several context ranks"):
         shard.model_inputs()
-    with raises("ulysses cuts every input along the row, and images are not along it"):
-        batch.context_inputs("ulysses", 2)

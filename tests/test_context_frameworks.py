@@ -13,7 +13,7 @@ import torch.distributed as dist
 from tests.context_ranks import process_groups
 from tests.ranks import on_two_ranks
 from tests.test_context_shards import FIELDS, LAYOUTS, SIZES, with_fields
-from torch_collate_kit import Batch, PackedCollator, PackingOptions, PaddedCollator, ParallelLayout
+from torch_collate_kit import Batch, PackedCollator, PackingOptions, ParallelLayout
 from torch_collate_kit.attention import context_join
 
 
@@ -132,14 +132,26 @@ def packed_rows() -> Batch:
     return PackedCollator(0, max_tokens=16, parallel=ParallelLayout(cp=2))(examples)
 
 
-def cut_by_torch(framework: Any) -> tuple[list[Any], list[Any]]:
+def whole_rows(batch: Batch) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The inputs of the recipe, and the keywords of ``context_parallel``."""
+    inputs = {name: batch[name].clone() for name in ("input_ids", "position_ids")}
+    inputs["shift_labels"] = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+    buffers = list(inputs.values())
+    return inputs, {
+        "buffers": buffers,
+        "buffer_seq_dims": [1] * len(buffers),
+        "no_restore_buffers": set(buffers),
+    }
+
+
+def cut_by_torch() -> tuple[list[Any], list[Any]]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import context_parallel
 
     with process_groups(2):
         batch = one_example_rows()
         shard = batch.context_shard(dist.get_rank(), 2, layout="head_tail")
-        inputs, keywords = batch.context_inputs(framework, 2)
+        inputs, keywords = whole_rows(batch)
         mesh = init_device_mesh("cpu", (2,))
         with context_parallel(mesh, **keywords):
             names = ("input_ids", "position_ids", "shift_labels")
@@ -149,9 +161,8 @@ def cut_by_torch(framework: Any) -> tuple[list[Any], list[Any]]:
     return found, expected
 
 
-@pytest.mark.parametrize("framework", ["torch", "accelerate"])
-def test_torch_cuts_our_inputs_to_our_shard(framework: str) -> None:
-    for found, expected in on_two_ranks(cut_by_torch, framework):
+def test_torch_cuts_our_inputs_to_our_shard() -> None:
+    for found, expected in on_two_ranks(cut_by_torch):
         assert found == expected
 
 
@@ -166,15 +177,17 @@ def cut_by_deepspeed() -> tuple[list[Any], list[Any]]:
             packed_rows(),
             packed_rows().with_fields(input_ids=packed_rows()["input_ids"] + 100),
         ]
-        loader = [rows[rank].context_inputs("ulysses", 2)]  # each rank reads its own
+        loader = [
+            {name: rows[rank][name] for name in ("input_ids", "position_ids", "labels")}
+        ]  # each rank reads its own
         adapter = UlyssesSPDataLoaderAdapter(loader, rank, group, 2, torch.device("cpu"))
         found, expected = [], []
         for batch, cut in zip(rows, adapter, strict=True):
             shard = batch.context_shard(rank, 2, layout="contiguous")
             names = ("input_ids", "position_ids", "shift_labels")
-            found.append([cut[name].tolist() for name in names] + [cut["use_cache"]])
+            found.append([cut[name].tolist() for name in names])
             names = ("input_ids", "position_ids", "targets")
-            expected.append([shard[name].tolist() for name in names] + [False])
+            expected.append([shard[name].tolist() for name in names])
     return found, expected
 
 
@@ -183,12 +196,3 @@ def test_deepspeed_cuts_our_inputs_to_our_shard() -> None:
         pytest.skip("deepspeed is not installed")
     for found, expected in on_two_ranks(cut_by_deepspeed):
         assert found == expected
-
-
-def test_padded_rows_are_handed_over_too() -> None:
-    collate = PaddedCollator(0, padding_side="right", pad_to_multiple_of=4)
-    batch = collate([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
-    inputs, keywords = batch.context_inputs("accelerate", 2)
-    assert inputs["shift_labels"].tolist() == [[6, 7, -100, -100], [9, -100, -100, -100]]
-    assert [len(keywords[name]) for name in keywords] == [4, 4, 4]
-    assert inputs["use_cache"] is False

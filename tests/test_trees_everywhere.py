@@ -157,11 +157,6 @@ OWN: dict[str, tuple[Callable[[Batch], Any], Any, Any]] = {
     "placement": (lambda b: b.placement.tree_width, 8, 0),
     "model_inputs": (lambda b: b.model_inputs("sdpa")["input_ids"].shape[1], 8, 15),
     "context_shard": (lambda b: refusal(b.context_shard, 0, 1), "share_prefixes", None),
-    "context_inputs": (
-        lambda b: refusal(b.context_inputs, "ulysses", 1),
-        "share_prefixes",
-        "weights",
-    ),
     "cells": (lambda b: refusal(lambda: b.cells), "not a shard", "not a shard"),
 }
 NOT_OF_A_BATCH = {

@@ -1,4 +1,4 @@
-"""The command line: ``python -m torch_collate_kit report | audit | explain | step | template``."""
+"""The command line: ``python -m torch_collate_kit report | audit | explain | template``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from torch_collate_kit._version import __version__
 from torch_collate_kit.commands.arguments import as_flags
 from torch_collate_kit.commands.dataset import add_audit, add_report
 from torch_collate_kit.commands.explain import add_explain, add_template
-from torch_collate_kit.commands.step import add_step
 from torch_collate_kit.errors import StateError
 
 __all__ = ["main", "parser"]
@@ -35,11 +34,11 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of all commands and their options."""
     found = argparse.ArgumentParser(
         prog="python -m torch_collate_kit",
-        description="What packing saves, what a dataset hides, what a step and a template train.",
+        description="What packing saves, what a dataset hides, what a chat template trains.",
     )
     found.add_argument("--version", action="version", version=__version__)
     commands = found.add_subparsers(dest="command", required=True)
-    for add in (add_report, add_audit, add_explain, add_step, add_template):
+    for add in (add_report, add_audit, add_explain, add_template):
         add(commands)
     return found
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from torch_collate_kit.batch.context_inputs import buffers_of, context_inputs
 from torch_collate_kit.batch.context_shards import shard_of
 from torch_collate_kit.batch.dense import cells_of_shard
 from torch_collate_kit.batch.storage import Storage
@@ -75,47 +74,6 @@ class ContextParallel:
         ([[7, 8, 9, -100]], [1, 2, 5, 6])
         """
         return self.of_storage(shard_of(self.stored(), cp_rank, cp_size, layout))
-
-    @overload
-    def context_inputs(
-        self, framework: Literal["ulysses"], cp_size: int, *, model: nn.Module | None = None
-    ) -> dict[str, Any]: ...
-    @overload
-    def context_inputs(
-        self,
-        framework: Literal["torch", "accelerate"],
-        cp_size: int,
-        *,
-        model: nn.Module | None = None,
-    ) -> tuple[dict[str, Any], dict[str, Any]]: ...
-    def context_inputs(
-        self, framework: str, cp_size: int, *, model: nn.Module | None = None
-    ) -> Any:
-        """Return whole rows for a framework that cuts them over ``cp_size`` ranks by itself.
-
-        "ulysses", DeepSpeed's (``ParallelismConfig(sp_size=)`` of Accelerate) gets the dict that a
-        loader yields: ``input_ids``, ``position_ids``, ``labels``, ``[R, W]``, and
-        ``use_cache=False``. Positions that restart keep packed examples apart.
-
-        "torch" and "accelerate" (``ParallelismConfig(cp_size=)``) get a pair: these inputs, with
-        ``shift_labels``, and the keywords of ``context_parallel()`` or
-        ``accelerator.maybe_context_parallel()``, which cuts them in place; they are copies. There a
-        row has one example, since the mask is dropped. With ``model`` its layers are checked, too.
-
-        Raises:
-            ValueError: rows, targets or a model that the framework would get wrong: packed rows,
-                pads on the left, a width that does not divide, weights, images, shared prefixes,
-                sliding windows, layers that carry state.
-
-        >>> from torch_collate_kit import PaddedCollator
-        >>> batch = PaddedCollator(0, padding_side="right")([{"input_ids": [5, 6, 7, 8]}])
-        >>> inputs, keywords = batch.context_inputs("torch", 2)
-        >>> inputs["shift_labels"].tolist(), keywords["buffer_seq_dims"]
-        ([[6, 7, 8, -100]], [1, 1, 1, 1])
-        """
-        batch: Any = self
-        inputs = context_inputs(batch, self.stored(), framework, cp_size, model)
-        return inputs if framework == "ulysses" else (inputs, buffers_of(inputs))
 
     @property
     def cells(self) -> Tensor:

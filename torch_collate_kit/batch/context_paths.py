@@ -104,7 +104,7 @@ def _refuse_other_models(kind: ModelKind, placement: Placement, shard: Shard) ->
     if kind.attention != "torch_varlen":
         raise ValueError(
             f"attention {kind.attention!r} does not see the keys of other context ranks; use "
-            '"torch_varlen" for the model, or for another framework batch.context_inputs()'
+            '"torch_varlen" for the model, or cut rows as another framework does (docs/recipes.md)'
         )
     if placement.vision is not None:
         raise ValueError(

@@ -151,8 +151,6 @@ def chat_options(loaded: Any, options: argparse.Namespace) -> ChatOptions:
     return ChatOptions(
         train_on=options.train_on,
         allow_empty=getattr(options, "allow_empty", False),
-        max_length=getattr(options, "max_length", None),
-        overflow=getattr(options, "overflow", None),
         image_root=options.image_root,
         pixels=not hasattr(loaded, "image_processor"),
     )

@@ -37,7 +37,6 @@ from torch_collate_kit.reporting.candidates_table import (
     intro_lines,
     recommendation_lines,
 )
-from torch_collate_kit.reporting.context import context_legend, context_of, context_table
 from torch_collate_kit.reporting.lengths import data_lengths
 from torch_collate_kit.reporting.plots import PLOTS
 from torch_collate_kit.reporting.steps import steps_legend, steps_of, steps_table
@@ -60,11 +59,7 @@ class PackingReport(dict[str, Any]):
     - ``"candidates"``: a dict for each ``max_tokens`` and strategy, padded rows first, then, if
       segments begin alike, those of "shared_prefixes";
     - ``"recommended"``: ``max_tokens``, ``strategy``, the ``reason``, and ``notes``;
-    - ``"steps"``: with ``batch_rows``, a dict for steps "by_examples", "by_rows" and "wrapped";
-    - ``"context"``: with ``cp`` in the layout, ``cp_size``, the ``pads`` of alignment and the
-      ``least_pads`` that these ranks need (shares of the tokens), and ``layouts``, a dict for each:
-      ``layout``, ``work`` and ``worst_row``, attention of the busiest rank over the mean, of all
-      rows and of one.
+    - ``"steps"``: with ``batch_rows``, a dict for steps "by_examples", "by_rows" and "wrapped".
 
     A candidate has ``max_tokens``, ``strategy``, ``efficiency`` and ``padding`` (shares of the
     cells), ``num_rows``, ``num_tokens``, ``num_cells``, ``num_dropped``, ``num_dropped_tokens``,
@@ -143,8 +138,6 @@ class PackingReport(dict[str, Any]):
         if self.get("steps"):
             names, rows = steps_table(self)
             yield names, rows, steps_legend(names)
-        if self.get("context"):
-            yield *context_table(self), context_legend(self)
 
 
 def packing_report(
@@ -179,8 +172,7 @@ def packing_report(
             what holds 99 of 100 examples to twice what holds all.
         strategies: of ``pack``. None: best fit, balanced and sequential, but best fit alone if
             ``max_tokens`` is None.
-        parallel: the layout; its ``dp`` ranks share the rows, and its ``align`` pads examples. With
-            ``cp`` a further table compares layouts of context ranks in the recommended rows.
+        parallel: the layout; its ``dp`` ranks share the rows, and its ``align`` pads examples.
         overflow: for examples longer than a row: "drop" and "truncate" count what is lost, "split"
             counts the examples it cuts, "raise" raises.
         balance: as for ``pack``.
@@ -255,9 +247,6 @@ def packing_report(
     packing = replace(packing, max_tokens=best["max_tokens"])
     if batch_rows is not None and not fits_nothing(report):
         report["steps"] = steps_of(lengths, load, packing, batch_rows, batch_size)
-    if packing.parallel.cp > 1 and not fits_nothing(report):
-        packing = replace(packing, strategy=best["strategy"])
-        report["context"] = context_of(lengths, load, packing, batch_size, segments)
     if show:
         print(report)
     return report
@@ -291,5 +280,4 @@ def _report(
         candidates=candidates,
         recommended=recommended(candidates, num_tokens),
         steps=[],
-        context={},
     )
