@@ -36,11 +36,15 @@ def samplers() -> dict[str, Any]:
     counts = {"num_loss_tokens": DATA.num_loss_tokens}
     lengths = [DATA.lengths[:9], DATA.lengths[9:]]
     return {
-        "prefetching": PrefetchingSampler(DATA, batch_size=4, seed=5, tail="wrap", dp_size=2),
-        "keyed": PrefetchingSampler(DATA, batch_size=4, shuffle="keyed", dp_size=2),
+        "prefetching": PrefetchingSampler(
+            DATA, batch_size=4, seed=5, tail="wrap", dp_rank=0, dp_size=2
+        ),
+        "keyed": PrefetchingSampler(DATA, batch_size=4, shuffle="keyed", dp_rank=0, dp_size=2),
         "packed": packed_sampler(DATA.lengths, batch_size=4, seed=5, **packed, **counts),
         "packed, without counts": packed_sampler(DATA.lengths, batch_size=4, **packed),
-        "mixed": mixed_sampler([9, 6], batch_size=4, weights=[0.3, 0.7], seed=5, dp_size=2),
+        "mixed": mixed_sampler(
+            [9, 6], batch_size=4, weights=[0.3, 0.7], seed=5, dp_rank=0, dp_size=2
+        ),
         "by tokens": mixed_sampler(
             lengths, batch_size=4, by="tokens", stop="all_exhausted", dp_size=2
         ),

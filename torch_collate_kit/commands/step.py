@@ -145,7 +145,7 @@ def _sampler_of(state: Mapping[str, Any], data: TokenizedDataset) -> _Sampler:
             "the order of this run is a function of its own, order=; build its sampler and call "
             "examples(epoch, step)"
         )
-    shared = {key: state[key] for key in ("seed", "shuffle", "tail")}
+    shared = {"dp_rank": 0, **{key: state[key] for key in ("seed", "shuffle", "tail")}}
     examples = _mixture(state["fingerprint"], data) if "taken" in state else data
     sampler: _Sampler
     if "lengths_digest" in state:

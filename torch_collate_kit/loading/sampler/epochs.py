@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sized
 from typing import Any
@@ -12,13 +13,13 @@ from torch_collate_kit.loading.orders import Mixture
 from torch_collate_kit.loading.orders.checks import (
     Indices,
     checked_length,
-    checked_rank,
     checked_shuffle,
     checked_word,
 )
 from torch_collate_kit.loading.orders.mixed_order import MixedOrder
 from torch_collate_kit.loading.orders.order import Order, ShuffledOrder, UserOrder
 from torch_collate_kit.loading.orders.states import Growth
+from torch_collate_kit.loading.ranks import divided_again
 from torch_collate_kit.loading.sampler.budgets import Budget, Step
 from torch_collate_kit.loading.sampler.source_limits import SourceLimits
 
@@ -74,8 +75,7 @@ class EpochSampler(ABC):
         dp_size: int,
         allow_appended: bool,
     ) -> None:
-        self._dp_size = checked_int("dp_size", dp_size)
-        self._dp_rank = checked_rank(dp_rank, self._dp_size)
+        self._dp_rank, self._dp_size = dp_rank, dp_size
         self._num_global = num_global  # "batch_size" or "batch_rows", and how many
         self._seed = checked_word("seed", seed)
         self._shuffle = checked_shuffle(shuffle)
@@ -132,6 +132,31 @@ class EpochSampler(ABC):
     def _entry_lengths(self) -> Indices | None:
         """Return the tokens of what is ordered, if the sampler has them."""
         return None
+
+    @property
+    def _num_ranks(self) -> int:
+        """The number of ranks that read or compute the batches of one step together."""
+        return self._dp_size
+
+    @property
+    def batch_size(self) -> int:
+        """No value: tools that ask divide batches, which is refused with several ranks.
+
+        Accelerate asks with a default, and Lightning with ``hasattr``.
+        """
+        if self._num_ranks > 1:
+            raise divided_again(type(self).__name__)
+        raise AttributeError(f"a {type(self).__name__} has no batch_size and no drop_last")
+
+    drop_last = batch_size
+
+    @property
+    def sampler(self) -> Any:
+        """No value; with several ranks refused to a loader that would read for all of them."""
+        asking = sys._getframe(1).f_locals.get("self")
+        if self._num_ranks > 1 and type(asking).__name__ == "DataLoaderDispatcher":
+            raise divided_again(type(self).__name__)
+        raise AttributeError(f"a {type(self).__name__} has no sampler")
 
     def _num_steps(self, epoch: int) -> int:
         return self._budget.num_steps(epoch)

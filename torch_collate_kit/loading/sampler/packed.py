@@ -17,13 +17,13 @@ from torch_collate_kit.loading.orders.checks import (
     NEW_RUN,
     Indices,
     checked_collator,
-    checked_rank,
     damaged_state,
     is_count,
     is_same,
 )
 from torch_collate_kit.loading.orders.mixed_order import MixedOrder
 from torch_collate_kit.loading.orders.order import Order, UserOrder
+from torch_collate_kit.loading.ranks import num_ranks, rank_in
 from torch_collate_kit.loading.sampler.budgets import Budget, ByExamples, Step, Windows
 from torch_collate_kit.loading.sampler.by_rows import ByRows
 from torch_collate_kit.loading.sampler.resuming import ResumingSampler
@@ -46,7 +46,8 @@ class PackedBatchSampler(ResumingSampler):
         batch_rows: in place of ``batch_size``, the rows of a step over all ranks, a multiple of
             ``dp``: every step is full, and costs the same.
         window: by rows, the steps that are planned together.
-        dp_rank: the rank whose rows are yielded.
+        dp_rank: the rank whose rows are yielded; by default ``parallel.place`` of this process in
+            ``torch.distributed`` when the sampler is made.
         shuffle, seed, tail, order, allow_appended: as for ``PrefetchingSampler``; a kept tail may
             be of any size, since ranks without examples get rows of pads.
         num_loss_tokens: beside bare lengths, trained tokens of every example, ints [N]. With
@@ -84,7 +85,7 @@ class PackedBatchSampler(ResumingSampler):
         batch_size: int | None = None,
         batch_rows: int | None = None,
         window: int = 8,
-        dp_rank: int = 0,
+        dp_rank: int | None = None,
         shuffle: bool | str = True,
         seed: int = 0,
         tail: str = "keep",
@@ -97,7 +98,7 @@ class PackedBatchSampler(ResumingSampler):
         self._packing = self._collate.packing
         self._is_wrapped = self._packing.strategy == "wrapped"
         dp = self._packing.parallel.dp
-        checked_rank(dp_rank, dp, "parallel.dp")
+        dp_rank = rank_in(self._packing.parallel, dp_rank)
         is_dataset = isinstance(examples, TokenizedDataset | Mixture)
         self._shown_examples = repr(KindAndSize(examples)) if is_dataset else None
         if isinstance(examples, Mixture):
@@ -243,6 +244,10 @@ class PackedBatchSampler(ResumingSampler):
         return (
             other - {"dp", "rows_multiple_of"} != set() or planned_for != self._packing.row_multiple
         )
+
+    @property
+    def _num_ranks(self) -> int:
+        return num_ranks(self._packing.parallel)
 
     def _rank_settings(self) -> dict[str, int]:
         return {"dp_rank": self._dp_rank} if self._dp_rank else {}
