@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import pickle
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from tests.loading.prepared_samplers import DATA, loader_of, made, on_rank
+from tests.loading.prepared_samplers import DATA, loader_of, made, on_rank, read
 from tests.ranks import on_two_ranks
-from torch_collate_kit import PackedCollator, ParallelLayout, packing_report
+from torch_collate_kit import (
+    DataError,
+    PackedCollator,
+    ParallelLayout,
+    PrefetchLoader,
+    packing_report,
+)
 from torch_collate_kit.loading import PackedRows, map_segments
 
 KINDS = ("prefetching", "packed", "stream")
@@ -157,7 +163,7 @@ def test_what_the_kit_makes_itself_is_never_divided(
     process(1, 2)
     collate = PackedCollator(0, max_tokens=12)
     assert sum(len(row.examples) for row in PackedRows(DATA, collate)) == len(DATA)
-    found = map_segments(lambda batch: torch.tensor(batch["sub_seq_lengths"].values), DATA, collate)
+    found = map_segments(lambda batch: batch["sub_seq_lengths"].values, DATA, collate)
     assert found.tolist() == [[n] for n in DATA.lengths]
     assert packing_report(DATA.lengths, 12, batch_rows=2)["steps"]
     assert not caplog.records
@@ -188,6 +194,35 @@ def test_tools_that_divide_a_sampler(kind: str) -> None:
     alone = made(kind)
     assert not any(hasattr(alone, name) for name in ("batch_size", "drop_last", "sampler"))
     assert len(list(loader_of(alone))) == len(alone) == 6
+
+
+def test_a_plan_that_a_tool_took_apart_is_named() -> None:
+    sampler = made("packed", ParallelLayout(dp=2), dp_rank=1)
+    part, collate = next(iter(sampler)), sampler._collate
+    cases = [
+        (part, "the collator got a RankPlan, not the examples of one plan: a tool that divides or"),
+        (
+            [part, part],
+            "the collator got a list with a RankPlan, not the examples of one plan: a t",
+        ),
+        ([DATA.__getitems__(part)], "a list with a PlannedExamples, not the examples of one plan"),
+        (DATA[3], "collate one example as a list: [example]; if a tool replaced the batch sampler"),
+    ]
+    for given, message in cases:
+        with pytest.raises((TypeError, DataError)) as caught:
+            collate(given)
+        assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_out_of_order_are_refused(kind: str) -> None:
+    loader = loader_of(made(kind))
+    unordered = copy.copy(loader)
+    unordered.in_order = False
+    with pytest.raises(ValueError, match="the DataLoader has in_order=False, so the order of batc"):
+        PrefetchLoader(unordered)
+    with PrefetchLoader(loader) as ordered:
+        assert read(ordered) == list(range(len(DATA)))
 
 
 def test_two_ranks() -> None:
