@@ -148,7 +148,7 @@ def save_state(name: str) -> None:
     vision = processor if name == "pictures" else None
     data = TokenizedDataset(rows, train_all=name == "extra", vision=vision)
     sampler = PrefetchingSampler(
-        data, batch_size=min(4, len(data)), dp_size=2 if name == "rows" else 1
+        data, batch_size=min(4, len(data)), dp_rank=0, dp_size=2 if name == "rows" else 1
     )
     Path(f"{name}.json").write_text(json.dumps(sampler.state_dict()))
 

@@ -46,7 +46,7 @@ def samplers() -> dict[str, Any]:
             [9, 6], batch_size=4, weights=[0.3, 0.7], seed=5, dp_rank=0, dp_size=2
         ),
         "by tokens": mixed_sampler(
-            lengths, batch_size=4, by="tokens", stop="all_exhausted", dp_size=2
+            lengths, batch_size=4, by="tokens", stop="all_exhausted", dp_rank=0, dp_size=2
         ),
         "rows": packed_sampler(DATA.lengths, batch_rows=2, window=2, seed=5, **by_rows, **counts),
         "rows, cut": packed_sampler(

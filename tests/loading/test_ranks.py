@@ -23,10 +23,11 @@ from torch_collate_kit.loading import PackedRows, map_segments
 
 KINDS = ("prefetching", "packed", "stream")
 REFUSED = (
-    "for several ranks yields the part of one rank, and accelerator.prepare, or Lightning's "
-    "use_distributed_sampler=True, would divide it over the ranks again; wrap its loader in a "
-    "PrefetchLoader, which they leave as it is: PrefetchLoader(DataLoader(dataset, batch_sampler="
-    "sampler, collate_fn=collate), device=accelerator.device)"
+    "accelerator.prepare, or Lightning's use_distributed_sampler=True, would divide the batches of "
+    "a {} over the ranks by itself, and cut or lose what belongs together; make it after "
+    "Accelerator(), from which it has its rank, and wrap its loader in a PrefetchLoader, which "
+    "they leave as it is: PrefetchLoader(DataLoader(dataset, batch_sampler=sampler, "
+    "collate_fn=collate), device=accelerator.device)"
 )
 NOT_YET = (
     "WORLD_SIZE=2, but torch.distributed is not initialized, so the rank is unknown; make it after "
@@ -111,6 +112,14 @@ def test_a_layout_of_other_processes_is_an_error(
     assert rank_of(made(kind, ParallelLayout(**layout), dp_rank=0))[0] == 0
 
 
+def test_a_source_that_divides_itself_needs_no_rank(process: Any) -> None:
+    process(1, 2)
+    assert rank_of(made("stream", presharded=True)) == (0, 1)
+    with pytest.raises(ValueError, match=r"torch\.distributed has 2 ranks"):
+        made("stream", presharded=True, num_shards=2)  # which are read by number
+    assert rank_of(made("stream", ParallelLayout(dp=2), presharded=True)) == (1, 2)
+
+
 def test_a_prefetching_sampler_reads_the_part_of_its_process(
     process: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -189,7 +198,7 @@ def test_tools_that_divide_a_sampler(kind: str) -> None:
     ):
         with pytest.raises(TypeError) as caught:
             ask()
-        assert str(caught.value) == f"a {NAMES[kind]} {REFUSED}"
+        assert str(caught.value) == REFUSED.format(NAMES[kind])
     assert not hasattr(sampler, "sampler")  # which most loaders ask for, and leave
     alone = made(kind)
     assert not any(hasattr(alone, name) for name in ("batch_size", "drop_last", "sampler"))
@@ -200,7 +209,7 @@ def test_a_plan_that_a_tool_took_apart_is_named() -> None:
     sampler = made("packed", ParallelLayout(dp=2), dp_rank=1)
     part, collate = next(iter(sampler)), sampler._collate
     cases = [
-        (part, "the collator got a RankPlan, not the examples of one plan: a tool that divides or"),
+        (part, "the collator got a RankPlan, not the examples of one plan: a tool between Packed"),
         (
             [part, part],
             "the collator got a list with a RankPlan, not the examples of one plan: a t",
@@ -232,11 +241,9 @@ def test_two_ranks() -> None:
         assert of["before"] == [f"{NOT_YET} and dp_size", NOT_YET, NOT_YET]
         assert len(of["wrong"]) == 2
         assert all("parallel=ParallelLayout(dp=2)" in message for message in of["wrong"])
-        packed = f"a PackedBatchSampler {REFUSED}"
+        packed = REFUSED.format("PackedBatchSampler")
         assert of["refused"] == {
-            **{
-                (kind, way): f"a {NAMES[kind]} {REFUSED}" for kind in NAMES for way in (False, True)
-            },
+            **{(kind, way): REFUSED.format(NAMES[kind]) for kind in NAMES for way in (False, True)},
             "tensor": packed,
         }
     for name in found[0]["read"]:

@@ -14,22 +14,16 @@ from torch_collate_kit.packing import ParallelLayout
 _logger = logging.getLogger("torch_collate_kit.loading")
 
 
-def checked_rank(dp_rank: int, dp_size: int, name: str = "dp_size", hint: str = "") -> int:
-    """Return ``dp_rank`` as an int of 0 .. ``dp_size`` - 1."""
-    dp_rank = checked_int("dp_rank", dp_rank, minimum=0, hint=hint)
-    if dp_rank >= dp_size:
-        raise ValueError(
-            f"dp_rank must be below {name}={dp_size}, got {dp_rank}; ranks count from 0"
-        )
-    return dp_rank
+def checked_rank(rank: int, size: int, name: str = "dp_size", hint: str = "") -> int:
+    """Return ``rank`` as an int of 0 .. ``size`` - 1."""
+    rank = checked_int("dp_rank", rank, minimum=0, hint=hint)
+    if rank >= size:
+        raise ValueError(f"dp_rank must be below {name}={size}, got {rank}; ranks count from 0")
+    return rank
 
 
 def rank_and_size(dp_rank: int | None, dp_size: int | None) -> tuple[int, int]:
-    """Return the part of each batch that is read, and the number of parts; None: of this process.
-
-    Raises:
-        TypeError, ValueError: only one is given, or a wrong one, or the process has no rank yet.
-    """
+    """Return the part of each batch that is read, and how many there are; None: this process's."""
     if (dp_rank is None) != (dp_size is None):
         raise TypeError(
             "pass both dp_rank and dp_size, or neither for those of torch.distributed; got "
@@ -49,24 +43,18 @@ def rank_and_size(dp_rank: int | None, dp_size: int | None) -> tuple[int, int]:
 
 
 def rank_in(parallel: ParallelLayout, dp_rank: int | None, *, hint: str = "") -> int:
-    """Return ``dp_rank``; None: that of this process in a layout of all processes.
-
-    Raises:
-        TypeError, ValueError: a wrong rank, another number of processes, or no rank yet.
-    """
+    """Return ``dp_rank``; None: that of this process in a layout of all processes."""
     if dp_rank is not None:
         return checked_rank(dp_rank, parallel.dp, "parallel.dp", hint)
-    rank, num_processes = _of_process("dp_rank")
-    if num_processes == num_ranks(parallel):
+    (rank, size), inner = _of_process("dp_rank"), parallel.cp * parallel.tp
+    if size == parallel.dp * inner:
         return parallel.place(rank)[0]
-    if num_processes > 1:
-        dp, others = divmod(num_processes, parallel.cp * parallel.tp)
-        fitting = ParallelLayout(dp=num_processes) if others else replace(parallel, dp=dp)
+    if size > 1:
+        fitting = ParallelLayout(dp=size) if size % inner else replace(parallel, dp=size // inner)
         raise ValueError(
-            f"torch.distributed has {num_processes} ranks, and the layout of the collator is for "
-            f"dp * cp * tp = {num_ranks(parallel)}; pass the collator parallel={fitting!r}, or "
-            "dp_rank= from a mesh of your own (pipelines, another order), or dp_rank=0 for the "
-            "same data on all ranks"
+            f"torch.distributed has {size} ranks, the collator's layout dp * cp * tp = "
+            f"{parallel.dp * inner}; pass the collator parallel={fitting!r}, or dp_rank= from a mesh of "
+            "your own (pipelines, another order), or dp_rank=0 for the same data on all ranks"
         )
     if parallel.dp > 1:
         _logger.warning(
@@ -76,18 +64,16 @@ def rank_in(parallel: ParallelLayout, dp_rank: int | None, *, hint: str = "") ->
     return 0
 
 
-def num_ranks(parallel: ParallelLayout) -> int:
-    """Return the number of processes that share the data of a layout, or compute it together."""
-    return parallel.dp * parallel.cp * parallel.tp
-
-
-def divided_again(owner: str) -> TypeError:
-    """Return the error of a tool that would divide the batches of a rank's sampler."""
+def divided_again(
+    of: object, parts: str = "batch_sampler=sampler, collate_fn=collate"
+) -> TypeError:
+    """Return the error of a tool that would divide a loader of ``parts``."""
     return TypeError(
-        f"a {owner} for several ranks yields the part of one rank, and accelerator.prepare, or "
-        "Lightning's use_distributed_sampler=True, would divide it over the ranks again; wrap its "
+        "accelerator.prepare, or Lightning's use_distributed_sampler=True, would divide the "
+        f"batches of a {type(of).__name__} over the ranks by itself, and cut or lose what "
+        "belongs together; make it after Accelerator(), from which it has its rank, and wrap its "
         "loader in a PrefetchLoader, which they leave as it is: PrefetchLoader(DataLoader(dataset, "
-        "batch_sampler=sampler, collate_fn=collate), device=accelerator.device)"
+        f"{parts}), device=accelerator.device)"
     )
 
 

@@ -311,15 +311,15 @@ class PlannedRow(ABC):
 def joined_rows(examples: Any) -> Any:
     """Return a list of planned rows, or of dicts with one as ``input_ids``, as one planned batch.
 
-    Anything else is returned as it is, but for plans that lost their examples: a TypeError.
+    Anything else is returned as it is. TypeError for plans that lost their examples.
     """
     is_list = isinstance(examples, list | tuple) and len(examples) > 0
     given = examples[0] if is_list else examples
     if isinstance(given, RankPlan) or (is_list and isinstance(given, PlannedExamples)):
         raise TypeError(
             f"the collator got {'a list with ' * is_list}{type_name(given)}, not the examples of "
-            "one plan: a tool that divides or joins batches stands between a PackedBatchSampler, "
-            "its dataset and the collator; turn that off, or pass it a PrefetchLoader"
+            "one plan: a tool between PackedBatchSampler, dataset and collator divides or joins "
+            "batches; turn that off, or pass it a PrefetchLoader"
         )
     if not is_list:
         return examples

@@ -76,6 +76,7 @@ class EpochSampler(ABC):
         allow_appended: bool,
     ) -> None:
         self._dp_rank, self._dp_size = dp_rank, dp_size
+        self._num_ranks = dp_size  # that read or compute the batches of a step together
         self._num_global = num_global  # "batch_size" or "batch_rows", and how many
         self._seed = checked_word("seed", seed)
         self._shuffle = checked_shuffle(shuffle)
@@ -134,28 +135,20 @@ class EpochSampler(ABC):
         return None
 
     @property
-    def _num_ranks(self) -> int:
-        """The number of ranks that read or compute the batches of one step together."""
-        return self._dp_size
-
-    @property
     def batch_size(self) -> int:
-        """No value: tools that ask divide batches, which is refused with several ranks.
-
-        Accelerate asks with a default, and Lightning with ``hasattr``.
-        """
+        """No value. Tools that divide batches ask for it; with several ranks they are refused."""
         if self._num_ranks > 1:
-            raise divided_again(type(self).__name__)
+            raise divided_again(self)
         raise AttributeError(f"a {type(self).__name__} has no batch_size and no drop_last")
 
     drop_last = batch_size
 
     @property
     def sampler(self) -> Any:
-        """No value; with several ranks refused to a loader that would read for all of them."""
+        """No value. A loader of one process that reads for all is refused with several ranks."""
         asking = sys._getframe(1).f_locals.get("self")
         if self._num_ranks > 1 and type(asking).__name__ == "DataLoaderDispatcher":
-            raise divided_again(type(self).__name__)
+            raise divided_again(self)
         raise AttributeError(f"a {type(self).__name__} has no sampler")
 
     def _num_steps(self, epoch: int) -> int:

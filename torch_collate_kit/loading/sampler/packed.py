@@ -23,7 +23,7 @@ from torch_collate_kit.loading.orders.checks import (
 )
 from torch_collate_kit.loading.orders.mixed_order import MixedOrder
 from torch_collate_kit.loading.orders.order import Order, UserOrder
-from torch_collate_kit.loading.ranks import num_ranks, rank_in
+from torch_collate_kit.loading.ranks import rank_in
 from torch_collate_kit.loading.sampler.budgets import Budget, ByExamples, Step, Windows
 from torch_collate_kit.loading.sampler.by_rows import ByRows
 from torch_collate_kit.loading.sampler.resuming import ResumingSampler
@@ -97,8 +97,8 @@ class PackedBatchSampler(ResumingSampler):
         self._collate = checked_collator(collate)
         self._packing = self._collate.packing
         self._is_wrapped = self._packing.strategy == "wrapped"
-        dp = self._packing.parallel.dp
-        dp_rank = rank_in(self._packing.parallel, dp_rank)
+        parallel = self._packing.parallel
+        dp_rank = rank_in(parallel, dp_rank)
         is_dataset = isinstance(examples, TokenizedDataset | Mixture)
         self._shown_examples = repr(KindAndSize(examples)) if is_dataset else None
         if isinstance(examples, Mixture):
@@ -117,9 +117,10 @@ class PackedBatchSampler(ResumingSampler):
             tail=tail,
             order=order,
             dp_rank=dp_rank,
-            dp_size=dp,
+            dp_size=parallel.dp,
             allow_appended=allow_appended,
         )
+        self._num_ranks = parallel.dp * parallel.cp * parallel.tp
 
     def _checked_global(self, batch_size: int | None, batch_rows: int | None) -> tuple[str, int]:
         """Return which of the two numbers is given, and it."""
@@ -244,10 +245,6 @@ class PackedBatchSampler(ResumingSampler):
         return (
             other - {"dp", "rows_multiple_of"} != set() or planned_for != self._packing.row_multiple
         )
-
-    @property
-    def _num_ranks(self) -> int:
-        return num_ranks(self._packing.parallel)
 
     def _rank_settings(self) -> dict[str, int]:
         return {"dp_rank": self._dp_rank} if self._dp_rank else {}

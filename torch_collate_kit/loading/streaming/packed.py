@@ -21,9 +21,10 @@ from torch_collate_kit._reprs import KindAndSize, call_repr, changed_settings
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.loading.orders.checks import checked_collator, checked_word
 from torch_collate_kit.loading.orders.mixture import Mixture
-from torch_collate_kit.loading.ranks import rank_in
+from torch_collate_kit.loading.ranks import divided_again, rank_in
 from torch_collate_kit.loading.skipping import SkipPolicy
 from torch_collate_kit.loading.streaming.mixed_streams import MixedStream
+from torch_collate_kit.loading.streaming.outside_streams import node_of
 from torch_collate_kit.loading.streaming.shard_batches import DividedStream, ShardBatches, Turn
 from torch_collate_kit.loading.streaming.shards import ExampleSource, Stream
 from torch_collate_kit.loading.streaming.states import Position
@@ -99,6 +100,8 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
         parallel = checked_collator(collate).packing.parallel
         self.dp_size = 1 if dp_rank == "all" else parallel.dp
         hint = 'dp_rank="all" yields the rows of all ranks'
+        if dp_rank is None and parallel.dp == 1 and (presharded or node_of(stream)):
+            dp_rank = 0 if num_shards is None else None  # the source divides itself
         self.dp_rank = "all" if dp_rank == "all" else rank_in(parallel, dp_rank, hint=hint)
         self.buffer_size = checked_int("buffer_size", buffer_size, hint="1000 packs well")
         self.batch_rows = checked_int(
@@ -149,14 +152,7 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
         # Accelerate's loaders look for it before each pass
         caller = sys._getframe(1).f_locals.get("self")
         if type(caller).__name__ in ("DataLoaderDispatcher", "IterableDatasetShard"):
-            raise TypeError(
-                "accelerator.prepare of a DataLoader of a PackedIterableDataset would divide its "
-                "batches over the ranks by itself, and cut what belongs together; give the "
-                "collator parallel=ParallelLayout(dp=accelerator.num_processes) and the dataset "
-                "dp_rank=accelerator.process_index, and wrap the loader in a PrefetchLoader, which "
-                "prepare leaves as it is: PrefetchLoader(DataLoader(dataset, batch_size=None, "
-                "collate_fn=dataset.as_is), device=accelerator.device)"
-            )
+            raise divided_again(self, "batch_size=None, collate_fn=dataset.as_is")
         if self.shuffle:
             return self._set_epoch
         raise AttributeError(
