@@ -105,7 +105,7 @@ def test_a_layout_of_other_processes_is_an_error(
         made(kind, ParallelLayout(**layout))
     for words in (
         f"torch.distributed has {size} ranks",
-        f"pass the collator parallel={advice}, or dp_rank= from a mesh of your own (pipelines, ",
+        f"pass the collator parallel={advice}, or dp_rank= of your own mesh (pipelines, ",
         "or dp_rank=0 for the same data on all ranks",
     ):
         assert words in str(caught.value)

@@ -53,8 +53,8 @@ def rank_in(parallel: ParallelLayout, dp_rank: int | None, *, hint: str = "") ->
         fitting = ParallelLayout(dp=size) if size % inner else replace(parallel, dp=size // inner)
         raise ValueError(
             f"torch.distributed has {size} ranks, the collator's layout dp * cp * tp = "
-            f"{parallel.dp * inner}; pass the collator parallel={fitting!r}, or dp_rank= from a mesh of "
-            "your own (pipelines, another order), or dp_rank=0 for the same data on all ranks"
+            f"{parallel.dp * inner}; pass the collator parallel={fitting!r}, or dp_rank= of your "
+            "own mesh (pipelines, another order), or dp_rank=0 for the same data on all ranks"
         )
     if parallel.dp > 1:
         _logger.warning(
