@@ -199,6 +199,8 @@ def test_tools_that_divide_a_sampler(kind: str) -> None:
         with pytest.raises(TypeError) as caught:
             ask()
         assert str(caught.value) == REFUSED.format(NAMES[kind])
+    with pytest.raises(TypeError, match="of a PackedBatchSampler over the ranks by itself"):
+        made("packed", ParallelLayout(tp=2)).batch_size  # noqa: B018 - ranks compute the same rows
     assert not hasattr(sampler, "sampler")  # which most loaders ask for, and leave
     alone = made(kind)
     assert not any(hasattr(alone, name) for name in ("batch_size", "drop_last", "sampler"))
