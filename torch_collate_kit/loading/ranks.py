@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from dataclasses import replace
 
 import torch.distributed as dist
@@ -64,9 +65,30 @@ def rank_in(parallel: ParallelLayout, dp_rank: int | None, *, hint: str = "") ->
     return 0
 
 
-def divided_again(
-    of: object, parts: str = "batch_sampler=sampler, collate_fn=collate"
-) -> TypeError:
+class DividedOnce:
+    """A sampler that no tool divides again: what tools ask for has no value, or is refused."""
+
+    _num_ranks: int  # that read or compute the batches of a step together
+
+    @property
+    def batch_size(self) -> int:
+        """No value. Tools that divide batches ask for it; with several ranks they are refused."""
+        if self._num_ranks > 1:
+            raise divided_again(self, "batch_sampler=sampler, collate_fn=collate")
+        raise AttributeError(f"a {type(self).__name__} has no batch_size and no drop_last")
+
+    drop_last = batch_size
+
+    @property
+    def sampler(self) -> object:
+        """No value. A loader of one process that reads for all is refused with several ranks."""
+        asking = sys._getframe(1).f_locals.get("self")
+        if self._num_ranks > 1 and type(asking).__name__ == "DataLoaderDispatcher":
+            raise divided_again(self, "batch_sampler=sampler, collate_fn=collate")
+        raise AttributeError(f"a {type(self).__name__} has no sampler")
+
+
+def divided_again(of: object, parts: str) -> TypeError:
     """Return the error of a tool that would divide a loader of ``parts``."""
     return TypeError(
         "accelerator.prepare, or Lightning's use_distributed_sampler=True, would divide the "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sized
 from typing import Any
@@ -19,7 +18,7 @@ from torch_collate_kit.loading.orders.checks import (
 from torch_collate_kit.loading.orders.mixed_order import MixedOrder
 from torch_collate_kit.loading.orders.order import Order, ShuffledOrder, UserOrder
 from torch_collate_kit.loading.orders.states import Growth
-from torch_collate_kit.loading.ranks import divided_again
+from torch_collate_kit.loading.ranks import DividedOnce
 from torch_collate_kit.loading.sampler.budgets import Budget, Step
 from torch_collate_kit.loading.sampler.source_limits import SourceLimits
 
@@ -55,7 +54,7 @@ class StepIterator(Iterator[Any]):
         self.sampler._latest = self
 
 
-class EpochSampler(ABC):
+class EpochSampler(DividedOnce, ABC):
     """The part of a resumable batch sampler that does not depend on what is in a batch.
 
     An order says which example comes next, a budget where a step ends, and ``_pick`` which part of
@@ -76,7 +75,7 @@ class EpochSampler(ABC):
         allow_appended: bool,
     ) -> None:
         self._dp_rank, self._dp_size = dp_rank, dp_size
-        self._num_ranks = dp_size  # that read or compute the batches of a step together
+        self._num_ranks = dp_size
         self._num_global = num_global  # "batch_size" or "batch_rows", and how many
         self._seed = checked_word("seed", seed)
         self._shuffle = checked_shuffle(shuffle)
@@ -133,23 +132,6 @@ class EpochSampler(ABC):
     def _entry_lengths(self) -> Indices | None:
         """Return the tokens of what is ordered, if the sampler has them."""
         return None
-
-    @property
-    def batch_size(self) -> int:
-        """No value. Tools that divide batches ask for it; with several ranks they are refused."""
-        if self._num_ranks > 1:
-            raise divided_again(self)
-        raise AttributeError(f"a {type(self).__name__} has no batch_size and no drop_last")
-
-    drop_last = batch_size
-
-    @property
-    def sampler(self) -> Any:
-        """No value. A loader of one process that reads for all is refused with several ranks."""
-        asking = sys._getframe(1).f_locals.get("self")
-        if self._num_ranks > 1 and type(asking).__name__ == "DataLoaderDispatcher":
-            raise divided_again(self)
-        raise AttributeError(f"a {type(self).__name__} has no sampler")
 
     def _num_steps(self, epoch: int) -> int:
         return self._budget.num_steps(epoch)

@@ -100,9 +100,8 @@ class PackedBatchSampler(ResumingSampler):
         parallel = self._packing.parallel
         dp_rank = rank_in(parallel, dp_rank)
         is_dataset = isinstance(examples, TokenizedDataset | Mixture)
-        self._shown_examples = repr(KindAndSize(examples)) if is_dataset else None
-        if isinstance(examples, Mixture):
-            self._shown_examples = repr(examples)
+        shown = examples if isinstance(examples, Mixture) else KindAndSize(examples)
+        self._shown_examples = repr(shown) if is_dataset else None
         self._window = checked_int("window", window)
         self._group = self._packing.row_multiple
         num_global = self._checked_global(batch_size, batch_rows)
@@ -161,14 +160,11 @@ class PackedBatchSampler(ResumingSampler):
         return ByRows(order, self._tail, self._entries, packing, windows)
 
     def __repr__(self) -> str:
-        sizes = self._sizes
-        given = {"patches": sizes.patches, "num_loss_tokens": sizes.counts}
+        sizes, examples = self._sizes, self._shown_examples
+        given = {} if examples else {"patches": sizes.patches, "num_loss_tokens": sizes.counts}
         shown: dict[str, Any] = {k: KindAndSize(of) for k, of in given.items() if of is not None}
-        examples = self._shown_examples
-        if examples is None:
-            examples = f"<{self.num_examples:,} lengths, {int(sizes.lengths.sum()):,} tokens>"
-            return self._shown(f"{examples}, {self._collate!r}", **shown)
-        return self._shown(f"{examples}, {self._collate!r}")
+        lengths = f"<{self.num_examples:,} lengths, {int(sizes.lengths.sum()):,} tokens>"
+        return self._shown(f"{examples or lengths}, {self._collate!r}", **shown)
 
     def _pick(self, step: Step) -> RankPlan:
         packing, batch, plan = self._packing, step.examples, step.plan

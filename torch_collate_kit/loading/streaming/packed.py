@@ -131,9 +131,8 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
         return _given_out(own.turns(current.positions, epoch), current)
 
     def __repr__(self) -> str:
-        own = {k: v for k, v in changed_settings(self).items() if k != "collate"}
-        if self.dp_rank == 0 and self.dp_size == 1:
-            del own["dp_rank"]
+        known = [("collate", self.collate), ("dp_rank", 0)]
+        own = {k: v for k, v in changed_settings(self).items() if (k, v) not in known}
         return call_repr(self, repr(KindAndSize(self._stream.source)), repr(self.collate), **own)
 
     @staticmethod
