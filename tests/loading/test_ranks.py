@@ -27,7 +27,8 @@ REFUSED = (
     "a {} over the ranks by itself, and cut or lose what belongs together; make it after "
     "Accelerator(), from which it has its rank, and wrap its loader in a PrefetchLoader, which "
     "they leave as it is: PrefetchLoader(DataLoader(dataset, batch_sampler=sampler, "
-    "collate_fn=collate), device=accelerator.device)"
+    "collate_fn=collate), device=accelerator.device); or pass Lightning "
+    "use_distributed_sampler=False"
 )
 NOT_YET = (
     "WORLD_SIZE=2, but torch.distributed is not initialized, so the rank is unknown; make it after "

@@ -15,7 +15,8 @@ REFUSED = (
     "a PackedIterableDataset over the ranks by itself, and cut or lose what belongs together; make "
     "it after Accelerator(), from which it has its rank, and wrap its loader in a PrefetchLoader, "
     "which they leave as it is: PrefetchLoader(DataLoader(dataset, batch_size=None, "
-    "collate_fn=dataset.as_is), device=accelerator.device)"
+    "collate_fn=dataset.as_is), device=accelerator.device); or pass Lightning "
+    "use_distributed_sampler=False"
 )
 
 
