@@ -102,13 +102,17 @@ def read(sampler: PrefetchingSampler) -> None:
 def lineage(report: Report, num_examples: int, rounds: int) -> None:
     rows = []
     for shuffle in (True, "keyed"):
-        sampler = PrefetchingSampler(num_examples, batch_size=512, shuffle=shuffle, dp_size=64)
+        sampler = PrefetchingSampler(
+            num_examples, batch_size=512, shuffle=shuffle, dp_rank=0, dp_size=64
+        )
         steps = iter(np.random.default_rng(0).integers(0, len(sampler), rounds).tolist())
         cold = seconds_of(partial(sampler.examples, 5, 7))
         warm = seconds_of(partial(next_step, sampler, steps), rounds)
         when = seconds_of(partial(sampler.when, 12_345, 5))
         state = sampler.state_at(5, 1000)
-        other = PrefetchingSampler(num_examples, batch_size=512, shuffle=shuffle, dp_size=48)
+        other = PrefetchingSampler(
+            num_examples, batch_size=512, shuffle=shuffle, dp_rank=0, dp_size=48
+        )
         load = seconds_of(partial(other.load_state_dict, state), rounds)
         times = [f"{1e3 * t:,.3g}" for t in (cold, warm, when, load)]
         rows.append([f"shuffle={shuffle!r}", *times, str(len(json.dumps(state)))])

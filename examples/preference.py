@@ -236,7 +236,7 @@ def warm_start(model: Any, pairs: Any, tokenizer: Any, args: Any) -> None:
     """Imitate both answers of the pairs, the same on every rank: a model that has no preference."""
     examples = kit.TokenizedDataset(pairs)
     collate = kit.PackedCollator(tokenizer, max_tokens=args.max_tokens)
-    sampler = kit.PackedBatchSampler(examples, collate, batch_size=64, seed=args.seed)
+    sampler = kit.PackedBatchSampler(examples, collate, batch_size=64, dp_rank=0, seed=args.seed)
     loader = DataLoader(examples, batch_sampler=sampler, collate_fn=collate)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98))
     steps = range(args.warm_start_steps)

@@ -110,7 +110,7 @@ def make_loader(
     """Load batches onto the device, in an order that is a function of (seed, epoch)."""
     options = {**step_size(args, shuffle), "shuffle": shuffle, "seed": args.seed}
     if args.no_packing:  # every rank collates the whole batch
-        sampler: Any = kit.PrefetchingSampler(examples, **options)
+        sampler: Any = kit.PrefetchingSampler(examples, dp_rank=0, dp_size=1, **options)
     else:  # every rank plans the whole batch, and reads its own rows: as narrow as can be
         sampler = kit.PackedBatchSampler(examples, collate, dp_rank=args.dp_rank, **options)
     if shuffle:

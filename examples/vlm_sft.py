@@ -190,7 +190,7 @@ def make_loader(
     """Load as in sft.py, with the patches of the images as the second budget of a row."""
     options = {**sft.step_size(args, shuffle), "shuffle": shuffle, "seed": args.seed}
     if args.no_packing:  # every rank collates the whole batch
-        sampler: Any = kit.PrefetchingSampler(examples, **options)
+        sampler: Any = kit.PrefetchingSampler(examples, dp_rank=0, dp_size=1, **options)
     else:
         options |= {"patches": examples.patches, "num_loss_tokens": examples.num_loss_tokens}
         sampler = kit.PackedBatchSampler(examples.lengths, collate, dp_rank=args.rank, **options)

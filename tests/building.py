@@ -69,7 +69,7 @@ def packed_stream(
     if dp_size > 1:
         options["parallel"] = replace(parallel, dp=dp_size)
     elif parallel.dp > 1:
-        options.setdefault("dp_rank", None)
+        options.setdefault("dp_rank", "all")
     collate, others = split_options(options, tokenizer)
     return PackedIterableDataset(source, collate, batch_rows=rows * dp_size, **others)
 

@@ -227,6 +227,8 @@ FAULTS = [
     Fault("loading/sampler/budgets.py", "range(0 if self.tail == \"wrap\" else since, epoch + 1)", "range(epoch, epoch + 1)", "loading/sampler/test_wrapped_schedule.py"),
     Fault("loading/prefetch/resumable_loaders.py", "self.num_steps() if is_exact else None", "self.num_steps()", "loading/sampler/test_long_epochs.py"),
     Fault("loading/dataset/tokenized.py", '"vision": self._vision}', '"vision": None}', "loading/dataset"),
+    Fault("loading/ranks.py", "return parallel.place(rank)[0]", "return 0", "loading/test_ranks.py"),
+    Fault("loading/sampler/packed.py", "parallel.dp * parallel.cp * parallel.tp", "parallel.dp", "loading/test_ranks.py"),
     Fault("loading/streaming/packed.py", "self._saved = copy.deepcopy(dict(state))", "self._saved = state", "loading/streaming"),
     Fault("loading/streaming/states.py", "return copy.deepcopy(state)", "return state", "loading/streaming"),
     Fault("loading/streaming/windows.py", "self._num_broken -= num_packed\n", "self._num_broken -= 0\n", "loading/streaming"),

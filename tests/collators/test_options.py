@@ -61,7 +61,7 @@ USES: dict[str, Callable[[Callable[[int], Any]], Any]] = {
     "PrefetchingSampler": lambda n: json.dumps(PrefetchingSampler(n(8), batch_size=n(2), seed=n(3),
      dp_rank=n(0), dp_size=n(2)).state_dict()),
     "MixedSampler": lambda n: json.dumps(mixed_sampler([n(9), n(4)], batch_size=n(2),
-     seed=n(3), dp_rank=n(0)).state_dict()),
+     seed=n(3), dp_rank=n(0), dp_size=n(1)).state_dict()),
     "pack": lambda n: (pack([3, 4, 9], packing=PackingOptions(n(200),
      max_sequences_per_row=n(2))).bins),
     "Batch.pad_rows": lambda n: PaddedCollator(0)(EXAMPLES).pad_rows(multiple_of=n(7)),

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
+from torch_collate_kit._checks import type_name
 from torch_collate_kit._reprs import plural
 from torch_collate_kit.errors import DataError, examples_named
 from torch_collate_kit.packing.plan import PackingPlan
@@ -310,9 +311,17 @@ class PlannedRow(ABC):
 def joined_rows(examples: Any) -> Any:
     """Return a list of planned rows, or of dicts with one as ``input_ids``, as one planned batch.
 
-    Anything else is returned as it is.
+    Anything else is returned as it is. TypeError for plans that lost their examples.
     """
-    if not isinstance(examples, list | tuple) or not examples:
+    is_list = isinstance(examples, list | tuple) and len(examples) > 0
+    given = examples[0] if is_list else examples
+    if isinstance(given, RankPlan) or (is_list and isinstance(given, PlannedExamples)):
+        raise TypeError(
+            f"the collator got {'a list with ' * is_list}{type_name(given)}, not the examples of "
+            "one plan: a tool between PackedBatchSampler, dataset and collator divides or joins "
+            "batches; turn that off, or pass it a PrefetchLoader"
+        )
+    if not is_list:
         return examples
     rows = examples
     if isinstance(examples[0], Mapping):

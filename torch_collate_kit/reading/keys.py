@@ -141,7 +141,8 @@ def _columns(given: Mapping[str, Any], names: Sequence[str], ids: str) -> dict[s
     if _is_one_example(raw.get(ids, ())):
         raise DataError(
             f"a mapping is taken as columns, but its {ids} are the tokens of one example; "
-            "collate one example as a list: [example]"
+            "collate one example as a list: [example]; if a tool replaced the batch sampler, such "
+            "as Ray's prepare_data_loader, leave it out"
         )
     for key, column in raw.items():
         if isinstance(column, MaskedArray):

@@ -84,7 +84,7 @@ def _figures(
     """Return the figures of the first steps of the epochs that a sampler makes by default."""
     ids = SimpleNamespace(pad_token_id=0, eos_token_id=0)  # "wrapped" needs an end token
     collate = PackedCollator(ids, packing=packing, normalize_loss=False)
-    sampler = PackedBatchSampler(lengths, collate, patches=load, **number)
+    sampler = PackedBatchSampler(lengths, collate, dp_rank=0, patches=load, **number)
     num_steps, epoch = sampler.count_steps(), 0
     figures: list[tuple[float, ...]] = []
     drawn: list[tuple[Ints, Ints]] = []

@@ -278,7 +278,7 @@ def sized(length: int, batch_size: int, **options: Any) -> PrefetchLoader:
     [
         (sized(12, 4).state_dict(), "12 examples"),
         (sized(13, 2).state_dict(), "batch_size=2"),
-        (sized(13, 4, dp_size=2, tail="drop").state_dict(), "tail='drop'"),
+        (sized(13, 4, dp_rank=0, dp_size=2, tail="drop").state_dict(), "tail='drop'"),
         (sized(13, 4).state_dict() | {"version": 2}, "version=2"),
         ({}, "version=None"),
         (sized(13, 4).state_dict() | {"version": True}, "version=True"),

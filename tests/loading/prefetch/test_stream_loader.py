@@ -200,9 +200,6 @@ def test_a_dataloader_that_does_not_fit_is_refused() -> None:
     message = "has batch_size=2, but a PackedIterableDataset yields whole batches; build it with ba"
     with pytest.raises(ValueError, match=message):
         PrefetchLoader(DataLoader(make_stream(), batch_size=2))
-    message = "the DataLoader has in_order=False, so the order of batches depends on the speed"
-    with pytest.raises(ValueError, match=message):
-        make(num_workers=2, in_order=False)
 
 
 def test_states_of_other_loaders_are_refused() -> None:

@@ -22,13 +22,23 @@ BAD_ARGUMENTS = [
     ({"examples": []}, ValueError, "len(examples) must be at least 1, got 0; an empty dataset"),
     ({"examples": iter([1])}, TypeError, "of type list_iterator; for a stream use an iterable da"),
     ({"batch_size": 0}, ValueError, "batch_size must be at least 1, got 0"),
-    ({"batch_size": 3, "dp_size": 4}, ValueError, "batch_size counts the examples of all ranks a"),
-    ({"dp_size": 0}, ValueError, "dp_size must be at least 1, got 0"),
+    (
+        {"batch_size": 3, "dp_rank": 0, "dp_size": 4},
+        ValueError,
+        "batch_size counts the examples of all ranks a",
+    ),
+    ({"dp_rank": 0, "dp_size": 0}, ValueError, "dp_size must be at least 1, got 0"),
+    ({"dp_size": 2}, TypeError, "pass both dp_rank and dp_size, or neither for those of torch.di"),
+    ({"dp_rank": 1}, TypeError, "those of torch.distributed; got dp_rank=1, dp_size=None"),
     ({"dp_rank": 2, "dp_size": 2}, ValueError, "dp_rank must be below dp_size=2, got 2; ranks co"),
     ({"seed": 2**32}, ValueError, "seed must be at most 4294967295, got 4294967296; take it"),
     ({"shuffle": 1}, TypeError, "shuffle must be True or False, got 1"),
     ({"tail": "pad"}, ValueError, "tail must be one of 'keep', 'drop', 'wrap'; got 'pad'"),
-    ({"examples": 9, "batch_size": 4, "dp_size": 2}, ValueError, "epoch 0 ends with a batch of 1"),
+    (
+        {"examples": 9, "batch_size": 4, "dp_rank": 0, "dp_size": 2},
+        ValueError,
+        "epoch 0 ends with a batch of 1",
+    ),
     (
         {"examples": 3, "batch_size": 4, "tail": "drop"},
         ValueError,
@@ -69,7 +79,7 @@ def test_bad_positions(args, options, error, message):
 def test_a_later_epochs_order_is_checked_before_anything_moves():
     orders = [np.arange(10), np.arange(9)]
     sampler = PrefetchingSampler(
-        10, batch_size=4, order=lambda epoch, rng: orders[epoch], dp_size=2
+        10, batch_size=4, order=lambda epoch, rng: orders[epoch], dp_rank=0, dp_size=2
     )
     before = sampler.state_dict()
     with pytest.raises(ValueError, match="epoch 1 ends with a batch of 1 examples, fewer than"):

@@ -141,7 +141,7 @@ def test_samplers_resume_and_cover_their_epochs(name: str) -> None:
 
 def test_a_billion_examples_take_no_memory() -> None:
     tracemalloc.start()
-    sampler = PrefetchingSampler(10**9, batch_size=4096, shuffle="keyed", dp_size=8)
+    sampler = PrefetchingSampler(10**9, batch_size=4096, shuffle="keyed", dp_rank=0, dp_size=8)
     first = next(iter(sampler))
     sampler.set_epoch(3, step=200_000)
     sampler.reshuffle()

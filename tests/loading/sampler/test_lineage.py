@@ -61,7 +61,7 @@ def test_asking_changes_nothing(shuffle: bool | str) -> None:
 
 def test_any_step_of_many_examples_is_found_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """At 1e8 examples: cold with a keyed order, and with the epoch's order at hand."""
-    sampler = PrefetchingSampler(10**8, batch_size=512, shuffle="keyed", dp_size=8)
+    sampler = PrefetchingSampler(10**8, batch_size=512, shuffle="keyed", dp_rank=0, dp_size=8)
     began = time.thread_time()
     batch = sampler.examples(7, 123_456)
     ((epoch, step),) = sampler.when(int(batch[0]), 7)

@@ -172,5 +172,7 @@ def test_a_source_is_not_split_twice() -> None:
 def test_rows_for_more_ranks_are_refused_where_each_plans_its_own() -> None:
     with pytest.raises(ValueError, match=r"^rows_multiple_of=4 levels rows that ranks plan tog"):
         packed_stream(EXAMPLES, **SETTINGS, dp_size=2, rows_multiple_of=4)
-    whole = packed_stream(EXAMPLES, **SETTINGS, dp_size=2, rows_multiple_of=4, dp_rank=None, rows=2)
+    whole = packed_stream(
+        EXAMPLES, **SETTINGS, dp_size=2, rows_multiple_of=4, dp_rank="all", rows=2
+    )
     assert tokens_of(list(whole)) == all_tokens(EXAMPLES)

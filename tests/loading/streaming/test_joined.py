@@ -46,7 +46,7 @@ def test_batches_are_the_documents_end_to_end(source: str, isolate: bool) -> Non
     batches = list(stream_of(source, isolate=isolate))
     assert tokens_of(batches) == TOKENS
     assert {batch["input_ids"].shape for batch in batches[:-1]} == {(2, 32)}
-    whole = list(stream_of(source, dp=2, rank=None, isolate=isolate))
+    whole = list(stream_of(source, dp=2, rank="all", isolate=isolate))
     assert sorted(tokens_of(whole)) == sorted(TOKENS)
     assert {batch["input_ids"].shape for batch in whole[:-1]} == {(4, 32)}
 

@@ -11,11 +11,12 @@ from tests import prepared_stream
 from tests.ranks import on_two_ranks
 
 REFUSED = (
-    "accelerator.prepare of a DataLoader of a PackedIterableDataset would divide its batches over "
-    "the ranks by itself, and cut what belongs together; give the collator parallel=ParallelLayout("
-    "dp=accelerator.num_processes) and the dataset dp_rank=accelerator.process_index, and wrap the "
-    "loader in a PrefetchLoader, which prepare leaves as it is: PrefetchLoader(DataLoader(dataset, "
-    "batch_size=None, collate_fn=dataset.as_is), device=accelerator.device)"
+    "accelerator.prepare, or Lightning's use_distributed_sampler=True, would divide the batches of "
+    "a PackedIterableDataset over the ranks by itself, and cut or lose what belongs together; make "
+    "it after Accelerator(), from which it has its rank, and wrap its loader in a PrefetchLoader, "
+    "which they leave as it is: PrefetchLoader(DataLoader(dataset, batch_size=None, "
+    "collate_fn=dataset.as_is), device=accelerator.device); or pass Lightning "
+    "use_distributed_sampler=False"
 )
 
 

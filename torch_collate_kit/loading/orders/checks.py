@@ -31,16 +31,6 @@ def checked_length(data: int | Sized, name: str = "examples") -> int:
     return checked_int(f"len({name})", len(data), hint=hint)
 
 
-def checked_rank(dp_rank: int, dp_size: int, name: str = "dp_size") -> int:
-    """Return ``dp_rank`` as an int of 0 .. ``dp_size`` - 1."""
-    dp_rank = checked_int("dp_rank", dp_rank, minimum=0)
-    if dp_rank >= dp_size:
-        raise ValueError(
-            f"dp_rank must be below {name}={dp_size}, got {dp_rank}; ranks count from 0"
-        )
-    return dp_rank
-
-
 def checked_collator(collate: Any) -> PackedCollator:
     """Return the PackedCollator that ``collate`` is, or that it holds and calls."""
     found = collate

@@ -44,6 +44,11 @@ class _Loader:
     is_closed = False
 
     def __init__(self, loader: Any, **parts: Any) -> None:
+        if not getattr(loader, "in_order", True):  # the only option with which batch k is no step k
+            raise ValueError(
+                "the DataLoader has in_order=False, so the order of batches depends on the speed "
+                "of its workers and cannot be resumed; leave it out"
+            )
         # a copy: the caller's keeps its parts and its persistent workers
         self._loader = copy.copy(loader)
         vars(self._loader).update(parts, _iterator=None)  # not by setattr: a DataLoader forbids it
@@ -198,11 +203,6 @@ class _StreamLoader(_Loader):
             raise ValueError(
                 f"the DataLoader has batch_size={loader.batch_size}, but a "
                 f"{type(stream).__name__} yields whole batches; build it with batch_size=None"
-            )
-        if not getattr(loader, "in_order", True):
-            raise ValueError(
-                "the DataLoader has in_order=False, so the order of batches depends on the speed "
-                "of its workers and cannot be resumed; leave it out"
             )
         self._stream = stream._divided(loader.num_workers)
         self.described = call_repr(loader, repr(KindAndSize(stream)))

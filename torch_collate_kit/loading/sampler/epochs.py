@@ -12,13 +12,13 @@ from torch_collate_kit.loading.orders import Mixture
 from torch_collate_kit.loading.orders.checks import (
     Indices,
     checked_length,
-    checked_rank,
     checked_shuffle,
     checked_word,
 )
 from torch_collate_kit.loading.orders.mixed_order import MixedOrder
 from torch_collate_kit.loading.orders.order import Order, ShuffledOrder, UserOrder
 from torch_collate_kit.loading.orders.states import Growth
+from torch_collate_kit.loading.ranks import DividedOnce
 from torch_collate_kit.loading.sampler.budgets import Budget, Step
 from torch_collate_kit.loading.sampler.source_limits import SourceLimits
 
@@ -54,7 +54,7 @@ class StepIterator(Iterator[Any]):
         self.sampler._latest = self
 
 
-class EpochSampler(ABC):
+class EpochSampler(DividedOnce, ABC):
     """The part of a resumable batch sampler that does not depend on what is in a batch.
 
     An order says which example comes next, a budget where a step ends, and ``_pick`` which part of
@@ -74,8 +74,8 @@ class EpochSampler(ABC):
         dp_size: int,
         allow_appended: bool,
     ) -> None:
-        self._dp_size = checked_int("dp_size", dp_size)
-        self._dp_rank = checked_rank(dp_rank, self._dp_size)
+        self._dp_rank, self._dp_size = dp_rank, dp_size
+        self._num_ranks = dp_size
         self._num_global = num_global  # "batch_size" or "batch_rows", and how many
         self._seed = checked_word("seed", seed)
         self._shuffle = checked_shuffle(shuffle)

@@ -17,13 +17,13 @@ from torch_collate_kit.loading.orders.checks import (
     NEW_RUN,
     Indices,
     checked_collator,
-    checked_rank,
     damaged_state,
     is_count,
     is_same,
 )
 from torch_collate_kit.loading.orders.mixed_order import MixedOrder
 from torch_collate_kit.loading.orders.order import Order, UserOrder
+from torch_collate_kit.loading.ranks import rank_in
 from torch_collate_kit.loading.sampler.budgets import Budget, ByExamples, Step, Windows
 from torch_collate_kit.loading.sampler.by_rows import ByRows
 from torch_collate_kit.loading.sampler.resuming import ResumingSampler
@@ -46,7 +46,8 @@ class PackedBatchSampler(ResumingSampler):
         batch_rows: in place of ``batch_size``, the rows of a step over all ranks, a multiple of
             ``dp``: every step is full, and costs the same.
         window: by rows, the steps that are planned together.
-        dp_rank: the rank whose rows are yielded.
+        dp_rank: the rank whose rows are yielded; by default ``parallel.place`` of this process in
+            ``torch.distributed`` when the sampler is made.
         shuffle, seed, tail, order, allow_appended: as for ``PrefetchingSampler``; a kept tail may
             be of any size, since ranks without examples get rows of pads.
         num_loss_tokens: beside bare lengths, trained tokens of every example, ints [N]. With
@@ -84,7 +85,7 @@ class PackedBatchSampler(ResumingSampler):
         batch_size: int | None = None,
         batch_rows: int | None = None,
         window: int = 8,
-        dp_rank: int = 0,
+        dp_rank: int | None = None,
         shuffle: bool | str = True,
         seed: int = 0,
         tail: str = "keep",
@@ -96,12 +97,11 @@ class PackedBatchSampler(ResumingSampler):
         self._collate = checked_collator(collate)
         self._packing = self._collate.packing
         self._is_wrapped = self._packing.strategy == "wrapped"
-        dp = self._packing.parallel.dp
-        checked_rank(dp_rank, dp, "parallel.dp")
+        parallel = self._packing.parallel
+        dp_rank = rank_in(parallel, dp_rank)
         is_dataset = isinstance(examples, TokenizedDataset | Mixture)
-        self._shown_examples = repr(KindAndSize(examples)) if is_dataset else None
-        if isinstance(examples, Mixture):
-            self._shown_examples = repr(examples)
+        shown = examples if isinstance(examples, Mixture) else KindAndSize(examples)
+        self._shown_examples = repr(shown) if is_dataset else None
         self._window = checked_int("window", window)
         self._group = self._packing.row_multiple
         num_global = self._checked_global(batch_size, batch_rows)
@@ -116,9 +116,10 @@ class PackedBatchSampler(ResumingSampler):
             tail=tail,
             order=order,
             dp_rank=dp_rank,
-            dp_size=dp,
+            dp_size=parallel.dp,
             allow_appended=allow_appended,
         )
+        self._num_ranks = parallel.dp * parallel.cp * parallel.tp
 
     def _checked_global(self, batch_size: int | None, batch_rows: int | None) -> tuple[str, int]:
         """Return which of the two numbers is given, and it."""
@@ -159,14 +160,11 @@ class PackedBatchSampler(ResumingSampler):
         return ByRows(order, self._tail, self._entries, packing, windows)
 
     def __repr__(self) -> str:
-        sizes = self._sizes
-        given = {"patches": sizes.patches, "num_loss_tokens": sizes.counts}
+        sizes, examples = self._sizes, self._shown_examples
+        given = {} if examples else {"patches": sizes.patches, "num_loss_tokens": sizes.counts}
         shown: dict[str, Any] = {k: KindAndSize(of) for k, of in given.items() if of is not None}
-        examples = self._shown_examples
-        if examples is None:
-            examples = f"<{self.num_examples:,} lengths, {int(sizes.lengths.sum()):,} tokens>"
-            return self._shown(f"{examples}, {self._collate!r}", **shown)
-        return self._shown(f"{examples}, {self._collate!r}")
+        lengths = f"<{self.num_examples:,} lengths, {int(sizes.lengths.sum()):,} tokens>"
+        return self._shown(f"{examples or lengths}, {self._collate!r}", **shown)
 
     def _pick(self, step: Step) -> RankPlan:
         packing, batch, plan = self._packing, step.examples, step.plan

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sized
 from typing import Any
 
-from torch_collate_kit._checks import checked_int
 from torch_collate_kit.loading.orders import Mixture
 from torch_collate_kit.loading.orders.checks import checked_batch_size
 from torch_collate_kit.loading.orders.order import Order, UserOrder
+from torch_collate_kit.loading.ranks import rank_and_size
 from torch_collate_kit.loading.sampler.budgets import Budget, ByExamples, Step
 from torch_collate_kit.loading.sampler.resuming import ResumingSampler
 
@@ -27,7 +27,8 @@ class PrefetchingSampler(ResumingSampler):
             ("drop"), or begin the next epoch's first batch ("wrap").
         order: ``order(epoch, rng)`` returns the indices of an epoch, which may repeat or be left
             out. It must be a pure function; ``rng`` is seeded by (seed, epoch).
-        dp_rank, dp_size: which part of each batch is yielded, as a list of Python ints.
+        dp_rank, dp_size: which part of each batch is yielded, as a list of Python ints; by default
+            that of this process in ``torch.distributed`` when the sampler is made.
         allow_appended: a state of fewer examples loads, if these are the first ones here. The
             running epoch keeps its order, and the next one has all.
 
@@ -52,23 +53,21 @@ class PrefetchingSampler(ResumingSampler):
         seed: int = 0,
         tail: str = "keep",
         order: UserOrder | None = None,
-        dp_rank: int = 0,
-        dp_size: int = 1,
+        dp_rank: int | None = None,
+        dp_size: int | None = None,
         allow_appended: bool = False,
     ) -> None:
         self._mixture = examples if isinstance(examples, Mixture) else None
+        rank, size = rank_and_size(dp_rank, dp_size)
         super().__init__(
             examples,
-            num_global=(
-                "batch_size",
-                checked_batch_size(batch_size, checked_int("dp_size", dp_size)),
-            ),
+            num_global=("batch_size", checked_batch_size(batch_size, size)),
             shuffle=shuffle,
             seed=seed,
             tail=tail,
             order=order,
-            dp_rank=dp_rank,
-            dp_size=dp_size,
+            dp_rank=rank,
+            dp_size=size,
             allow_appended=allow_appended,
         )
 

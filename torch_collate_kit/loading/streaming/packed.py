@@ -12,17 +12,19 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from torch.utils.data import IterableDataset, get_worker_info
 
 from torch_collate_kit._checks import checked_bool, checked_int, checked_optional_int
 from torch_collate_kit._reprs import KindAndSize, call_repr, changed_settings
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.loading.orders.checks import checked_collator, checked_rank, checked_word
+from torch_collate_kit.loading.orders.checks import checked_collator, checked_word
 from torch_collate_kit.loading.orders.mixture import Mixture
+from torch_collate_kit.loading.ranks import divided_again, rank_in
 from torch_collate_kit.loading.skipping import SkipPolicy
 from torch_collate_kit.loading.streaming.mixed_streams import MixedStream
+from torch_collate_kit.loading.streaming.outside_streams import node_of
 from torch_collate_kit.loading.streaming.shard_batches import DividedStream, ShardBatches, Turn
 from torch_collate_kit.loading.streaming.shards import ExampleSource, Stream
 from torch_collate_kit.loading.streaming.states import Position
@@ -54,8 +56,9 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
             examples in themselves. Up to twice as many are then held. ``set_epoch`` or the epoch of
             a ``PrefetchLoader`` is the number of the pass.
         seed: of the shuffled order.
-        dp_rank: the rank whose part of the stream is read, without collectives. Each rank plans its
-            own rows. None reads the whole stream and yields the rows of all ranks, shard-major.
+        dp_rank: the rank whose part of the stream is read, without collectives; by default
+            ``parallel.place`` of this process in ``torch.distributed`` when the stream is made.
+            Each rank plans its own rows. "all" yields the rows of all ranks, shard-major.
         presharded: the source gives every rank and worker different examples; do not split it.
         num_shards: divides the stream into this many shards, a multiple of ``dp``, so that a saved
             run can go on with another number of ranks and workers.
@@ -86,7 +89,7 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
         buffer_size: int = 1000,
         shuffle: bool = False,
         seed: int = 0,
-        dp_rank: int | None = 0,
+        dp_rank: int | Literal["all"] | None = None,
         num_shards: int | None = None,
         presharded: bool = False,
         on_error: str = "raise",
@@ -94,11 +97,16 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
         max_skipped_in_a_row: int = 10,
     ) -> None:
         self.collate = collate
-        dp = checked_collator(collate).packing.parallel.dp
-        self.dp_size = 1 if dp_rank is None else dp
-        self.dp_rank = None if dp_rank is None else checked_rank(dp_rank, dp, "parallel.dp")
+        parallel = checked_collator(collate).packing.parallel
+        self.dp_size = 1 if dp_rank == "all" else parallel.dp
+        hint = 'dp_rank="all" yields the rows of all ranks'
+        if dp_rank is None and parallel.dp == 1 and (presharded or node_of(stream)):
+            dp_rank = 0 if num_shards is None else None  # the source divides itself
+        self.dp_rank = "all" if dp_rank == "all" else rank_in(parallel, dp_rank, hint=hint)
         self.buffer_size = checked_int("buffer_size", buffer_size, hint="1000 packs well")
-        self.batch_rows = dp if batch_rows is None else checked_int("batch_rows", batch_rows)
+        self.batch_rows = checked_int(
+            "batch_rows", parallel.dp if batch_rows is None else batch_rows
+        )
         self._rows = self.batch_rows // self.dp_size
         self._check_rows(checked_collator(collate).packing)
         self.shuffle, self.seed = checked_bool("shuffle", shuffle), checked_word("seed", seed)
@@ -123,7 +131,8 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
         return _given_out(own.turns(current.positions, epoch), current)
 
     def __repr__(self) -> str:
-        own = {k: v for k, v in changed_settings(self).items() if k != "collate"}
+        known = [("collate", self.collate), ("dp_rank", 0)]
+        own = {k: v for k, v in changed_settings(self).items() if (k, v) not in known}
         return call_repr(self, repr(KindAndSize(self._stream.source)), repr(self.collate), **own)
 
     @staticmethod
@@ -142,14 +151,7 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
         # Accelerate's loaders look for it before each pass
         caller = sys._getframe(1).f_locals.get("self")
         if type(caller).__name__ in ("DataLoaderDispatcher", "IterableDatasetShard"):
-            raise TypeError(
-                "accelerator.prepare of a DataLoader of a PackedIterableDataset would divide its "
-                "batches over the ranks by itself, and cut what belongs together; give the "
-                "collator parallel=ParallelLayout(dp=accelerator.num_processes) and the dataset "
-                "dp_rank=accelerator.process_index, and wrap the loader in a PrefetchLoader, which "
-                "prepare leaves as it is: PrefetchLoader(DataLoader(dataset, batch_size=None, "
-                "collate_fn=dataset.as_is), device=accelerator.device)"
-            )
+            raise divided_again(self, "batch_size=None, collate_fn=dataset.as_is")
         if self.shuffle:
             return self._set_epoch
         raise AttributeError(
@@ -203,7 +205,7 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
         if self.dp_size > 1 and packing.row_multiple != dp:
             raise ValueError(
                 f"rows_multiple_of={packing.row_multiple} levels rows that ranks plan together, "
-                "and each rank of a stream plans its own; leave it out, or pass dp_rank=None"
+                'and each rank of a stream plans its own; leave it out, or pass dp_rank="all"'
             )
         if self.buffer_size < self._rows:
             raise ValueError(
@@ -223,7 +225,7 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
             kind = partial(MixedStream, batch_rows=self.batch_rows)
         divided: Stream | MixedStream = kind(
             stream,
-            self.dp_rank or 0,
+            self.dp_rank if isinstance(self.dp_rank, int) else 0,
             self.dp_size,
             presharded=self.presharded,
             collate=self.collate if self.dp_size == 1 else _for_one_rank(self.collate),
