@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sized
 from typing import Any
+
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from torch_collate_kit._checks import checked_bool, checked_choice, checked_int
 from torch_collate_kit._reprs import KindAndSize, call_repr
@@ -27,16 +30,20 @@ class StepIterator(Iterator[Any]):
     """Iterator over a rank's batches in one epoch; ``drawn`` once a step has been asked for.
 
     Its state is its position, which torchdata's StatefulDataLoader saves: the sampler's is that of
-    the next epoch.
+    the next epoch. One that loads the beginning of an epoch is drawn once a loader asks for a batch
+    of it, or at its end: at the end of an epoch torchdata makes one, draws ahead, and drops it.
     """
 
     def __init__(self, sampler: EpochSampler, budget: Budget, epoch: int, step: int) -> None:
         self.sampler, self.budget, self.epoch, self.step = sampler, budget, epoch, step
+        self.first, self.loaded = step, False
         self.drawn, self.limits = False, SourceLimits(budget, epoch)
 
     def __next__(self) -> Any:
-        self.drawn = True
-        if not self.budget.has_step(self.epoch, self.step):
+        has_step = self.budget.has_step(self.epoch, self.step)
+        is_begun = not self.loaded or self.first > 0
+        self.drawn = self.drawn or is_begun or _is_asked_for(otherwise=not has_step)
+        if not has_step:
             raise StopIteration
         batch = self.budget.step(self.epoch, self.step)
         self.limits.log(self.step)
@@ -50,8 +57,20 @@ class StepIterator(Iterator[Any]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Becomes the iterator that the sampler yields after loading ``state``."""
         self.sampler.load_state_dict(state)
-        vars(self).update(vars(iter(self.sampler)))
+        vars(self).update(vars(iter(self.sampler)), loaded=True)
         self.sampler._latest = self
+
+
+def _is_asked_for(*, otherwise: bool) -> bool:
+    """Return whether a DataLoader draws for its consumer: not while its iterator is being made."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        name = frame.f_code.co_name
+        if name in ("__init__", "__next__"):
+            if isinstance(frame.f_locals.get("self"), _BaseDataLoaderIter):
+                return name == "__next__"
+        frame = frame.f_back
+    return otherwise
 
 
 class EpochSampler(ABC):
@@ -299,7 +318,7 @@ class EpochSampler(ABC):
     def _position(self) -> tuple[int, int]:
         """Return the epoch and step that the next ``iter()`` begins with."""
         if self._latest is not None and not self._latest.drawn:
-            return self._latest.epoch, self._latest.step
+            return self._latest.epoch, self._latest.first
         return self._epoch, self._step
 
     def _jump(self, epoch: int, step: int) -> None:
