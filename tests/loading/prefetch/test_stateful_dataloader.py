@@ -97,9 +97,9 @@ def test_a_sampler_saved_at_the_end_of_an_epoch_goes_on_with_the_next(stateful, 
     resumed = make(loader.state_dict())
     state = resumed.state_dict()  # makes an iterator
     assert [list(resumed), list(resumed)] == epochs[1:]
-    for state in (in_loop, state):  # and a loop that is left goes on with the next epoch
-        resumed = make(state)
-        if num_workers and name == "rows" and state is in_loop:
+    for saved in (in_loop, state):  # and a loop that is left goes on with the next epoch
+        resumed = make(saved)
+        if num_workers and name == "rows" and saved is in_loop:
             assert not list(resumed)
         assert [next(iter(resumed)), next(iter(resumed))] == [epochs[1][0], epochs[2][0]]
 

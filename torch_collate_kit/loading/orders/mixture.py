@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -97,6 +96,7 @@ class Mixture:
             self.stages = _with_stage(self.stages, number, stage, weights is not None)
         self.max_passes = _checked_passes(max_passes, self.sizes)
         self.offsets: Indices = np.cumsum([0, *self.sizes])
+        self._all_lengths: Indices | Ragged | None = None  # all joined, when first read
 
     def __len__(self) -> int:
         if self.has_streams:
@@ -166,13 +166,18 @@ class Mixture:
         """
         return source_counts(self.names, sources, plan.example_indices, plan.lengths)
 
-    @cached_property
+    @property
     def lengths(self) -> Indices | Ragged:
         """Tokens of every example: int64 [N], or a Ragged with those of the segments of each.
 
         Raises:
             ValueError: a source has no lengths; only some have examples of several segments.
         """
+        if self._all_lengths is None:
+            self._all_lengths = self._joined_lengths()
+        return self._all_lengths
+
+    def _joined_lengths(self) -> Indices | Ragged:
         found = [_lengths_of(source, i, "tokens") for i, source in enumerate(self.sources)]
         ragged = [of for of in found if isinstance(of, Ragged)]
         flat_ones = [of for of in found if not isinstance(of, Ragged)]

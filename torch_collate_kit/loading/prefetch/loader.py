@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _OnEpoch: TypeAlias = Callable[[int], object] | None
-_MAX_EMPTY_EPOCHS = 100_000  # in a row, in steps(): an error instead of a loop without an end
 
 
 class PrefetchLoader:
@@ -159,7 +158,8 @@ class PrefetchLoader:
 
         ``on_epoch(epoch)`` is called at the first step of each epoch, before any of its batches is
         built. Nothing reads the data then, so it may change them. Persistent workers keep their
-        copy of the dataset and do not see the change. StateError if no epoch has a batch.
+        copy of the dataset and do not see the change. StateError at an epoch without a batch, if
+        its examples are not carried over by ``tail="wrap"``.
         """
         return self._batches(checked_int("num_steps", num_steps, minimum=0), on_epoch)
 
@@ -172,12 +172,12 @@ class PrefetchLoader:
         self._timeline.trained()  # on the last batch of an older loop
         reader = self._reader
         reader.stop_if_over()
-        num_taken = num_empty = 0
+        num_taken = 0
         try:
             while num_steps is None or num_taken < num_steps:
                 run, (batch, position, stand, _) = self._draw(loop, on_epoch)
                 if batch is not END:
-                    num_taken, num_empty = num_taken + 1, 0
+                    num_taken += 1
                     reader.stand = stand  # received: the two are one moment for a signal handler
                     yield batch
                     del batch  # it would be held beside the next
@@ -189,9 +189,13 @@ class PrefetchLoader:
                     reader.stop()
                 if num_steps is None:
                     return
-                num_empty += 1
-                if num_empty > _MAX_EMPTY_EPOCHS:
-                    raise StateError(f"{num_empty} epochs in a row had no batch; check the data")
+                if not position.step and not self._loader.carries_over:
+                    raise StateError(
+                        f"epoch {position.epoch} has no batch here, so steps() would never end: "
+                        "this rank's share of the data is empty, or every example is left out; "
+                        "give each rank examples (a stream: at least as many, or as many files or "
+                        "shards, as ranks)"
+                    )
         except BaseException as error:  # a break too: GeneratorExit
             self._leave(loop, error)
             raise

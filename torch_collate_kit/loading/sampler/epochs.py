@@ -65,10 +65,9 @@ def _is_asked_for(*, otherwise: bool) -> bool:
     """Return whether a DataLoader draws for its consumer: not while its iterator is being made."""
     frame = sys._getframe(2)
     while frame is not None:
-        name = frame.f_code.co_name
-        if name in ("__init__", "__next__"):
-            if isinstance(frame.f_locals.get("self"), _BaseDataLoaderIter):
-                return name == "__next__"
+        name, owner = frame.f_code.co_name, frame.f_locals.get("self")
+        if name in ("__init__", "__next__") and isinstance(owner, _BaseDataLoaderIter):
+            return name == "__next__"
         frame = frame.f_back
     return otherwise
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
 
+from torch_collate_kit._computed_once import computed_once
 from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.collators.packed_checks import refuse_parts
 from torch_collate_kit.errors import DataError, StateError
@@ -113,7 +113,7 @@ class ExampleSizes:
             return None if self.counts is None else self.counts[step.examples]
         return self._counts_of_runs[step.entries]
 
-    @cached_property
+    @computed_once
     def _counts_of_runs(self) -> Indices:
         """int64 [P], loss tokens of the runs of all examples, which are cut between segments."""
         runs, counts = self._runs, self.counts
