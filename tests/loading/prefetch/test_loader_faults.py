@@ -284,7 +284,7 @@ def test_steps_of_an_empty_share_are_an_error_after_one_pass(kind):
     with PrefetchLoader(EMPTY[kind]()) as loader:
         assert list(loader) == []
         loader.set_epoch(3)
-        with pytest.raises(StateError, match="^epoch 3 has no batch here, so steps"):
+        with pytest.raises(StateError, match="epoch 3 has no batch here"):
             next(loader.steps(1, epochs.append))
     assert epochs == [3]
 

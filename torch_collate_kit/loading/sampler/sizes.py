@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -53,17 +54,31 @@ class ExampleSizes:
                 "beside bare lengths"
             )
         self._read(examples, patches)
-        if collate.normalize_loss and is_tokenized(examples):
-            num_loss_tokens = examples.num_loss_tokens
-            if self._is_wrapped:
-                is_unknown = bool((num_loss_tokens != self.lengths - 1).any())
-            else:
-                is_unknown = self._runs is None and (
-                    len(cut_to_fit(self.lengths, self._packing, self.load).cut) > 0
-                )
-            if self._packing.parallel.dp == 1 and is_unknown:
-                num_loss_tokens = None
+        self.are_divisors = collate.normalize_loss or not is_tokenized(examples)
+        if is_tokenized(examples):
+            num_loss_tokens = self._counts_in(examples)
         self.counts = self._checked_counts(num_loss_tokens)
+
+    def _counts_in(self, examples: TokenizedDataset | Mixture) -> Indices | None:
+        """Return the loss tokens of a dataset where they are needed and known, or are refused."""
+        is_alone, is_needed = self._packing.parallel.dp == 1, self._collate.normalize_loss
+        if not is_needed:  # then nothing is refused for them
+            if is_alone or self._is_wrapped or self._runs is not None or self._has_cuts():
+                return None
+            with suppress(TypeError, ValueError):
+                return examples.num_loss_tokens
+            return None
+        counts = examples.num_loss_tokens
+        if self._is_wrapped:
+            is_unknown = bool((counts != self.lengths - 1).any())
+        else:
+            is_unknown = self._runs is None and self._has_cuts()
+        return None if is_alone and is_unknown else counts
+
+    def _has_cuts(self) -> bool:
+        if self._all_fit():
+            return False
+        return len(cut_to_fit(self.lengths, self._packing, self.load).cut) > 0
 
     def _read(self, examples: Any, patches: Patches | None) -> None:
         """Read lengths and patches; an example that does not fit is named before any batch."""
@@ -197,7 +212,9 @@ class ExampleSizes:
         counted = {
             "lengths_digest": self.lengths[:num_examples],
             "patches_digest": None if self.patches is None else self.patches[:num_examples],
-            "loss_tokens_digest": None if self.counts is None else self.counts[:num_examples],
+            "loss_tokens_digest": (
+                None if self.counts is None or not self.are_divisors else self.counts[:num_examples]
+            ),
         }
         if self._segments is not None:
             counted["num_segments_digest"] = counts = self._segments.counts[:num_examples]
