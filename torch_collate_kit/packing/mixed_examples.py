@@ -10,6 +10,12 @@ import numpy as np
 from torch_collate_kit.packing.rows import Ints
 
 
+class SourceName(str):
+    """The name of a source under the key "source", which a ``Mixture`` has added to an example."""
+
+    __slots__ = ()
+
+
 class MixedExamples(list[Any]):
     """Examples as a ``Mixture`` reads them: a list, with the source of each.
 

@@ -14,7 +14,7 @@ from torch_collate_kit.loading.dataset import TokenizedDataset
 from torch_collate_kit.loading.orders.checks import Indices, checked_length
 from torch_collate_kit.loading.orders.states import digest_in_blocks
 from torch_collate_kit.packing import PackingPlan, RankPlan
-from torch_collate_kit.packing.mixed_examples import MixedExamples, source_counts
+from torch_collate_kit.packing.mixed_examples import MixedExamples, SourceName, source_counts
 from torch_collate_kit.packing.rows import row_sums
 from torch_collate_kit.packing.segments import are_nested, checked_segments
 from torch_collate_kit.ragged import Ragged, unchecked
@@ -142,7 +142,7 @@ class Mixture:
             for place, row in zip(
                 places.tolist(), (picked[places] - self.offsets[source]).tolist(), strict=True
             ):
-                name = {"source": self.names[source]} if self._is_named else {}
+                name = {"source": SourceName(self.names[source])} if self._is_named else {}
                 found[place] = {**data[row], **name}
         return MixedExamples(found, self.names, sources)
 

@@ -108,7 +108,7 @@ class EpochSampler(ABC):
         self._epoch, self._step = 0, 0  # of the next iter()
         self._latest: StepIterator | None = None
         self._set_order(self._new_order(examples))
-        self._budget.has_step(0, 0)
+        self._budget.check(0, 0)
 
     def _new_order(self, examples: Any) -> Order:
         if not isinstance(examples, Mixture):
@@ -229,7 +229,7 @@ class EpochSampler(ABC):
         latest = self._latest
         budget = self._budget if latest is None or latest.drawn else latest.budget
         budget.order.fix(epoch)
-        budget.has_step(epoch, step)  # raises what is wrong with the epoch
+        budget.check(epoch, step)
         self._latest = StepIterator(self, budget, epoch, step)
         self._epoch, self._step = epoch + 1, 0
         return self._latest
