@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch_collate_kit._computed_once import computed_once
+from torch_collate_kit._checks import computed_once
 from torch_collate_kit.chat.rendering import preferred_style
 from torch_collate_kit.chat.template import ChatTemplate, Refusal, num_shared
 

@@ -11,9 +11,7 @@ from torch_collate_kit.packing.rows import Ints
 
 
 class SourceName(str):
-    """The name of a source under the key "source", which a ``Mixture`` has added to an example."""
-
-    __slots__ = ()
+    """The name of a source, which a ``Mixture`` has added to an example."""
 
 
 class MixedExamples(list[Any]):

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_collate_kit._computed_once import computed_once
+from torch_collate_kit._checks import computed_once
 from torch_collate_kit.batch import IGNORE_INDEX
 from torch_collate_kit.batch.fields import FieldSpec, PerExample, PerResponseToken, PerToken
 from torch_collate_kit.batch.placement import whole_examples

@@ -119,9 +119,8 @@ def first_with(examples: Any) -> dict[str, int]:
 
 def added_keys(examples: Any, owners: Mapping[str, int]) -> list[str]:
     """Return the keys that a Mixture has added to examples, which say nothing about the loss."""
-    if isinstance(examples, Mapping):
-        return []
-    return [key for key, i in owners.items() if isinstance(examples[i][key], SourceName)]
+    is_list = not isinstance(examples, Mapping)
+    return [k for k, i in owners.items() if is_list and isinstance(examples[i][k], SourceName)]
 
 
 def _first_example(examples: Sequence[Any], ids: str) -> Mapping[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +15,7 @@ import torch
 from torch_collate_kit._checks import checked_bool, checked_int
 from torch_collate_kit._reprs import call_repr, changed_settings
 from torch_collate_kit.errors import StateError
-from torch_collate_kit.loading.orders.checks import is_same
+from torch_collate_kit.loading.orders.checks import is_same, refuse_trainer
 from torch_collate_kit.loading.prefetch.device_copy import device_copy
 from torch_collate_kit.loading.prefetch.reader import END, Reader, Run, Taken
 from torch_collate_kit.loading.prefetch.resumable_loaders import LoaderPosition, resumable_loader
@@ -158,8 +159,7 @@ class PrefetchLoader:
 
         ``on_epoch(epoch)`` is called at the first step of each epoch, before any of its batches is
         built. Nothing reads the data then, so it may change them. Persistent workers keep their
-        copy of the dataset and do not see the change. StateError at an epoch without a batch, if
-        its examples are not carried over by ``tail="wrap"``.
+        copy of the dataset and do not see the change. StateError at an epoch without a batch.
         """
         return self._batches(checked_int("num_steps", num_steps, minimum=0), on_epoch)
 
@@ -191,10 +191,8 @@ class PrefetchLoader:
                     return
                 if not position.step and not self._loader.carries_over:
                     raise StateError(
-                        f"epoch {position.epoch} has no batch here, so steps() would never end: "
-                        "this rank's share of the data is empty, or every example is left out; "
-                        "give each rank examples (a stream: at least as many, or as many files or "
-                        "shards, as ranks)"
+                        f"epoch {position.epoch} has no batch here, so steps() would not end: the "
+                        "share of this rank is empty; give each rank examples, files or shards"
                     )
         except BaseException as error:  # a break too: GeneratorExit
             self._leave(loop, error)
@@ -242,7 +240,8 @@ class PrefetchLoader:
         self._move(self._loader.reshuffle)
 
     def set_epoch(self, epoch: int) -> None:
-        """Move to the beginning of ``epoch``; drop what is in flight."""
+        """Move to the beginning of ``epoch``; drop what is in flight. A Trainer is refused."""
+        refuse_trainer(sys._getframe(1).f_locals.get("self"))
         self._move(partial(self._loader.set_epoch, epoch))
         self._loop = None
 

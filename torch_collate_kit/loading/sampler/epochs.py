@@ -30,8 +30,8 @@ class StepIterator(Iterator[Any]):
     """Iterator over a rank's batches in one epoch; ``drawn`` once a step has been asked for.
 
     Its state is its position, which torchdata's StatefulDataLoader saves: the sampler's is that of
-    the next epoch. One that loads the beginning of an epoch is drawn once a loader asks for a batch
-    of it, or at its end: at the end of an epoch torchdata makes one, draws ahead, and drops it.
+    the next epoch. One that loads step 0 is drawn once a loader asks for a batch, or at its end:
+    at the end of an epoch torchdata makes one, draws ahead, and drops it.
     """
 
     def __init__(self, sampler: EpochSampler, budget: Budget, epoch: int, step: int) -> None:
@@ -41,8 +41,8 @@ class StepIterator(Iterator[Any]):
 
     def __next__(self) -> Any:
         has_step = self.budget.has_step(self.epoch, self.step)
-        is_begun = not self.loaded or self.first > 0
-        self.drawn = self.drawn or is_begun or _is_asked_for(otherwise=not has_step)
+        counts = self.drawn or not self.loaded or self.first > 0
+        self.drawn = counts or _is_asked_for(otherwise=not has_step)
         if not has_step:
             raise StopIteration
         batch = self.budget.step(self.epoch, self.step)
@@ -242,7 +242,10 @@ class EpochSampler(ABC):
         Raises:
             TypeError, ValueError: the epoch or the step is not an int or out of range.
         """
-        self._jump(*self._checked_position(epoch, step))
+        position = self._checked_position(epoch, step)
+        if position[0] == epoch:  # else that is for its iter() to say
+            self._budget.check(*position)
+        self._jump(*position)
 
     def reshuffle(self) -> None:
         """Put the rest of the epoch, from the next ``iter()``'s position on, in a new order.

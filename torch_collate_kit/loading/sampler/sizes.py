@@ -8,7 +8,7 @@ from typing import Any, TypeGuard
 import numpy as np
 import numpy.typing as npt
 
-from torch_collate_kit._computed_once import computed_once
+from torch_collate_kit._checks import computed_once
 from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.collators.packed_checks import refuse_parts
 from torch_collate_kit.errors import DataError, StateError
@@ -60,25 +60,20 @@ class ExampleSizes:
         self.counts = self._checked_counts(num_loss_tokens)
 
     def _counts_in(self, examples: TokenizedDataset | Mixture) -> Indices | None:
-        """Return the loss tokens of a dataset where they are needed and known, or are refused."""
-        is_alone, is_needed = self._packing.parallel.dp == 1, self._collate.normalize_loss
-        if not is_needed:  # then nothing is refused for them
-            if is_alone or self._is_wrapped or self._runs is not None or self._has_cuts():
-                return None
+        """Return the loss tokens of a dataset where they are known, or will be refused."""
+        is_alone = self._packing.parallel.dp == 1
+        if not self.are_divisors and (is_alone or self._is_wrapped or self._runs is not None):
+            return None
+        has_cuts = not (self._is_wrapped or self._runs is not None or self._all_fit()) and (
+            len(cut_to_fit(self.lengths, self._packing, self.load).cut) > 0
+        )
+        if not self.are_divisors:  # then no example is refused here
             with suppress(TypeError, ValueError):
-                return examples.num_loss_tokens
+                return None if has_cuts else examples.num_loss_tokens
             return None
         counts = examples.num_loss_tokens
-        if self._is_wrapped:
-            is_unknown = bool((counts != self.lengths - 1).any())
-        else:
-            is_unknown = self._runs is None and self._has_cuts()
-        return None if is_alone and is_unknown else counts
-
-    def _has_cuts(self) -> bool:
-        if self._all_fit():
-            return False
-        return len(cut_to_fit(self.lengths, self._packing, self.load).cut) > 0
+        is_unknown = self._is_wrapped and bool((counts != self.lengths - 1).any())
+        return None if is_alone and (has_cuts or is_unknown) else counts
 
     def _read(self, examples: Any, patches: Patches | None) -> None:
         """Read lengths and patches; an example that does not fit is named before any batch."""
@@ -209,12 +204,11 @@ class ExampleSizes:
 
     def fingerprint(self, num_examples: int, *, with_trees: bool) -> dict[str, Any]:
         """Return digests of the first so many examples, as JSON; ``with_trees`` of their cells."""
+        of_loss = self.counts if self.are_divisors else None
         counted = {
             "lengths_digest": self.lengths[:num_examples],
             "patches_digest": None if self.patches is None else self.patches[:num_examples],
-            "loss_tokens_digest": (
-                None if self.counts is None or not self.are_divisors else self.counts[:num_examples]
-            ),
+            "loss_tokens_digest": None if of_loss is None else of_loss[:num_examples],
         }
         if self._segments is not None:
             counted["num_segments_digest"] = counts = self._segments.counts[:num_examples]

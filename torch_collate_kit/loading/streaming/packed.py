@@ -148,7 +148,8 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
                 "collator parallel=ParallelLayout(dp=accelerator.num_processes) and the dataset "
                 "dp_rank=accelerator.process_index, and wrap the loader in a PrefetchLoader, which "
                 "prepare leaves as it is: PrefetchLoader(DataLoader(dataset, batch_size=None, "
-                "collate_fn=dataset.as_is), device=accelerator.device)"
+                "collate_fn=dataset.as_is), device=accelerator.device). transformers.Trainer "
+                "resumes no such loader: give it PackedRows of data that can be indexed"
             )
         if self.shuffle:
             return self._set_epoch
