@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import pkgutil
 import signal
 import subprocess
 import sys
@@ -23,7 +24,6 @@ from tests.loading.prefetch.toy_data import Watched, every_layout, expected_dige
 from torch_collate_kit import Mixture, PackedBatchSampler, PackedCollator, TokenizedDataset
 from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading import AsyncBatchCollator, PrefetchLoader
-from torch_collate_kit.packing.trees import trees_of
 from torch_collate_kit.testing import batch_digest
 
 CHILD_SECONDS = 120  # of milliseconds' work, on a machine that may have no time
@@ -89,6 +89,7 @@ def collate_trees(scale: int) -> Any:
 def test_forks_while_a_tree_is_collated():
     """Where a property holds a lock while it computes, the first child waits for it."""
     is_inside, gate = threading.Event(), threading.Event()
+    trees_of = pkgutil.resolve_name("torch_collate_kit.reading.examples:trees_of")
 
     def held(*arguments: Any) -> Any:
         if threading.current_thread() is thread:

@@ -236,18 +236,25 @@ def test_a_mixture_ends_with_its_passes_and_every_state_loads(name, tail, option
         assert (counts[:8] <= np.ceil(float(data.max_passes[0]))).all()
 
 
-def test_the_last_state_of_an_epoch_does_not_read_the_order_of_the_next():
-    def order(epoch, rng):
-        return range(12) if epoch == 0 else [3]  # fewer than a step has
+@pytest.mark.parametrize("options", [{"batch_size": 2}, {"batch_rows": 2, "window": 2}])
+def test_the_last_state_of_an_epoch_does_not_read_the_order_of_the_next(options):
+    orders, collate = {0: range(12)}, PackedCollator(0, max_tokens=8)
 
-    for options in ({"batch_size": 2}, {"batch_rows": 2, "window": 2}):
-        collate, lengths = PackedCollator(0, max_tokens=8), np.full(12, 4)
-        sampler = PackedBatchSampler(lengths, collate, order=order, tail="drop", **options)
-        state = sampler.state_at(0, len(list(sampler)))
-        assert (state["epoch"], state["step"]) == (1, 0)
-        sampler.load_state_dict(state)
+    def make():
+        lengths = np.full(12, 4)
+        order = lambda epoch, rng: orders[epoch]  # noqa: E731
+        return PackedBatchSampler(lengths, collate, order=order, tail="drop", **options)
+
+    sampler = make()
+    state = sampler.state_at(0, sum(1 for _ in sampler))
+    assert (state["epoch"], state["step"]) == (1, 0)
+    orders[1] = [3]  # fewer than a step has
+    resumed = make()
+    resumed.load_state_dict(state)
+    assert len(resumed) == 0
+    for begin in (iter, lambda of: of.set_epoch(1)):
         with pytest.raises(ValueError, match="leaves no step"):
-            next(iter(sampler))
+            begin(resumed)
 
 
 def test_it_is_a_dataset_of_its_sources_end_to_end():

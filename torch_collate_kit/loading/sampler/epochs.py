@@ -63,7 +63,7 @@ class StepIterator(Iterator[Any]):
 
 def _is_asked_for(*, otherwise: bool) -> bool:
     """Return whether a DataLoader draws for its consumer: not while its iterator is being made."""
-    frame = sys._getframe(2)
+    frame: Any = sys._getframe(2)
     while frame is not None:
         name, owner = frame.f_code.co_name, frame.f_locals.get("self")
         if name in ("__init__", "__next__") and isinstance(owner, _BaseDataLoaderIter):
