@@ -1,18 +1,31 @@
-"""Argument checks, whose errors name the argument, what was found, and how to fix it."""
+"""Argument checks, whose errors say how to fix what was found; a property without a lock."""
 
 from __future__ import annotations
 
 import importlib
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import Any, NoReturn
+from typing import Any, Generic, NoReturn, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from numpy.ma import MaskedArray
 
 from torch_collate_kit.errors import DataError
+
+T = TypeVar("T")
+
+
+class computed_once(Generic[T]):
+    """A property that keeps its value; that of ``functools`` has a lock, which hangs a fork."""
+
+    def __init__(self, compute: Callable[[Any], T]) -> None:
+        self.compute = compute
+
+    def __get__(self, owner: Any, kind: type) -> T:
+        value = vars(owner)[self.compute.__name__] = self.compute(owner)
+        return value
 
 
 def checked_int(name: str, value: Any, *, minimum: int = 1, hint: str = "") -> int:

@@ -102,6 +102,63 @@ def test_a_checkpoint_in_the_middle_of_an_epoch_goes_on_with_the_same_rows(tmp_p
     assert resumed.data_collator.steps(1)[-17:] == steps[31:]
 
 
+def test_rows_are_not_grouped_by_length(tmp_path: Path) -> None:
+    """They are full and cost alike; of ``to_datasets`` a Trainer can read their lengths."""
+    for strategy in ("group_by_length", "batch_rebalance"):
+        with pytest.raises(TypeError, match="rows are not grouped by length: packed rows are full"):
+            trainer_of(tmp_path, train_sampling_strategy=strategy).train()
+    rows, _ = rows_of()
+    sampler = transformers.trainer_pt_utils.LengthGroupedSampler(2, rows.to_datasets())
+    assert sampler.lengths == rows.plan.row_tokens.tolist()
+    assert sorted(sampler) == list(range(len(rows)))
+
+
+def test_dispatch_batches_that_cut_the_boundaries_are_refused(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, accelerator_config={"dispatch_batches": True})
+    with pytest.raises(ValueError, match=r"entries for 2 rows: it .* pass dispatch_batches=False$"):
+        trainer.train()
+
+
+class OverALoader(transformers.Trainer):
+    loader: Any = None
+
+    def get_train_dataloader(self) -> Any:
+        return self.loader
+
+
+@pytest.mark.parametrize("kind", ["sampler", "stream"])
+def test_a_trainer_over_a_loader_that_it_cannot_resume_is_refused(
+    kind: str, tmp_path: Path
+) -> None:
+    rows, collate = rows_of()
+    if kind == "sampler":
+        sampler = kit.PrefetchingSampler(rows, batch_size=2)
+        source: Any = DataLoader(rows, batch_sampler=sampler, collate_fn=collate)
+    else:
+        inner = kit.PackedCollator(tiny.PAD, max_tokens=tiny.MAX_TOKENS)
+        stream = kit.PackedIterableDataset(tiny.make_examples(), inner, batch_rows=2)
+        source = DataLoader(stream, batch_size=None, collate_fn=inputs_of)
+
+    def train(resume_from: str | None = None, **settings: Any) -> int:
+        given = {**SETTINGS, "max_steps": 3, "save_steps": 2, **settings}
+        arguments = transformers.TrainingArguments(output_dir=str(tmp_path), **given)
+        trainer = OverALoader(tiny.make_model(), arguments)
+        with kit.PrefetchLoader(source) as trainer.loader:
+            trainer.train(resume_from_checkpoint=resume_from)
+        return int(trainer.state.global_step)
+
+    way_out = r"give Trainer PackedRows\(.*, read a stream in a loop .*ignore_data_skip=True"
+    with pytest.raises(TypeError, match=way_out):
+        train()
+    assert not list(tmp_path.iterdir()), "before any step"
+    assert train(ignore_data_skip=True) == 3
+    assert train(str(tmp_path / "checkpoint-2"), ignore_data_skip=True) == 3
+
+
+def inputs_of(batch: Any) -> Any:
+    return batch.model_inputs("torch_varlen")
+
+
 def test_sft_trainer_trains_the_rows_of_trainer_to_the_same_losses(tmp_path: Path) -> None:
     skip_without("trl", "peft")
     import trl

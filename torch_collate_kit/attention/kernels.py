@@ -44,6 +44,11 @@ def attend(
     keys than of queries. The gathered keys take the memory that they would without shared cells.
     """
     num_rows, _, width, _ = query.shape
+    if path_cells is None and len(segments.cu_q) <= num_rows:
+        raise ValueError(
+            f"cu_seq_lens_q has {len(segments.cu_q)} entries for {num_rows} rows: it was cut like "
+            "them, as Accelerate's dispatch_batches=True does; pass dispatch_batches=False"
+        )
     query, key, value = same_dtype(query, key, value)
     # [B, H, T, D] -> [B * T, H, D]: consecutive rows, as the boundaries count them
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))

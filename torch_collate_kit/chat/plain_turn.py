@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any
 
+from torch_collate_kit._checks import computed_once
 from torch_collate_kit.chat.rendering import preferred_style
 from torch_collate_kit.chat.template import ChatTemplate, Refusal, num_shared
 
@@ -45,29 +45,29 @@ class PlainTurn:
         except Refusal:
             return ""
 
-    @cached_property
+    @computed_once
     def _asked(self) -> tuple[str, str]:
         """The text of the question, without and with the generation prompt."""
         return self._text("user"), self._text("user", prompt=True)
 
-    @cached_property
+    @computed_once
     def _answered(self) -> tuple[str, str]:
         """The text before the answer to the question, and after it."""
         before, _, after = self._text("user", "assistant").rpartition(_TEXTS["assistant"])
         return before, after
 
-    @cached_property
+    @computed_once
     def header(self) -> str:
         """The text that the prompt adds to the question; "" if it changes what is before."""
         asked, prompt = self._asked
         return prompt[len(asked) :] if prompt.startswith(asked) else ""
 
-    @cached_property
+    @computed_once
     def after(self) -> str:
         """The text after the answer, with another question."""
         return self._text("user", "assistant", "user").partition(_TEXTS["assistant"])[2]
 
-    @cached_property
+    @computed_once
     def has_no_header(self) -> bool:
         """True where the answer follows the text of the question at once."""
         asked, before = self._asked[0], self._answered[0]
@@ -86,13 +86,13 @@ class PlainTurn:
         begun = self._template.added_token.search(asked.rpartition(end)[2])
         return begun is not None and begun[0] not in prompt.rpartition(end)[2]
 
-    @cached_property
+    @computed_once
     def openers(self) -> list[str]:
         """The added tokens of the header; without one the last token before the answer."""
         added = self._template.added_token
         return added.findall(self.header) if self.header else added.findall(self._answered[0])[-1:]
 
-    @cached_property
+    @computed_once
     def end(self) -> str | None:
         """The added token at which generation stops; None if the template does not tell.
 

@@ -8,9 +8,9 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
+from torch_collate_kit._checks import computed_once
 from torch_collate_kit.chat.content_parts import lost_part, other_parts
 from torch_collate_kit.chat.locating import Occurrence, Part, has_marks, locate_parts
 from torch_collate_kit.chat.record_forms import num_images
@@ -88,7 +88,7 @@ class Rendering:
             switch=switch,
         )
 
-    @cached_property
+    @computed_once
     def own(self) -> dict[int, list[int]]:
         """For each message, where in ``occurrences`` its parts stand for the first time."""
         seen: set[int] = set()
@@ -99,17 +99,17 @@ class Rendering:
                 found.setdefault(part.message, []).append(i)
         return found
 
-    @cached_property
+    @computed_once
     def times(self) -> Counter[int]:
         """The number of times each part is in the text, by the id of the part."""
         return Counter(id(occurrence.part) for occurrence in self.occurrences)
 
-    @cached_property
+    @computed_once
     def missing(self) -> list[Part]:
         """The parts that are not in the text."""
         return [] if self._in_order else [p for p in self.parts if id(p) not in self.times]
 
-    @cached_property
+    @computed_once
     def _in_order(self) -> bool:
         """True if the text has every part once, in the order of ``parts``: most do."""
         return [occurrence.part for occurrence in self.occurrences] == self.parts

@@ -241,8 +241,8 @@ class PackedCollator(Collator, ForTrainer):
                 f"the batch was planned for {given}, this collator has {mine}; give the sampler "
                 "the collator of the DataLoader"
             )
-        is_known = part.dp_rank is None or part.num_loss_tokens is not None or part.dp_size == 1
-        if normalize_loss and not is_known:
+        is_known = part.num_loss_tokens is not None and part.is_divisor
+        if normalize_loss and not (is_known or part.dp_rank is None or part.dp_size == 1):
             raise ValueError(
                 "the batch was planned with normalize_loss=False, this collator has True; give "
                 "the sampler the collator of the DataLoader"

@@ -95,7 +95,8 @@ def divided_again(of: object, parts: str) -> TypeError:
         f"batches of a {type(of).__name__} over the ranks by itself, and cut or lose what "
         "belongs together; make it after Accelerator(), from which it has its rank, and wrap its "
         "loader in a PrefetchLoader, which they leave as it is: PrefetchLoader(DataLoader(dataset, "
-        f"{parts}), device=accelerator.device); or pass Lightning use_distributed_sampler=False"
+        f"{parts}), device=accelerator.device); or pass Lightning use_distributed_sampler=False; "
+        "transformers.Trainer resumes neither: give it PackedRows"
     )
 
 

@@ -10,6 +10,10 @@ import numpy as np
 from torch_collate_kit.packing.rows import Ints
 
 
+class SourceName(str):
+    """The name of a source, which a ``Mixture`` has added to an example."""
+
+
 class MixedExamples(list[Any]):
     """Examples as a ``Mixture`` reads them: a list, with the source of each.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 from torch_collate_kit._checks import (
@@ -59,7 +58,7 @@ class ParallelLayout:
     def __repr__(self) -> str:
         return dataclass_repr(self)
 
-    @cached_property
+    @property
     def align(self) -> int:
         """Number of tokens that every sub-sequence is padded to a multiple of.
 
@@ -211,17 +210,17 @@ class PackingOptions:
     def __repr__(self) -> str:
         return dataclass_repr(self)
 
-    @cached_property
+    @property
     def capacity(self) -> int:
         """Cells of a row that aligned pieces can fill: the longest piece."""
         return self.max_tokens // self.parallel.align * self.parallel.align
 
-    @cached_property
+    @property
     def row_multiple(self) -> int:
         """Number that the rows are a multiple of: ``rows_multiple_of``, or else ``dp``."""
         return self.rows_multiple_of or self.parallel.dp
 
-    @cached_property
+    @property
     def reserved(self) -> int:
         """Cells that a row without an image keeps free for a dummy image; 0 with one rank."""
         if self.row_multiple == 1:

@@ -66,6 +66,8 @@ class RankPlan:
     """Number of loss tokens in the batch, over all ranks; None if unknown."""
     own_num_loss_tokens: int | None = None
     """Number of loss tokens in the examples that the rank reads; None if unknown."""
+    is_divisor: bool = True
+    """Whether a loss is divided by these numbers, so that other examples are refused."""
     metadata: dict[str, Any] | None = None
     """Metadata of the whole batch besides that of the plan."""
 
@@ -243,6 +245,8 @@ class RankPlan:
     def num_loss_tokens_elsewhere(self, found: int) -> int:
         """Return the loss tokens of the batch besides those ``found`` here, checked; or 0."""
         if self.own_num_loss_tokens not in (None, found):
+            if not self.is_divisor:
+                return 0
             raise DataError(
                 f"the examples at {self.indices} of the dataset have {found} loss "
                 f"tokens, the sampler has {self.own_num_loss_tokens}; its num_loss_tokens must "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from itertools import chain, pairwise
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torch_collate_kit._checks import computed_once
 from torch_collate_kit.batch import IGNORE_INDEX
 from torch_collate_kit.batch.fields import FieldSpec, PerExample, PerResponseToken, PerToken
 from torch_collate_kit.batch.placement import whole_examples
@@ -158,7 +158,7 @@ class ExampleColumns:
         filled = running_sum(ends[1:] > ends[:-1])
         return columns, Pieces(numbers, np.zeros_like(numbers), np.diff(offsets), filled)
 
-    @cached_property
+    @computed_once
     def lengths(self) -> np.ndarray:
         """int64 [N], tokens per example, or per segment of examples that are lists of them."""
         return self.input_ids.lengths
@@ -170,7 +170,7 @@ class ExampleColumns:
             return self.lengths
         return unchecked(self.lengths, self.segment_offsets)
 
-    @cached_property
+    @computed_once
     def trees(self) -> Trees:
         """What the segments of each example, or of each run, have in common."""
         ids, offsets = joined(self.input_ids), self.run_offsets

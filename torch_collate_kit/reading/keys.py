@@ -14,6 +14,7 @@ from torch import Tensor
 from torch_collate_kit._checks import bare_key, respelt, type_name
 from torch_collate_kit.batch.fields import PerToken
 from torch_collate_kit.errors import DataError
+from torch_collate_kit.packing.mixed_examples import SourceName
 from torch_collate_kit.ragged import Nested, Ragged
 from torch_collate_kit.reading.source import (
     Examples,
@@ -87,7 +88,8 @@ def raw_columns(
         if vision is None and "pixel_values" in owners and "pixel_values" not in fields:
             raise unknown_images(f"example {owners['pixel_values']}")
         names = {key: f"example {i}" for key, i in owners.items()}
-        check_keys(names, train_all=train_all, declared=(*fields, *of_model))
+        declared = (*fields, *of_model, *added_keys(given, owners))
+        check_keys(names, train_all=train_all, declared=declared)
     if vision is None or vision.family.positions != "model":
         return raw, rollouts, {}
     read = {*KNOWN, *ROLLOUT_KEYS, *media, *fields}
@@ -113,6 +115,12 @@ def first_with(examples: Any) -> dict[str, int]:
         if example.keys() != first:
             found |= dict.fromkeys(example.keys() - found.keys(), i)
     return found
+
+
+def added_keys(examples: Any, owners: Mapping[str, int]) -> list[str]:
+    """Return the keys that a Mixture has added to examples, which say nothing about the loss."""
+    is_list = not isinstance(examples, Mapping)
+    return [k for k, i in owners.items() if is_list and isinstance(examples[i][k], SourceName)]
 
 
 def _first_example(examples: Sequence[Any], ids: str) -> Mapping[str, Any]:

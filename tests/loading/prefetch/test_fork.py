@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import pkgutil
 import signal
 import subprocess
 import sys
@@ -11,13 +12,16 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from torch.utils.data import DataLoader
 
+import torch_collate_kit
 from tests.loading.hang_guard import our_threads
 from tests.loading.prefetch.toy_data import Watched, every_layout, expected_digests, make_loader
+from torch_collate_kit import Mixture, PackedBatchSampler, PackedCollator, TokenizedDataset
 from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading import AsyncBatchCollator, PrefetchLoader
 from torch_collate_kit.testing import batch_digest
@@ -71,6 +75,46 @@ def test_forks_while_a_thread_collates():
     finally:
         is_over.set()
         thread.join()
+
+
+def collate_trees(scale: int) -> Any:
+    """A batch of rows that share prefixes, planned by a sampler over a mixture."""
+    collate = PackedCollator(0, max_tokens=8 * scale, share_prefixes=True)
+    rows = [{"input_ids": [[*range(scale), i], [*range(scale), 9, i]]} for i in range(10, 14)]
+    mixture = Mixture([TokenizedDataset(rows[:2]), TokenizedDataset(rows[2:])])
+    sampler = PackedBatchSampler(mixture, collate, batch_rows=1, shuffle=False)
+    return collate(mixture.__getitems__(next(iter(sampler))))
+
+
+def test_forks_while_a_tree_is_collated():
+    """Where a property holds a lock while it computes, the first child waits for it."""
+    is_inside, gate = threading.Event(), threading.Event()
+    trees_of = pkgutil.resolve_name("torch_collate_kit.reading.examples:trees_of")
+
+    def held(*arguments: Any) -> Any:
+        if threading.current_thread() is thread:
+            is_inside.set()
+            gate.wait()
+        return trees_of(*arguments)
+
+    thread = threading.Thread(target=collate_trees, args=(4,))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch_collate_kit.reading.examples.trees_of", held)
+        patch.setattr("tests.loading.prefetch.test_fork.CHILD_SECONDS", 20)
+        thread.start()
+        is_inside.wait()
+        try:
+            assert in_a_fork(lambda: collate_trees(4)) == ""
+        finally:
+            gate.set()
+            thread.join()
+
+
+def test_no_property_on_the_way_of_a_batch_holds_a_lock():
+    package = Path(torch_collate_kit.__file__).parent
+    files = [path for path in package.rglob("*.py") if "reporting" not in path.parts]
+    assert len(files) > 100
+    assert [path.name for path in files if "cached_property" in path.read_text()] == []
 
 
 TOO_SOON = 3  # the collation was over before the first fork

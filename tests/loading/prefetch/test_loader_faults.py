@@ -8,6 +8,7 @@ import os
 import threading
 import time
 import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,8 +27,9 @@ from tests.loading.prefetch.toy_data import (
     make_loader,
     make_sampler,
 )
+from torch_collate_kit import PackedCollator, ParallelLayout
 from torch_collate_kit.errors import StateError
-from torch_collate_kit.loading import PrefetchingSampler, PrefetchLoader
+from torch_collate_kit.loading import PackedIterableDataset, PrefetchingSampler, PrefetchLoader
 from torch_collate_kit.testing import batch_digest
 
 # ---- faults ----
@@ -230,13 +232,68 @@ def test_a_device_that_is_not_there_is_named_when_the_loader_is_made(device):
         PrefetchLoader(data, device=device)
 
 
-def test_epochs_without_end_and_batch_are_an_error(monkeypatch):
-    monkeypatch.setattr("torch_collate_kit.loading.prefetch.loader._MAX_EMPTY_EPOCHS", 20)
-    sampler = PrefetchingSampler(1, batch_size=50, tail="wrap")
+class NoSteps:
+    """A resumable sampler of epochs without a step; counts them."""
+
+    epoch = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.epoch += 1
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+    def set_epoch(self, epoch: int, *, step: int = 0) -> None:
+        self.epoch = epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state_at(self.epoch, 0)
+
+    def state_at(self, epoch: int, step: int) -> dict[str, Any]:
+        return {"epoch": epoch, "step": step}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.epoch = state["epoch"]
+
+
+TWO_RANKS = PackedCollator(0, max_tokens=64, parallel=ParallelLayout(dp=2))
+EMPTY: dict[str, Callable[[], Any]] = {
+    "a sampler": lambda: DataLoader(EXAMPLES, batch_sampler=NoSteps()),
+    "a list": lambda: of_stream([]),
+    "an iterator": lambda: of_stream(lambda: iter(()), shuffle=True),
+    "workers": lambda: of_stream([], num_workers=1),
+    "a rank": lambda: of_stream(EXAMPLES[:1], dp_rank=1, batch_rows=2),
+    "shards of a rank": lambda: of_stream(EXAMPLES[:2], dp_rank=1, batch_rows=2, num_shards=4),
+    "files of a rank": lambda: of_stream(
+        lambda shard: iter(EXAMPLES[:1] if not shard else ()),
+        dp_rank=1, batch_rows=2, num_shards=2, presharded=True,
+    ),
+}  # fmt: skip
+
+
+def of_stream(source: Any, num_workers: int = 0, **options: Any) -> DataLoader[Any]:
+    stream = PackedIterableDataset(source, TWO_RANKS, buffer_size=4, **options)
+    as_is = stream.as_is
+    return DataLoader(stream, batch_size=None, collate_fn=as_is, num_workers=num_workers)
+
+
+@pytest.mark.parametrize("kind", EMPTY)
+def test_steps_of_an_empty_share_are_an_error_after_one_pass(kind):
+    epochs: list[int] = []
+    with PrefetchLoader(EMPTY[kind]()) as loader:
+        assert list(loader) == []
+        loader.set_epoch(3)
+        with pytest.raises(StateError, match="epoch 3 has no batch here"):
+            next(loader.steps(1, epochs.append))
+    assert epochs == [3]
+
+
+def test_epochs_whose_examples_are_carried_over_are_no_error():
+    sampler = PrefetchingSampler(1, batch_size=5, tail="wrap")
     with PrefetchLoader(DataLoader(range(1), batch_sampler=sampler)) as loader:
-        batches = loader.steps(1)
-        with pytest.raises(StateError, match="21 epochs in a row had no batch"):
-            next(batches)
+        assert [batch.tolist() for batch in loader.steps(2)] == [[0] * 5] * 2
+        assert loader.epoch == 9
 
 
 def test_the_sampler_of_the_caller_may_be_moved_between_epochs():

@@ -41,6 +41,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "PrefetchingSampler": make_sampler,
     "PackedBatchSampler": lambda: PackedBatchSampler(DATA, COLLATE, batch_size=4, seed=3),
     "mixture": lambda: mixed_sampler([6, 7], batch_size=4, seed=3),
+    "rows": lambda: PackedBatchSampler(DATA, COLLATE, batch_rows=2, window=2, seed=3),
 }
 
 
@@ -63,6 +64,61 @@ def test_a_sampler_resumes_exactly_inside_it(stateful, name, num_workers):
     assert [b["input_ids"].tolist() for _ in range(2) for b in whole][:6] == expected
     stops = [3] if num_workers else range(1, 6)
     assert_exact_resume(lambda: of_sampler(stateful, name, num_workers), num_steps=6, stops=stops)
+
+
+class Numbers:
+    """A dataset that returns the numbers it is asked for."""
+
+    def __getitems__(self, part: Any) -> list[int]:
+        return part if isinstance(part, list) else part.indices
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("name", KINDS)
+def test_a_sampler_saved_at_the_end_of_an_epoch_goes_on_with_the_next(stateful, name, num_workers):
+    sampler = KINDS[name]()
+    epochs = [list(map(Numbers().__getitems__, sampler)) for _ in range(3)]
+    options: dict[str, Any] = {"num_workers": num_workers, "collate_fn": list}
+    if num_workers and name != "PackedBatchSampler":
+        options["prefetch_factor"] = 8  # more than an epoch has, so drawn ahead to its end
+    if num_workers and name == "mixture":
+        options["persistent_workers"] = True
+    if name == "rows":
+        options["snapshot_every_n_steps"] = 10  # the state is of the beginning, and read from there
+
+    def make(state: Any = None) -> Any:
+        loader = stateful(Numbers(), batch_sampler=KINDS[name](), **options)
+        if state is not None:
+            loader.load_state_dict(state)
+        return loader
+
+    loader = make()
+    *_, in_loop = (loader.state_dict() for _ in loader)
+    resumed = make(loader.state_dict())
+    state = resumed.state_dict()  # makes an iterator
+    assert [list(resumed), list(resumed)] == epochs[1:]
+    for saved in (in_loop, state):  # and a loop that is left goes on with the next epoch
+        resumed = make(saved)
+        if num_workers and name == "rows" and saved is in_loop:
+            assert not list(resumed)
+        assert [next(iter(resumed)), next(iter(resumed))] == [epochs[1][0], epochs[2][0]]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_an_iterator_loaded_at_the_beginning_counts_at_its_end(name):
+    sampler, plain = KINDS[name](), KINDS[name]()
+    next(iter(plain))
+    assert plain.epoch == iter(plain).epoch == 1  # a loop that is left counts
+    steps = iter(sampler)
+    steps.load_state_dict(sampler.state_at(1, 0))
+    next(steps)
+    assert (iter(sampler).epoch, iter(sampler).step) == (1, 0)
+    steps.load_state_dict(sampler.state_at(1, 0))
+    list(steps)
+    assert iter(sampler).epoch == 2
+    steps.load_state_dict(sampler.state_at(1, 1))
+    next(steps)
+    assert iter(sampler).epoch == 2
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

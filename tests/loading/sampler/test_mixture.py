@@ -175,6 +175,88 @@ def test_what_was_read_oftener_goes_on_alone_after_the_others_are_used_up():
     assert list(map(len, found)) == [25, 1, 1], "one more pass at a time, not all that are left"
 
 
+TOKENIZER = SimpleNamespace(pad_token_id=0, eos_token_id=9)
+ENDINGS = {
+    "indices": lambda data, tail: PrefetchingSampler(data, batch_size=3, tail=tail),
+    "examples": lambda data, tail: PackedBatchSampler(
+        data, PackedCollator(0, max_tokens=8), batch_size=3, tail=tail
+    ),
+    "rows": lambda data, tail: PackedBatchSampler(
+        data, PackedCollator(0, max_tokens=8), batch_rows=2, window=2, tail=tail
+    ),
+    "wrapped": lambda data, tail: PackedBatchSampler(
+        data,
+        PackedCollator(TOKENIZER, max_tokens=8, strategy="wrapped"),
+        batch_rows=2,
+        window=2,
+        tail=tail,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ENDINGS)
+@pytest.mark.parametrize("tail", ["wrap", "drop", "keep"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_passes": 1},  # with "wrapped" all steps are full: 64 tokens
+        {"max_passes": [2, 1], "stop": "all_exhausted", "by": "tokens"},
+        {"max_passes": 1.5, "schedule": [(0, [1, 1]), (2, [1, 3])]},
+        {"max_passes": [1.1, None], "weights": [10, 1]},  # an epoch without a full step
+    ],
+)
+def test_a_mixture_ends_with_its_passes_and_every_state_loads(name, tail, options):
+    sources = [np.array([5, 3, 4, 2, 6, 7, 3, 2]), np.array([8, 8, 4, 4, 5, 3])]
+    data, ended = Mixture(sources, **options), "has no example left|leaves no step"
+    sampler, states, batches = ENDINGS[name](data, tail), [], []
+
+    def read(sampler):
+        try:
+            return [getattr(batch, "indices", batch) for batch in sampler]
+        except ValueError as error:
+            if re.search(ended, str(error)):
+                return None
+            raise
+
+    for epoch in range(4):
+        if (steps := read(sampler)) is None:
+            break
+        batches += steps
+        states.append((sampler.state_at(epoch, len(steps)), len(batches)))
+    assert states
+    assert [] not in batches
+    for state, done in states:
+        resumed, rest = ENDINGS[name](data, tail), []
+        resumed.load_state_dict(json.loads(json.dumps(state)))
+        for _ in range(state["epoch"], 4):
+            rest += read(resumed) or []
+        assert rest == batches[done:]
+    if None not in data.max_passes and name != "wrapped":  # whose documents are in several steps
+        counts = np.bincount(np.concatenate(batches), minlength=14)
+        assert (counts[:8] <= np.ceil(float(data.max_passes[0]))).all()
+
+
+@pytest.mark.parametrize("options", [{"batch_size": 2}, {"batch_rows": 2, "window": 2}])
+def test_the_last_state_of_an_epoch_does_not_read_the_order_of_the_next(options):
+    orders, collate = {0: range(12)}, PackedCollator(0, max_tokens=8)
+
+    def make():
+        lengths = np.full(12, 4)
+        order = lambda epoch, rng: orders[epoch]  # noqa: E731
+        return PackedBatchSampler(lengths, collate, order=order, tail="drop", **options)
+
+    sampler = make()
+    state = sampler.state_at(0, sum(1 for _ in sampler))
+    assert (state["epoch"], state["step"]) == (1, 0)
+    orders[1] = [3]  # fewer than a step has
+    resumed = make()
+    resumed.load_state_dict(state)
+    assert len(resumed) == 0
+    for begin in (iter, lambda of: of.set_epoch(1)):
+        with pytest.raises(ValueError, match="leaves no step"):
+            begin(resumed)
+
+
 def test_it_is_a_dataset_of_its_sources_end_to_end():
     sources = [TokenizedDataset([{"input_ids": [i, n]} for i in range(n)]) for n in (3, 2)]
     mixture = Mixture(sources, names=["web", "math"])

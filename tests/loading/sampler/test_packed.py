@@ -21,6 +21,7 @@ from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators import PackedCollator, PaddedCollator
 from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading import (
+    Mixture,
     PackedBatchSampler,
     PrefetchingSampler,
     TokenizedDataset,
@@ -243,7 +244,6 @@ def test_a_dataset_has_lengths_loss_tokens_and_fingerprint():
     for mine, other in zip(make_sampler(DATASET), of_lengths, strict=True):
         assert mine.plan.bins == other.plan.bins
         assert mine.num_loss_tokens == other.num_loss_tokens
-    assert next(iter(make_sampler(DATASET, normalize_loss=False))).num_loss_tokens is None
     edited = [
         {**EXAMPLES[4], "input_ids": [9] * 5} if i == 4 else e for i, e in enumerate(EXAMPLES)
     ]
@@ -253,6 +253,69 @@ def test_a_dataset_has_lengths_loss_tokens_and_fingerprint():
     other.load_state_dict(make_sampler(num_loss_tokens=counts).state_at(0, 1))  # ids unknown
     with pytest.raises(TypeError, match="are read from the TokenizedDataset; pass them only"):
         make_sampler(DATASET, num_loss_tokens=counts)
+
+
+class Eos:
+    pad_token_id, eos_token_id = 0, 9
+
+
+PLAIN = TokenizedDataset([{"input_ids": [7] * n} for n in LENGTHS])
+SPLIT = {"overflow": "split", "max_tokens": 4}
+ENDED = TokenizedDataset([{"input_ids": [7] * n + [9]} for n in (1, 3, 2, 5, 4, 6)])
+TREES = TokenizedDataset([{"input_ids": [[5] * 4, [6] * n]} for n in (1, 3, 2, 4)])
+WRONG = TokenizedDataset([*EXAMPLES[:-1], {"input_ids": [1, 2], "loss_mask": [0, float("nan")]}])
+
+
+@pytest.mark.parametrize("rows", [{"batch_size": 4}, {"batch_rows": 2}])
+@pytest.mark.parametrize(
+    ("examples", "options", "is_of_the_step"),
+    [
+        (DATASET, {}, True),
+        (Mixture([DATASET, TokenizedDataset(EXAMPLES[1:6])]), {}, True),
+        (PLAIN, {"overflow": "drop", "max_tokens": 4}, True),
+        (TREES, {}, True),
+        (LENGTHS, {}, False),
+        (PLAIN, SPLIT, False),
+        (PLAIN, {**SPLIT, "overflow": "truncate"}, False),
+        (TREES, {**SPLIT, "max_tokens": 7, "share_prefixes": True}, False),
+        (ENDED, {"strategy": "wrapped"}, False),
+        (WRONG, {}, False),  # its example 12 raises at its batch, as ever
+    ],
+)
+def test_loss_tokens_are_those_of_the_step_for_either_normalization(
+    examples, options, is_of_the_step, rows
+):
+    if options.get("strategy") == "wrapped":
+        rows = {"batch_rows": 2}
+    chosen = {"max_tokens": 8, "parallel": TWO, "normalize_loss": False, **options}
+    collate = packed_collator(Eos(), **chosen)
+    data = DATASET if isinstance(examples, list) else examples
+    ranks = [
+        PackedBatchSampler(examples, collate, **rows, dp_rank=rank, seed=1) for rank in range(2)
+    ]
+    is_several = False
+    for parts in zip(*ranks, strict=True):
+        if data is WRONG and any(12 in part.indices for part in parts):
+            continue
+        batches = [collate(data.__getitems__(part)) for part in parts]
+        own = [int(batch.row_metadata["num_trained"].values.sum()) for batch in batches]
+        found = [batch.metadata["num_loss_tokens"] for batch in batches]
+        assert found == ([sum(own)] * 2 if is_of_the_step else own)
+        assert {batch.metadata["loss_mask_divisor"] for batch in batches} == {1}
+        is_several |= min(own) > 0
+    assert is_several
+
+
+def test_loss_tokens_of_other_data_are_counted_by_rank_where_nothing_is_divided():
+    """Examples that train other tokens than the sampler's are an error only if they are divided."""
+    part = next(iter(make_sampler(DATASET, normalize_loss=False)))
+    trained = [{"input_ids": [7] * LENGTHS[i], "weight": 0} for i in part.indices]
+    batch = make_collator()(part.with_examples(trained))
+    assert (batch.metadata["num_loss_tokens"], part.num_loss_tokens) == (0, 5)
+    with pytest.raises(ValueError, match="was planned with normalize_loss=False, this collator"):
+        make_collator(normalize_loss=True)(part.with_examples(trained))
+    one = make_sampler(DATASET, normalize_loss=False, parallel=ParallelLayout())
+    one.load_state_dict(make_sampler(DATASET, normalize_loss=False).state_at(0, 1))
 
 
 def test_the_collator_may_be_held_by_another():

@@ -10,15 +10,19 @@ from torch.utils.data import DataLoader
 
 from tests.building import packed_collator
 from torch_collate_kit import (
+    DataError,
     Mixture,
     PackedBatchSampler,
+    PackedCollator,
     PackedRows,
     PaddedCollator,
     ParallelLayout,
+    PerExample,
     PrefetchingSampler,
     PrefetchLoader,
     RolloutCollator,
     TokenizedDataset,
+    audit,
 )
 
 RNG = np.random.default_rng(0)
@@ -113,3 +117,34 @@ def test_rows_for_a_trainer_have_them() -> None:
     tokens = {name: n * size for (name, n), size in zip(counts.items(), (3, 9), strict=True)}
     assert batch.metadata["source_tokens"] == tokens
     assert sum(tokens.values()) == batch.num_tokens
+
+
+IDS_ONLY = [{"input_ids": [i + 1] * (2 + i % 3)} for i in range(8)]
+
+
+@pytest.mark.parametrize("of", [list, TokenizedDataset])
+def test_names_of_rows_that_have_only_ids_do_not_ask_for_a_target(of: Any) -> None:
+    """The key "source" is the mixture's own; one of the rows' own says nothing about the loss."""
+    mixture = Mixture([of(IDS_ONLY[:5]), of(IDS_ONLY[5:])], names=["web", "math"])
+    packed = PackedCollator(0, max_tokens=16)
+    expected = PaddedCollator(0)(IDS_ONLY)["labels"].tolist()
+    named = PaddedCollator(0, fields={"source": PerExample(str)})
+    for examples in ([mixture[i] for i in range(8)], mixture.__getitems__(range(8))):
+        assert PaddedCollator(0)(examples)["labels"].tolist() == expected
+        sources = named(examples).row_metadata["source"]
+        assert sources == ["web"] * 5 + ["math"] * 3
+        assert {type(source) for source in sources} == {str}
+    sampler = PrefetchingSampler(mixture, batch_size=8)
+    with PrefetchLoader(DataLoader(mixture, batch_sampler=sampler, collate_fn=packed)) as loader:
+        (batch,) = loader
+    assert batch.metadata["source_examples"] == {"web": 5, "math": 3}
+    assert TokenizedDataset(mixture).num_loss_tokens.tolist() == [1 + i % 3 for i in range(8)]
+    assert "no_target" not in str(audit(mixture))
+    if of is TokenizedDataset:
+        whole = PackedRows(mixture, packed)
+        parts = [*PackedBatchSampler(mixture, packed, batch_size=8)]
+        batches = [packed([*whole]), packed(mixture.__getitems__(parts[0]))]
+        assert [b.metadata["source_examples"] for b in batches] == [{"web": 5, "math": 3}] * 2
+    own = Mixture([of(IDS_ONLY)])[0] | {"source": "web"}
+    with pytest.raises(DataError, match="example 0 has 'source' and no loss target"):
+        PaddedCollator(0)([own])

@@ -13,7 +13,7 @@ from torch_collate_kit.errors import DataError, examples_named
 from torch_collate_kit.ragged import Nested, Ragged
 from torch_collate_kit.reading.columns import number_column
 from torch_collate_kit.reading.entries import joined
-from torch_collate_kit.reading.keys import KNOWN, TOKEN_TYPES, check_keys, first_with
+from torch_collate_kit.reading.keys import KNOWN, TOKEN_TYPES, added_keys, check_keys, first_with
 from torch_collate_kit.reading.segments import name_of, opened_column
 from torch_collate_kit.reading.source import Examples, Source, are_nested, is_a, is_sequence
 from torch_collate_kit.reading.values import is_number, scalar_column
@@ -79,7 +79,9 @@ def _copied(
                 f"example {i} is {type_name(example)}; an example is a mapping with input_ids"
             )
     copied: dict[str, Any] = {}
-    names = _chosen(list(first_with(examples)), columns, train_all)
+    owners = first_with(examples)
+    added = [] if columns else added_keys(examples, owners)
+    names = _chosen([key for key in owners if key not in added], columns, train_all)
     of_segments = are_nested([examples[0].get("input_ids")])
     for name in names:
         without = next((i for i, example in enumerate(examples) if name not in example), None)

@@ -18,6 +18,18 @@ NEW_RUN = "build the sampler with the arguments of the saved run, or start witho
 MAX_WORD = 2**32 - 1  # one word of a SeedSequence each, or (2**32 + 1, 0) would be (1, 1)
 
 
+def refuse_trainer(caller: Any) -> None:
+    """Refuse a ``transformers.Trainer`` that would skip batches when it resumes."""
+    kinds = [(of.__module__, of.__name__) for of in type(caller).__mro__]
+    if ("transformers.trainer", "Trainer") in kinds and not caller.args.ignore_data_skip:
+        raise TypeError(
+            "Trainer cannot resume a PrefetchLoader: accelerate.skip_first_batches would make "
+            "another DataLoader of it; give Trainer PackedRows(TokenizedDataset(data), collate), "
+            "read a stream in a loop of your own, or pass ignore_data_skip=True, with which a "
+            "resumed run begins its epoch anew"
+        )
+
+
 def checked_length(data: int | Sized, name: str = "examples") -> int:
     """Return the number of examples of ``data``, at least 1."""
     hint = "an empty dataset has no batches"

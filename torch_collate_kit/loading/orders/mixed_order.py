@@ -107,7 +107,7 @@ class MixedOrder(Order):
         self._counts = None
 
     def take(self, epoch: int, start: int, stop: int) -> Indices:
-        """Return the examples at places ``start`` to ``stop`` - 1: int64."""
+        """Return the examples at places ``start`` to ``stop`` - 1: int64; fewer where all end."""
         parts = [np.zeros(0, dtype=np.int64)]
         if start < 0 < epoch:
             size = self.size(epoch - 1)
@@ -118,7 +118,7 @@ class MixedOrder(Order):
             begin, end = max(start, first), min(stop, last)
             if begin < end:
                 parts.append(self._merged(epoch, stage, begin, end))
-        if stop > size:
+        if stop > size and self.size(epoch + 1):
             parts.append(self.take(epoch + 1, max(start - size, 0), stop - size))
         return np.concatenate(parts)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from torch_collate_kit.loading.dataset import TokenizedDataset
 from torch_collate_kit.loading.orders.checks import Indices, checked_length
 from torch_collate_kit.loading.orders.states import digest_in_blocks
 from torch_collate_kit.packing import PackingPlan, RankPlan
-from torch_collate_kit.packing.mixed_examples import MixedExamples, source_counts
+from torch_collate_kit.packing.mixed_examples import MixedExamples, SourceName, source_counts
 from torch_collate_kit.packing.rows import row_sums
 from torch_collate_kit.packing.segments import are_nested, checked_segments
 from torch_collate_kit.ragged import Ragged, unchecked
@@ -97,6 +96,7 @@ class Mixture:
             self.stages = _with_stage(self.stages, number, stage, weights is not None)
         self.max_passes = _checked_passes(max_passes, self.sizes)
         self.offsets: Indices = np.cumsum([0, *self.sizes])
+        self._all_lengths: Indices | Ragged | None = None  # all joined, when first read
 
     def __len__(self) -> int:
         if self.has_streams:
@@ -142,7 +142,7 @@ class Mixture:
             for place, row in zip(
                 places.tolist(), (picked[places] - self.offsets[source]).tolist(), strict=True
             ):
-                name = {"source": self.names[source]} if self._is_named else {}
+                name = {"source": SourceName(self.names[source])} if self._is_named else {}
                 found[place] = {**data[row], **name}
         return MixedExamples(found, self.names, sources)
 
@@ -166,13 +166,18 @@ class Mixture:
         """
         return source_counts(self.names, sources, plan.example_indices, plan.lengths)
 
-    @cached_property
+    @property
     def lengths(self) -> Indices | Ragged:
         """Tokens of every example: int64 [N], or a Ragged with those of the segments of each.
 
         Raises:
             ValueError: a source has no lengths; only some have examples of several segments.
         """
+        if self._all_lengths is None:
+            self._all_lengths = self._joined_lengths()
+        return self._all_lengths
+
+    def _joined_lengths(self) -> Indices | Ragged:
         found = [_lengths_of(source, i, "tokens") for i, source in enumerate(self.sources)]
         ragged = [of for of in found if isinstance(of, Ragged)]
         flat_ones = [of for of in found if not isinstance(of, Ragged)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +15,7 @@ import torch
 from torch_collate_kit._checks import checked_bool, checked_int
 from torch_collate_kit._reprs import call_repr, changed_settings
 from torch_collate_kit.errors import StateError
-from torch_collate_kit.loading.orders.checks import is_same
+from torch_collate_kit.loading.orders.checks import is_same, refuse_trainer
 from torch_collate_kit.loading.prefetch.device_copy import device_copy
 from torch_collate_kit.loading.prefetch.reader import END, Reader, Run, Taken
 from torch_collate_kit.loading.prefetch.resumable_loaders import LoaderPosition, resumable_loader
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _OnEpoch: TypeAlias = Callable[[int], object] | None
-_MAX_EMPTY_EPOCHS = 100_000  # in a row, in steps(): an error instead of a loop without an end
 
 
 class PrefetchLoader:
@@ -159,7 +159,7 @@ class PrefetchLoader:
 
         ``on_epoch(epoch)`` is called at the first step of each epoch, before any of its batches is
         built. Nothing reads the data then, so it may change them. Persistent workers keep their
-        copy of the dataset and do not see the change. StateError if no epoch has a batch.
+        copy of the dataset and do not see the change. StateError at an epoch without a batch.
         """
         return self._batches(checked_int("num_steps", num_steps, minimum=0), on_epoch)
 
@@ -172,12 +172,12 @@ class PrefetchLoader:
         self._timeline.trained()  # on the last batch of an older loop
         reader = self._reader
         reader.stop_if_over()
-        num_taken = num_empty = 0
+        num_taken = 0
         try:
             while num_steps is None or num_taken < num_steps:
                 run, (batch, position, stand, _) = self._draw(loop, on_epoch)
                 if batch is not END:
-                    num_taken, num_empty = num_taken + 1, 0
+                    num_taken += 1
                     reader.stand = stand  # received: the two are one moment for a signal handler
                     yield batch
                     del batch  # it would be held beside the next
@@ -189,9 +189,11 @@ class PrefetchLoader:
                     reader.stop()
                 if num_steps is None:
                     return
-                num_empty += 1
-                if num_empty > _MAX_EMPTY_EPOCHS:
-                    raise StateError(f"{num_empty} epochs in a row had no batch; check the data")
+                if not position.step and not self._loader.carries_over:
+                    raise StateError(
+                        f"epoch {position.epoch} has no batch here, so steps() would not end: the "
+                        "share of this rank is empty; give each rank examples, files or shards"
+                    )
         except BaseException as error:  # a break too: GeneratorExit
             self._leave(loop, error)
             raise
@@ -238,7 +240,8 @@ class PrefetchLoader:
         self._move(self._loader.reshuffle)
 
     def set_epoch(self, epoch: int) -> None:
-        """Move to the beginning of ``epoch``; drop what is in flight."""
+        """Move to the beginning of ``epoch``; drop what is in flight. A Trainer is refused."""
+        refuse_trainer(sys._getframe(1).f_locals.get("self"))
         self._move(partial(self._loader.set_epoch, epoch))
         self._loop = None
 

@@ -41,6 +41,7 @@ class _Loader:
     """
 
     has_sampler: bool  # else a stream names epoch and step, and counts what is left out
+    carries_over = False  # examples of an epoch without a step into the next one
     is_closed = False
 
     def __init__(self, loader: Any, **parts: Any) -> None:
@@ -122,6 +123,7 @@ class _SampledLoader(_Loader):
                 "read torch's Subset)"
             )
         self._sampler, self._dataset, self._steps = sampler, loader.dataset, _Steps()
+        self.carries_over = getattr(sampler, "_tail", None) == "wrap"
         packing = getattr(loader.collate_fn, "packing", None)
         self._max_tokens: int | None = getattr(packing, "max_tokens", None)
         parts = skipping_parts(loader) if skips else {}

@@ -34,16 +34,10 @@ class Windows(NamedTuple):
     """Rows that cost alike, for ranks to compute at the same time."""
 
 
-def no_step(epoch: int, batch_rows: int) -> ValueError:
-    """Return the error of an epoch by rows that a dropped tail leaves without a step."""
-    return ValueError(
-        f"epoch {epoch} fills fewer than batch_rows={batch_rows} rows, and tail='drop' leaves no "
-        "step; lower batch_rows, or use tail='keep' or 'wrap'"
-    )
-
-
 class Budget(ABC):
     """The steps of the epochs of an order."""
+
+    batch_rows: int  # where steps count rows
 
     def __init__(self, order: Order, tail: str) -> None:
         self.order, self.tail = order, tail
@@ -75,6 +69,19 @@ class Budget(ABC):
     def has_step(self, epoch: int, step: int) -> bool:
         """Return whether an epoch has a step of this number."""
         return step < self.num_steps(epoch)
+
+    def check(self, epoch: int, step: int) -> None:
+        """Raise ValueError if an epoch cannot be read from a step on; its length is 0 or more."""
+        if not self.has_step(epoch, step) and self.tail == "drop":
+            has, most = self._less_than_a_step(epoch)
+            raise ValueError(
+                f"epoch {epoch} {has} {most}, and tail='drop' leaves no step; lower "
+                f"{most.partition('=')[0]}, or use tail='keep' or 'wrap'"
+            )
+
+    def _less_than_a_step(self, epoch: int) -> tuple[str, str]:
+        """Return what an epoch without a step has, and the option that asks for more."""
+        return "fills fewer than", f"batch_rows={self.batch_rows} rows"
 
     def state(self, epoch: int, step: int) -> dict[str, Any]:
         """Return what a state of this position holds besides it."""
@@ -129,19 +136,22 @@ class ByExamples(StagedBudget):
             return self.order.before(epoch + 1) // size - self.order.before(epoch) // size
         full, rest = divmod(self.order.size(epoch), size)
         if self.tail == "drop":
-            if not full:
-                raise ValueError(
-                    f"epoch {epoch} has {rest} examples, fewer than batch_size={size}, and "
-                    "tail='drop' leaves no step; lower batch_size, or use tail='keep' or 'wrap'"
-                )
             return full
-        if 0 < rest < self._least:
+        return full + (rest > 0)
+
+    def check(self, epoch: int, step: int) -> None:
+        """Raise ValueError also for a kept tail of fewer than ``least``."""
+        super().check(epoch, step)
+        rest = self.order.size(epoch) % self._size
+        if self.tail == "keep" and 0 < rest < self._least:
             raise ValueError(
                 f"epoch {epoch} ends with a batch of {rest} examples, fewer than "
                 f"dp_size={self._least}: a rank would have none; use tail='drop' or "
                 "'wrap', or another batch_size"
             )
-        return full + (rest > 0)
+
+    def _less_than_a_step(self, epoch: int) -> tuple[str, str]:
+        return f"has {self.order.size(epoch)} examples, fewer than", f"batch_size={self._size}"
 
     def step(self, epoch: int, step: int) -> Step:
         """Return a step that the epoch has."""

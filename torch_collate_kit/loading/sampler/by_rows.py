@@ -19,7 +19,7 @@ from torch_collate_kit.loading.orders.checks import (
 from torch_collate_kit.loading.orders.mixed_order import MixedOrder
 from torch_collate_kit.loading.orders.order import Order
 from torch_collate_kit.loading.sampler import long_epochs
-from torch_collate_kit.loading.sampler.budgets import Budget, Step, Windows, no_step
+from torch_collate_kit.loading.sampler.budgets import Budget, Step, Windows
 from torch_collate_kit.packing import PackingOptions
 from torch_collate_kit.packing.pieces import Load
 from torch_collate_kit.packing.steps import WindowPlan, num_rows_needed, num_that_fit, plan_window
@@ -176,8 +176,8 @@ class ByRows(Budget):
 
     def state(self, epoch: int, step: int) -> dict[str, Any]:
         """Return what a state of this position holds besides it."""
-        window = self._window_of(epoch, step)
-        first = step if window is None else window.first
+        window = self._window_of(epoch, step) if step else None  # an epoch without a step has a 0
+        first = self._start_before(epoch, 0) if window is None else window.first
         extra: dict[str, Any] = {"window_start": [first, self._starts[epoch][first]]}
         if isinstance(self.order, MixedOrder):
             begun = sum(at <= first for at in self.order.breaks)
@@ -265,7 +265,7 @@ class ByRows(Budget):
         known[0] = 0
         if self.tail == "wrap" and epoch:
             first = self.num_steps(epoch - 1)
-            known[0] = self._starts[epoch - 1][first] - self.order.size(epoch - 1)
+            known[0] = max(0, self._starts[epoch - 1][first] - self.order.size(epoch - 1))
         return 0
 
     def _window(self, epoch: int, first: int) -> _Window | None:
@@ -283,8 +283,6 @@ class ByRows(Budget):
             if stop is None:
                 stop, num_steps = self._end(epoch, start, most)
             if not num_steps:
-                if not first:
-                    raise no_step(epoch, self.batch_rows)
                 return None
             if isinstance(order, MixedOrder) and first + num_steps in following:
                 number = len(breaks) - len(following)
@@ -315,10 +313,13 @@ class ByRows(Budget):
             num_read = ahead if self.tail == "wrap" else min(ahead, most)
             lengths, load = self._sizes(self.order.take(epoch, start, start + num_read))
             number = num_that_fit(lengths, self._packing, rows, load)
-            if number < num_read or (num_read == most and self.tail != "wrap"):
+            has_all = num_read == most
+            if self.tail == "wrap":  # a Mixture with max_passes ends: its last steps are full, too
+                most, has_all = len(lengths), len(lengths) < num_read
+            if has_all or number < num_read:
                 break
             ahead *= 2
-        if num_read < most or self.tail == "wrap":
+        if not has_all:
             return start + number, most_steps
         capacity = rows * self._packing.max_tokens
         needed = rows + 1

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sized
 from typing import Any
+
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from torch_collate_kit._checks import checked_bool, checked_choice, checked_int
 from torch_collate_kit._reprs import KindAndSize, call_repr
@@ -27,16 +30,20 @@ class StepIterator(Iterator[Any]):
     """Iterator over a rank's batches in one epoch; ``drawn`` once a step has been asked for.
 
     Its state is its position, which torchdata's StatefulDataLoader saves: the sampler's is that of
-    the next epoch.
+    the next epoch. One that loads step 0 is drawn once a loader asks for a batch, or at its end:
+    at the end of an epoch torchdata makes one, draws ahead, and drops it.
     """
 
     def __init__(self, sampler: EpochSampler, budget: Budget, epoch: int, step: int) -> None:
         self.sampler, self.budget, self.epoch, self.step = sampler, budget, epoch, step
+        self.first, self.loaded = step, False
         self.drawn, self.limits = False, SourceLimits(budget, epoch)
 
     def __next__(self) -> Any:
-        self.drawn = True
-        if not self.budget.has_step(self.epoch, self.step):
+        has_step = self.budget.has_step(self.epoch, self.step)
+        counts = self.drawn or not self.loaded or self.first > 0
+        self.drawn = counts or _is_asked_for(otherwise=not has_step)
+        if not has_step:
             raise StopIteration
         batch = self.budget.step(self.epoch, self.step)
         self.limits.log(self.step)
@@ -50,8 +57,19 @@ class StepIterator(Iterator[Any]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Becomes the iterator that the sampler yields after loading ``state``."""
         self.sampler.load_state_dict(state)
-        vars(self).update(vars(iter(self.sampler)))
+        vars(self).update(vars(iter(self.sampler)), loaded=True)
         self.sampler._latest = self
+
+
+def _is_asked_for(*, otherwise: bool) -> bool:
+    """Return whether a DataLoader draws for its consumer: not while its iterator is being made."""
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        name, owner = frame.f_code.co_name, frame.f_locals.get("self")
+        if name in ("__init__", "__next__") and isinstance(owner, _BaseDataLoaderIter):
+            return name == "__next__"
+        frame = frame.f_back
+    return otherwise
 
 
 class EpochSampler(DividedOnce, ABC):
@@ -90,7 +108,7 @@ class EpochSampler(DividedOnce, ABC):
         self._epoch, self._step = 0, 0  # of the next iter()
         self._latest: StepIterator | None = None
         self._set_order(self._new_order(examples))
-        self._budget.has_step(0, 0)
+        self._budget.check(0, 0)
 
     def _new_order(self, examples: Any) -> Order:
         if not isinstance(examples, Mixture):
@@ -211,7 +229,7 @@ class EpochSampler(DividedOnce, ABC):
         latest = self._latest
         budget = self._budget if latest is None or latest.drawn else latest.budget
         budget.order.fix(epoch)
-        budget.has_step(epoch, step)  # raises what is wrong with the epoch
+        budget.check(epoch, step)
         self._latest = StepIterator(self, budget, epoch, step)
         self._epoch, self._step = epoch + 1, 0
         return self._latest
@@ -224,7 +242,10 @@ class EpochSampler(DividedOnce, ABC):
         Raises:
             TypeError, ValueError: the epoch or the step is not an int or out of range.
         """
-        self._jump(*self._checked_position(epoch, step))
+        position = self._checked_position(epoch, step)
+        if position[0] == epoch:  # else that is for its iter() to say
+            self._budget.check(*position)
+        self._jump(*position)
 
     def reshuffle(self) -> None:
         """Put the rest of the epoch, from the next ``iter()``'s position on, in a new order.
@@ -299,7 +320,7 @@ class EpochSampler(DividedOnce, ABC):
     def _position(self) -> tuple[int, int]:
         """Return the epoch and step that the next ``iter()`` begins with."""
         if self._latest is not None and not self._latest.drawn:
-            return self._latest.epoch, self._latest.step
+            return self._latest.epoch, self._latest.first
         return self._epoch, self._step
 
     def _jump(self, epoch: int, step: int) -> None:

@@ -52,6 +52,7 @@ class PackedBatchSampler(ResumingSampler):
             be of any size, since ranks without examples get rows of pads.
         num_loss_tokens: beside bare lengths, trained tokens of every example, ints [N]. With
             several ranks and ``normalize_loss=True`` the loss is divided by those of all ranks.
+            Of a dataset they are read; docs/loss.md says when batches have the whole step's.
         patches: beside bare lengths, patches of images of every example, ints [N], or of each of
             its images, a Ragged or a list of lists (see :func:`~torch_collate_kit.packing.pack`).
 
@@ -177,6 +178,8 @@ class PackedBatchSampler(ResumingSampler):
         if self._is_wrapped:
             counts = None
         part = RankPlan(plan, self._dp_rank, batch, lengths, counts, dp_size=dp)
+        if not sizes.are_divisors:
+            part.is_divisor = False
         if self._is_wrapped and sizes.counts is not None:  # all tokens are trained
             firsts = len(plan.lengths) if packing.isolate else plan.num_rows - plan.num_dummy_rows
             part.num_loss_tokens = int(plan.lengths.sum()) - firsts

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Sampler
 
 from torch_collate_kit._checks import checked_int
 from torch_collate_kit._reprs import KindAndSize, call_repr
@@ -45,6 +46,9 @@ class _Row(PlannedRow):
         first, stop = self.source.plan.row_offsets[self.number : self.number + 2]
         examples: list[int] = self.source.plan.example_indices[first:stop].tolist()
         return examples
+
+    def __len__(self) -> int:
+        return int(self.source.plan.row_tokens[self.number])
 
     def joined(self, rows: Sequence[PlannedRow]) -> PlannedExamples:
         own = [row for row in rows if isinstance(row, _Row) and row.source is self.source]
@@ -140,6 +144,13 @@ class PackedRows(Dataset[PlannedRow]):
         return self.plan.num_rows
 
     def __getitem__(self, number: int) -> PlannedRow:
+        frame = sys._getframe(1)
+        is_sampler = isinstance(frame.f_locals.get("self"), Sampler)
+        if is_sampler or frame.f_code.co_name == "_get_train_sampler":
+            raise TypeError(
+                "rows are not grouped by length: packed rows are full and cost alike; leave "
+                "group_by_length (train_sampling_strategy) out"
+            )
         number = checked_int("row", number, minimum=-len(self))
         if number >= len(self):
             raise IndexError(f"row {number} does not exist: there are {len(self)} rows")

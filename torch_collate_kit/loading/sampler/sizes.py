@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+from contextlib import suppress
 from typing import Any, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
 
+from torch_collate_kit._checks import computed_once
 from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.collators.packed_checks import refuse_parts
 from torch_collate_kit.errors import DataError, StateError
@@ -53,17 +54,26 @@ class ExampleSizes:
                 "beside bare lengths"
             )
         self._read(examples, patches)
-        if collate.normalize_loss and is_tokenized(examples):
-            num_loss_tokens = examples.num_loss_tokens
-            if self._is_wrapped:
-                is_unknown = bool((num_loss_tokens != self.lengths - 1).any())
-            else:
-                is_unknown = self._runs is None and (
-                    len(cut_to_fit(self.lengths, self._packing, self.load).cut) > 0
-                )
-            if self._packing.parallel.dp == 1 and is_unknown:
-                num_loss_tokens = None
+        self.are_divisors = collate.normalize_loss or not is_tokenized(examples)
+        if is_tokenized(examples):
+            num_loss_tokens = self._counts_in(examples)
         self.counts = self._checked_counts(num_loss_tokens)
+
+    def _counts_in(self, examples: TokenizedDataset | Mixture) -> Indices | None:
+        """Return the loss tokens of a dataset where they are known, or will be refused."""
+        is_alone = self._packing.parallel.dp == 1
+        if not self.are_divisors and (is_alone or self._is_wrapped or self._runs is not None):
+            return None
+        has_cuts = not (self._is_wrapped or self._runs is not None or self._all_fit()) and (
+            len(cut_to_fit(self.lengths, self._packing, self.load).cut) > 0
+        )
+        if not self.are_divisors:  # then no example is refused here
+            with suppress(TypeError, ValueError):
+                return None if has_cuts else examples.num_loss_tokens
+            return None
+        counts = examples.num_loss_tokens
+        is_unknown = self._is_wrapped and bool((counts != self.lengths - 1).any())
+        return None if is_alone and (has_cuts or is_unknown) else counts
 
     def _read(self, examples: Any, patches: Patches | None) -> None:
         """Read lengths and patches; an example that does not fit is named before any batch."""
@@ -113,7 +123,7 @@ class ExampleSizes:
             return None if self.counts is None else self.counts[step.examples]
         return self._counts_of_runs[step.entries]
 
-    @cached_property
+    @computed_once
     def _counts_of_runs(self) -> Indices:
         """int64 [P], loss tokens of the runs of all examples, which are cut between segments."""
         runs, counts = self._runs, self.counts
@@ -194,10 +204,11 @@ class ExampleSizes:
 
     def fingerprint(self, num_examples: int, *, with_trees: bool) -> dict[str, Any]:
         """Return digests of the first so many examples, as JSON; ``with_trees`` of their cells."""
+        of_loss = self.counts if self.are_divisors else None
         counted = {
             "lengths_digest": self.lengths[:num_examples],
             "patches_digest": None if self.patches is None else self.patches[:num_examples],
-            "loss_tokens_digest": None if self.counts is None else self.counts[:num_examples],
+            "loss_tokens_digest": None if of_loss is None else of_loss[:num_examples],
         }
         if self._segments is not None:
             counted["num_segments_digest"] = counts = self._segments.counts[:num_examples]

@@ -10,7 +10,7 @@ from torch_collate_kit.loading.orders.checks import Indices
 from torch_collate_kit.loading.orders.mixed_order import MixedOrder
 from torch_collate_kit.loading.orders.order import Order
 from torch_collate_kit.loading.orders.token_sums import TokenSums
-from torch_collate_kit.loading.sampler.budgets import StagedBudget, Step, Windows, no_step
+from torch_collate_kit.loading.sampler.budgets import StagedBudget, Step, Windows
 from torch_collate_kit.packing import PackingOptions
 from torch_collate_kit.packing.steps import WindowPlan, plan_wrapped
 
@@ -45,11 +45,7 @@ class ByTokens(StagedBudget):
         if self.tail == "wrap":
             return self._before(epoch + 1) // self._per_step - self._before(epoch) // self._per_step
         tokens = self._total(epoch)
-        if self.tail == "drop":
-            if tokens < self._per_step:
-                raise no_step(epoch, self.batch_rows)
-            return tokens // self._per_step
-        return -(-tokens // self._per_step)
+        return tokens // self._per_step if self.tail == "drop" else -(-tokens // self._per_step)
 
     def step(self, epoch: int, step: int) -> Step:
         """Return a step that the epoch has."""
@@ -162,7 +158,7 @@ class ByTokens(StagedBudget):
             place, used = self._document_at(epoch - 1, token + self._total(epoch - 1))
             return place - self.order.size(epoch - 1), used
         if token >= self._total(epoch):
-            if self.tail != "wrap":
+            if self.tail != "wrap" or not self._total(epoch + 1):  # or all data have been read
                 return self.order.size(epoch), 0
             place, used = self._document_at(epoch + 1, token - self._total(epoch))
             return place + self.order.size(epoch), used
