@@ -223,6 +223,8 @@ class PackedCollator(Collator, ForTrainer):
         plan, own = part.plan, self.packing
         given: dict[str, Any] = {"max_tokens": plan.max_tokens, "align": plan.align}
         mine: dict[str, Any] = {"max_tokens": own.max_tokens, "align": own.parallel.align}
+        if plan.row_align != own.parallel.row_align:
+            given["row_align"], mine["row_align"] = plan.row_align, own.parallel.row_align
         is_by_rows = plan.rows_multiple_of == own.parallel.dp
         given["rows_multiple_of"], mine["rows_multiple_of"] = (
             plan.rows_multiple_of,

@@ -246,6 +246,7 @@ def _whole_examples(lengths: Ints, packing: PackingOptions, load: Load) -> Packi
         row_offsets=numbers,
         max_tokens=packing.max_tokens,
         align=packing.parallel.align,
+        row_align=packing.parallel.row_align,
         rows_multiple_of=1,
         dropped=none,
         cut=none,

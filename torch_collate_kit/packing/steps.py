@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from torch_collate_kit.packing.balance import assign_ranks, costs_to_balance, level_rows
-from torch_collate_kit.packing.options import PackingOptions, ParallelLayout
+from torch_collate_kit.packing.options import PackingOptions
 from torch_collate_kit.packing.pieces import Load, cut_to_fit, wrapped_pieces
 from torch_collate_kit.packing.plan import PackingPlan
 from torch_collate_kit.packing.planner import filled_rows, measured, part_of
@@ -131,7 +131,8 @@ def plan_wrapped(
     """
     left = lengths.copy()
     left[:1] -= skipped
-    alone = replace(packing, parallel=ParallelLayout(), rows_multiple_of=num_steps * batch_rows)
+    layout = replace(packing.parallel, dp=1)
+    alone = replace(packing, parallel=layout, rows_multiple_of=num_steps * batch_rows)
     pieces = wrapped_pieces(left, alone)
     starts = pieces.starts + np.where(pieces.example_indices == 0, skipped, 0)
     sizes, limits = measured(pieces, packing, has_images=False)
