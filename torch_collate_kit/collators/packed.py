@@ -315,7 +315,9 @@ class PackedCollator(Collator, ForTrainer):
         )
 
     def _width(self, plan: PackingPlan) -> int:
-        return self.packing.capacity if self.fixed_width else plan.width
+        if self.fixed_width:  # may be wider than any row can be, which is refused
+            return plan.max_tokens // plan.row_align * plan.row_align
+        return plan.width
 
     def _metadata(self, part: RankPlan, num_examples: int) -> dict[str, Any]:
         """Return batch metadata: tokens, cells and cost over all ranks."""

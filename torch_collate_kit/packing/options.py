@@ -20,6 +20,7 @@ from torch_collate_kit.packing.cost import ModelCost
 STRATEGIES = ("best_fit_decreasing", "first_fit_decreasing", "balanced", "sequential", "wrapped")
 _OVERFLOWS = ("raise", "truncate", "drop", "split")
 _BALANCES = ("attention", "tokens", None)
+MOST_CELLS = 2**31 - 1  # of a row: int32 counts them
 FP8_TOKENS = {"tensorwise": 16, "mxfp8": 32, "nvfp4": 64, "blockwise": 128}
 _NONE_MEANS = {
     "max_sequences_per_row": "no limit",
@@ -219,11 +220,11 @@ class PackingOptions:
                 f'strategy="wrapped" leaves no gaps, and align={self.parallel.align} needs one '
                 "after each document; use another strategy, or a layout without tp and cp"
             )
-        if self.capacity < self.max_tokens:
+        if rest := self.max_tokens % self.parallel.row_align:
             raise ValueError(
                 f'strategy="wrapped" fills rows to max_tokens={self.max_tokens}, which is not a '
                 f"multiple of row_align={self.parallel.row_align} (fp8={self.parallel.fp8!r}); "
-                f"pass max_tokens={self.capacity}"
+                f"pass max_tokens={self.max_tokens - rest}"
             )
         defaults = {"overflow": "raise", "max_sequences_per_row": None, "share_prefixes": False}
         for name, default in defaults.items():
@@ -238,8 +239,9 @@ class PackingOptions:
 
     @cached_property
     def capacity(self) -> int:
-        """Cells of a row that aligned pieces can fill: the longest piece."""
-        return self.max_tokens // self.parallel.row_align * self.parallel.row_align
+        """Cells of a row that aligned pieces can fill: the longest piece. int32 counts them."""
+        row_align = self.parallel.row_align
+        return min(self.max_tokens, MOST_CELLS) // row_align * row_align
 
     @cached_property
     def row_multiple(self) -> int:

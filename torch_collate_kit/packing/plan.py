@@ -163,7 +163,7 @@ class PackingPlan:
         rows = 1
         for sizes, usable in budgets:
             by_sum = -(-int(sizes.sum()) // usable)
-            by_large_pieces = int(np.count_nonzero(2 * sizes > usable))
+            by_large_pieces = int(np.count_nonzero(sizes > usable // 2))
             rows = max(rows, by_sum, by_large_pieces)
         return -(-rows // self.rows_multiple_of) * self.rows_multiple_of
 

@@ -24,6 +24,7 @@ from torch_collate_kit.packing import PackingOptions
 from torch_collate_kit.packing.pieces import Load
 from torch_collate_kit.packing.steps import WindowPlan, num_rows_needed, num_that_fit, plan_window
 
+_MOST_EPOCHS = 500  # that a window joins
 _NUM_SAMPLED = 20  # windows from which the length of a very long epoch is estimated
 
 
@@ -74,10 +75,7 @@ class ByRows(Budget):
         super().__init__(order, tail)
         self.batch_rows, self.window, self.group = windows
         self._entries, self._packing = entries, packing
-        mean = max(1.0, float(entries.cells[:1_000_000].mean()))
-        num_rows = self.batch_rows * self.window
-        per_window = num_rows * packing.max_tokens / mean
-        self._guess = int(min(per_window * 1.1, len(entries.lengths))) + num_rows
+        self._ahead = 8 * self.batch_rows * self.window  # entries read for a window, to begin with
         self._starts: dict[int, dict[int, int]] = {}  # [epoch][first step of a window]: its place
         self._windows: dict[tuple[int, int], _Window] = {}
         self._planned: tuple[int, _Window, Indices, WindowPlan] | None = None
@@ -309,16 +307,25 @@ class ByRows(Budget):
 
     def _end(self, epoch: int, start: int, most_steps: int) -> tuple[int, int]:
         """Return the place where a window ends, and its number of steps; 0 for a dropped tail."""
-        most, rows = self.order.size(epoch) - start, self.batch_rows * most_steps
-        ahead = self._guess
+        size, rows = self.order.size(epoch), self.batch_rows * most_steps
+        is_wrapped, ahead = self.tail == "wrap", self._ahead
+        most = size * (_MOST_EPOCHS if is_wrapped else 1) - start
         while True:
-            num_read = ahead if self.tail == "wrap" else min(ahead, most)
+            num_read = min(ahead, most)
             lengths, load = self._sizes(self.order.take(epoch, start, start + num_read))
-            number = num_that_fit(lengths, self._packing, rows, load)
-            if number < num_read or (num_read == most and self.tail != "wrap"):
+            more_follow = is_wrapped or num_read < most
+            number = num_that_fit(lengths, self._packing, rows, load, more_follow=more_follow)
+            if number is not None:
                 break
+            if num_read == most:
+                raise ValueError(
+                    f"tail='wrap' joins epochs, and {_MOST_EPOCHS} of {size} examples do not fill "
+                    f"{most_steps} steps of batch_rows={self.batch_rows} rows of max_tokens="
+                    f"{self._packing.max_tokens}; lower max_tokens, or use tail='keep'"
+                )
             ahead *= 2
-        if num_read < most or self.tail == "wrap":
+        self._ahead = number + number // 8 + rows  # of the next one: what is read does not matter
+        if more_follow:
             return start + number, most_steps
         capacity = rows * self._packing.max_tokens
         needed = rows + 1
@@ -332,4 +339,4 @@ class ByRows(Budget):
         if not num_steps:
             return start, 0
         number = num_that_fit(lengths, self._packing, num_steps * self.batch_rows, load)
-        return start + number, num_steps
+        return start + (number or 0), num_steps

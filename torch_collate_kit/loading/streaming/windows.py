@@ -132,9 +132,9 @@ def _fullest_groups(
     # Of equally full rows (in percent) those with the oldest longest example go first. Choosing the
     # longest examples would pack uniform lengths 0.1% better, but yield them too early: in the
     # first eighth of a window they would be 1.6 times as long as the mean.
-    percent_free = (packed.max_tokens - packed.row_cells) * 100 // packed.max_tokens
+    percent_free = _percent_free(packed.row_cells, packed.max_tokens)
     if packed.max_patches is not None:  # full in one of the two is full
-        free = (packed.max_patches - packed.row_patches) * 100 // packed.max_patches
+        free = _percent_free(packed.row_patches, packed.max_patches)
         percent_free = np.minimum(percent_free, free)
     order = np.lexsort((packed.example_indices[packed.row_offsets[:-1]], percent_free))
     num_examples = np.cumsum(np.diff(packed.row_offsets)[order])
@@ -143,6 +143,11 @@ def _fullest_groups(
     if num_rows + rows_per_batch > packed.num_rows:  # next time they might not fill a batch
         return []
     return _grouped(packed, order[:num_rows], packing, rows_per_batch)
+
+
+def _percent_free(used: np.ndarray, most: int) -> np.ndarray:
+    most = min(most, 1 << 56)  # the product must fit int64
+    return (most - used) * 100 // most
 
 
 def _first_groups(
