@@ -12,7 +12,7 @@ from numpy.ma import MaskedArray
 
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing.cost import ModelCost
-from torch_collate_kit.packing.options import PackingOptions
+from torch_collate_kit.packing.options import MOST_CELLS, PackingOptions
 from torch_collate_kit.packing.plan import PackingPlan
 from torch_collate_kit.packing.rows import Ints, Rows, row_sums
 from torch_collate_kit.packing.runs import Runs
@@ -332,6 +332,8 @@ def _unfit_error(
                 f"(dummy_image_tokens={packing.dummy_image_tokens})"
             )
         others, way_out = "too long as well", "raise max_tokens, shorten it"
+        if packing.max_tokens > MOST_CELLS:
+            way_out = "int32 counts the cells of a row: shorten it"
     else:
         what = (
             f"{int(load.patches[i])} patches of images, more than the max_patches="
