@@ -81,9 +81,8 @@ class ParallelLayout:
     def row_align(self) -> int:
         """Number of cells that the width of a row is a multiple of.
 
-        fp8 kernels need a token dimension, a rank's tokens of a row after context and sequence
-        parallelism, that is a multiple of 16 ("tensorwise", and rowwise), 32 ("mxfp8"), 64
-        ("nvfp4") or 128 ("blockwise"). Only the pad tail of a row grows.
+        fp8 kernels need a rank's tokens of a row, cut by cp and tp, to be a multiple of 16
+        ("tensorwise", and rowwise), 32 ("mxfp8"), 64 ("nvfp4") or 128 ("blockwise").
         """
         if self.fp8 is None:
             return self.align
@@ -133,8 +132,7 @@ class PackingOptions:
     strategy: str | None = None
     """Strategy that fills rows, see ``pack``; None: "balanced" in a collator, else best fit."""
     parallel: ParallelLayout = field(default_factory=ParallelLayout)
-    """The rows are a multiple of its ``dp``; sub-sequences are aligned to its ``align``, rows to
-    its ``row_align``."""
+    """Its ``dp`` divides the number of rows, ``row_align`` their width, ``align`` sub-sequences."""
     overflow: str = "raise"
     """Treatment of examples longer than a row: "raise", "truncate", "drop" or "split"; of lists of
     segments "raise" or "drop", or with ``share_prefixes`` "split", between segments."""
@@ -267,13 +265,11 @@ class PackingOptions:
         """Return options that plan as those with this ``as_state``."""
         others = ("align", "row_align", "dp", "cost")
         given = {key: value for key, value in state.items() if key not in others}
-        align, dp = state["align"], state["dp"]
-        parallel = ParallelLayout(dp=dp, tp=align)
-        if (per_align := state["row_align"] // align) == 8:  # of cp: segments count it twice
-            parallel = ParallelLayout(dp=dp, cp=align // 2, fp8="tensorwise")
-        elif per_align > 1:  # a name of another layout, but the same multiples
-            names: dict[int, Any] = {number: name for name, number in FP8_TOKENS.items()}
-            parallel = ParallelLayout(dp=dp, tp=align, fp8=names.get(per_align))
+        align, names = state["align"], {number: name for name, number in FP8_TOKENS.items()}
+        per_align = state["row_align"] // max(1, align)  # with cp, `align` has a factor of 2 more
+        sizes = {"tp": align} if per_align != 8 else {"cp": align // 2}
+        fp8: Any = names.get(max(16, per_align)) if per_align > 1 else None
+        parallel = ParallelLayout(dp=state["dp"], fp8=fp8, **sizes)
         return cls(parallel=parallel, cost=ModelCost(*state["cost"]), **given)
 
 

@@ -225,8 +225,7 @@ def wrapped_pieces(lengths: Ints, packing: PackingOptions, load: Load | None = N
     is_first[np.cumsum(counts) - counts] = True
     bounds = np.empty(len(examples) + 1, dtype=np.int64)
     bounds[:-1][is_first], bounds[:-1][~is_first], bounds[-1] = begins, cuts[is_inside], total
-    firsts = np.append(cuts, np.full(num_rows + 1 - len(cuts), total))  # of rows
-    rows = np.searchsorted(bounds[:-1], firsts)
+    rows = np.searchsorted(bounds[:-1], np.append(cuts, np.full(num_rows + 1 - len(cuts), total)))
     whole = _whole_examples(lengths, packing, Load.none(len(lengths)))
     pieces = whole.in_rows(Rows(examples, rows))
     return replace(
@@ -278,9 +277,7 @@ def num_pieces(lengths: Ints, packing: PackingOptions, load: Load | None = None)
 
 def _longest(packing: PackingOptions, load: Load | None) -> Ints | np.int64:
     """Return the longest piece that each example may have: int64 [N], or one for all."""
-    capacity = packing.capacity
-    if packing.strategy == "wrapped":  # cut where a row ends, wherever that is
-        capacity = 2**63 - 1
+    capacity = packing.capacity if packing.strategy != "wrapped" else 2**63 - 1  # cut anywhere
     if load is None:
         return np.int64(capacity)
     if not load.patches.any():

@@ -10,12 +10,7 @@ import numpy.typing as npt
 
 from torch_collate_kit._checks import checked_lengths
 from torch_collate_kit.packing.balance import assign_ranks, costs_to_balance, for_ranks
-from torch_collate_kit.packing.options import (
-    MOST_CELLS,
-    PackingOptions,
-    ParallelLayout,
-    common_options,
-)
+from torch_collate_kit.packing.options import PackingOptions, ParallelLayout, common_options
 from torch_collate_kit.packing.pieces import (
     Load,
     Patches,
@@ -213,37 +208,22 @@ def measured(
 ) -> tuple[Sizes, Limits]:
     """Return the cells and patches of each piece, and the limits of a row.
 
-    With ``has_images`` a row may need a dummy image.
+    With ``has_images`` a row may need a dummy image. A row may hold at most all there is: it makes
+    the same rows, and no sum overflows.
     """
-    sizes, counts = sizes_and_counts(pieces, packing)
-    return sizes, limits_of(sizes, counts, packing, has_images=has_images)
-
-
-def sizes_and_counts(pieces: PackingPlan, packing: PackingOptions) -> tuple[Sizes, Ints | None]:
-    """Return the cells and patches of each piece, and its segments if their number is limited."""
+    patches, most_pieces = pieces.patches, packing.max_sequences_per_row
     shares = pieces.segments is not None and pieces.segments.shares
     has_gaps = packing.parallel.align > 1
     cells = pieces.aligned_lengths if shares or has_gaps else pieces.lengths
-    has_counts = pieces.segments is not None and packing.max_sequences_per_row is not None
-    return (cells, pieces.patches), pieces.num_segments if has_counts else None
-
-
-def limits_of(
-    sizes: Sizes, counts: Ints | None, packing: PackingOptions, *, has_images: bool
-) -> Limits:
-    """Return the limits of a row of pieces of these sizes, of so many segments if that is limited.
-
-    A row may hold at most all there is: it makes the same rows, and no sum overflows.
-    """
-    most_pieces = packing.max_sequences_per_row
-    if counts is not None and most_pieces is not None:
-        most_pieces //= max(1, int(counts.max(initial=1)))  # as if all had as many segments
-    num_cells, num_patches = (int(of.sum()) for of in sizes)
-    room = min(packing.max_tokens, MOST_CELLS) if packing.parallel.fp8 is None else packing.capacity
+    if pieces.segments is not None and most_pieces is not None:
+        most_of_one = int(pieces.num_segments.max(initial=1))
+        most_pieces //= max(1, most_of_one)  # as if all had as many segments
+    num_cells, num_patches = int(cells.sum()), int(patches.sum())
+    room = min(packing.max_tokens, packing.capacity + packing.parallel.align - 1)  # as capacity
     tokens = min(room, num_cells)
     text = min(room - (packing.reserved if has_images else 0), num_cells)
     most_patches = min(packing.max_patches or num_patches, num_patches)
-    return Limits(tokens, most_patches, most_pieces, tokens - text)
+    return (cells, patches), Limits(tokens, most_patches, most_pieces, tokens - text)
 
 
 def filled_rows(sizes: Sizes, limits: Limits, strategy: str | None) -> Rows:

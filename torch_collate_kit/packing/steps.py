@@ -16,13 +16,7 @@ from torch_collate_kit.packing.balance import assign_ranks, costs_to_balance, le
 from torch_collate_kit.packing.options import PackingOptions
 from torch_collate_kit.packing.pieces import Load, cut_to_fit, wrapped_pieces
 from torch_collate_kit.packing.plan import PackingPlan
-from torch_collate_kit.packing.planner import (
-    filled_rows,
-    limits_of,
-    measured,
-    part_of,
-    sizes_and_counts,
-)
+from torch_collate_kit.packing.planner import filled_rows, measured, part_of
 from torch_collate_kit.packing.rows import Ints, Limits, Rows, Sizes
 from torch_collate_kit.packing.strategies import num_rows_best_fit, sequential
 
@@ -69,25 +63,34 @@ class WindowPlan(NamedTuple):
 
 
 def num_that_fit(
-    lengths: Ints,
-    packing: PackingOptions,
-    num_rows: int,
-    load: Load | None = None,
-    *,
-    more_follow: bool = False,
+    lengths: Ints, packing: PackingOptions, num_rows: int, load: Load | None, *, more_follow: bool
 ) -> int | None:
     """Count how many of the first examples fit in ``num_rows`` rows with 0.5% of the cells free.
 
     At least ``num_rows`` of them do, if there are as many: best fit opens at most one row for each.
-    ``lengths`` int64 [N], of which none is split. Only sizes are counted, no piece is moved. None
-    where ``more_follow`` that could count: the number does not depend on how many are given.
+    ``lengths`` int64 [N], none of which is split. None where ``more_follow`` that could count.
     """
     pieces = cut_to_fit(lengths, packing, load)
-    kept, first = pieces.example_indices, _Beginning(pieces, packing, load is not None)
-    if not len(kept):
-        return None if more_follow else len(lengths)
-    fit = first.fit_in_order if packing.strategy == "sequential" else first.fit
-    number, most = fit(num_rows)
+    kept, most = pieces.example_indices, _num_within_slots(pieces, packing, num_rows)
+
+    def first(number: int) -> tuple[Sizes, Limits]:  # alone, whatever follows them
+        some = pieces.in_rows(Rows(np.arange(number), np.arange(number + 1)))
+        return measured(some, packing, has_images=load is not None)
+
+    sizes, limits = first(most)
+    if packing.strategy == "sequential":
+        most = _num_in_order(sizes, limits._replace(pieces=None), num_rows)
+        number = _num_in_order(*first(most), num_rows)
+    else:
+        number, most = _num_in_budgets(sizes, limits, packing, num_rows)
+        ends = np.cumsum(sizes[0])
+        while number > num_rows:
+            surplus = _num_rows(*first(number), packing) - num_rows
+            if surplus <= 0:
+                break
+            less = max(1, surplus * packing.capacity // 8)  # an eighth of the rows too many
+            fewer = int(np.searchsorted(ends, ends[number - 1] - less))
+            number = max(num_rows, min(number - 1, fewer))
     if more_follow and most == len(kept):
         return None
     return int(kept[number]) if number < len(kept) else len(lengths)
@@ -166,76 +169,45 @@ def _dealt(costs: Ints, num_steps: int, group: int) -> Ints:
     return groups[turns[:, ends_first]].transpose(1, 0, 2).reshape(num_steps, -1)
 
 
-class _Beginning:
-    """Pieces of which the first ones are a window: how many does not depend on those after it."""
-
-    def __init__(self, pieces: PackingPlan, packing: PackingOptions, has_images: bool) -> None:
-        self._packing, self._has_images = packing, has_images
-        self._sizes, self._counts = sizes_and_counts(pieces, packing)
-
-    def _first(self, number: int) -> tuple[Sizes, Limits]:
-        """Return the sizes of the first pieces, and the limits of rows of them alone."""
-        sizes = self._sizes[0][:number], self._sizes[1][:number]
-        counts = None if self._counts is None else self._counts[:number]
-        return sizes, limits_of(sizes, counts, self._packing, has_images=self._has_images)
-
-    def _within_pieces(self, num_rows: int) -> int:
-        """Return how many of the first pieces rows may hold, whatever their sizes."""
-        number, most = len(self._sizes[0]), self._packing.max_sequences_per_row
-        if most is None or self._counts is None:
-            return number if most is None else min(number, num_rows * most)
-        rows = num_rows * (most // np.maximum.accumulate(self._counts))  # as `limits_of` has it
-        return int(np.count_nonzero(np.arange(number) < rows))
-
-    def fit_in_order(self, num_rows: int) -> tuple[int, int]:
-        """Return how many pieces fit in rows in order, and a bound: no later ones matter."""
-        sizes, limits = self._first(len(self._sizes[0]))
-        most = _num_in_order(sizes, limits._replace(pieces=None), num_rows)
-        most = min(most, self._within_pieces(num_rows))
-        return _num_in_order(*self._first(most), num_rows), most
-
-    def fit(self, num_rows: int) -> tuple[int, int]:
-        """Return how many pieces fit, and how many do with no cell free: no later ones matter."""
-        (cells, patches), packing = self._sizes, self._packing
-        budgets = [(cells, packing.capacity)]
-        if packing.max_patches is not None and patches.any():
-            budgets.append((patches, packing.max_patches))
-        number = most = self._within_pieces(num_rows)
-        ends = [np.cumsum(values) for values, _ in budgets]
-        for end, (_, capacity) in zip(ends, budgets, strict=True):
-            full = num_rows * capacity
-            number = min(number, _num_within(end, max(capacity, full * _FILLED_PER_MILLE // 1000)))
-            most = min(most, _num_within(end, full))
-
-        def overfills(each: int) -> bool:  # a row, with so many of the largest
-            sizes, limits = self._first(each * num_rows)
-            room = packing.capacity - limits.reserved * (each > 1), packing.max_patches
-            is_over = [
-                most is not None and each * int(of.max()) > most
-                for of, most in zip(sizes, room, strict=True)
-            ]
-            return any(is_over) or each > (limits.pieces or each)
-
-        alike = bisect_left(range(1, most // num_rows + 1), True, key=overfills)
-        number = max(number, min(num_rows, len(cells)), alike * num_rows)
-        while number > num_rows:
-            first, limits = self._first(number)
-            surplus = _num_rows(first, limits, packing) - num_rows
-            if surplus <= 0:
-                break
-            less = max(1, surplus * packing.capacity // 8)  # an eighth of the rows too many
-            fewer = int(np.searchsorted(ends[0], ends[0][number - 1] - less))
-            number = max(num_rows, min(number - 1, fewer))
-        return number, most
-
-
-def _num_within(ends: Ints, most: int) -> int:
-    return int(np.searchsorted(ends, min(most, int(ends[-1])), side="right"))
+def _num_within_slots(pieces: PackingPlan, packing: PackingOptions, num_rows: int) -> int:
+    """Return how many of the first pieces rows may hold, whatever their sizes."""
+    slots, number = packing.max_sequences_per_row, len(pieces.lengths)
+    if slots is None:
+        return number
+    rows = num_rows * (slots // np.maximum.accumulate(pieces.num_segments))  # as `measured` has it
+    return int(np.count_nonzero(np.arange(number) < rows))
 
 
 def _num_in_order(sizes: Sizes, limits: Limits, num_rows: int) -> int:
     offsets = sequential(sizes, limits).offsets
     return int(offsets[min(num_rows, len(offsets) - 1)])
+
+
+def _num_in_budgets(
+    sizes: Sizes, limits: Limits, packing: PackingOptions, num_rows: int
+) -> tuple[int, int]:
+    """Return how many of the first pieces the rows have room for, and how many if all is filled.
+
+    0.5% stay free, or as many are dealt alike as rows have room for so many of the longest.
+    """
+    budgets = [(sizes[0], packing.capacity)]
+    if packing.max_patches is not None and sizes[1].any():
+        budgets.append((sizes[1], packing.max_patches))
+    number = most = len(sizes[0])
+    for values, room in budgets:
+        ends, full = np.append(0, np.cumsum(values)), num_rows * room
+        for share in (_FILLED_PER_MILLE, 1000):
+            least = min(max(room, full * share // 1000), int(ends[-1]))
+            within = int(np.searchsorted(ends, least, side="right")) - 1
+            number, most = min(number, within), most if share < 1000 else min(most, within)
+
+    def overfills(each: int) -> bool:
+        largest = [each * int(values[: each * num_rows].max()) for values, _ in budgets]
+        largest[0] += limits.reserved if each > 1 else 0
+        return any(of > room for of, (_, room) in zip(largest, budgets, strict=True))
+
+    alike = bisect_left(range(1, most // num_rows + 1), True, key=overfills)
+    return max(number, min(num_rows, len(sizes[0])), alike * num_rows), most
 
 
 def _num_rows(sizes: Sizes, limits: Limits, packing: PackingOptions) -> int:

@@ -19,8 +19,6 @@ import numpy.typing as npt
 
 from torch_collate_kit.packing.rows import Ints, Limits, Rows, Sizes, running_sum, stable_argsort
 
-_MOST_COUNTED = 1 << 16  # sizes up to which one array counts them all
-
 
 class OpenRows(NamedTuple):
     """Rows that hold pieces already: free space and free slots for pieces, int64 [R] each."""
@@ -61,14 +59,8 @@ def best_fit_decreasing(
 
 def num_rows_best_fit(sizes: Ints, capacity: int, max_pieces: int | None) -> int:
     """Count the rows of ``best_fit_decreasing``, without placing a piece."""
-    if int(sizes.max()) > _MOST_COUNTED:
-        distinct, counts = np.unique(sizes, return_counts=True)
-    else:  # of a window of steps in half the time
-        counts = np.bincount(sizes)
-        distinct = np.flatnonzero(counts)
-        counts = counts[distinct]
-    histogram = tuple(distinct[::-1].tolist()), tuple(counts[::-1].tolist())
-    return _fill_empty(*histogram, capacity, max_pieces)[3]
+    _, distinct, counts = _histogram(sizes)
+    return _fill_empty(tuple(distinct), tuple(counts), capacity, max_pieces)[3]
 
 
 @lru_cache(maxsize=1)  # a window of steps is counted, and then filled: a fifth of its time

@@ -307,24 +307,22 @@ class ByRows(Budget):
 
     def _end(self, epoch: int, start: int, most_steps: int) -> tuple[int, int]:
         """Return the place where a window ends, and its number of steps; 0 for a dropped tail."""
-        size, rows = self.order.size(epoch), self.batch_rows * most_steps
-        is_wrapped, ahead = self.tail == "wrap", self._ahead
-        most = size * (_MOST_EPOCHS if is_wrapped else 1) - start
-        while True:
+        size, rows, ahead = self.order.size(epoch), self.batch_rows * most_steps, self._ahead
+        most = size * (_MOST_EPOCHS if self.tail == "wrap" else 1) - start
+        number = None
+        while number is None:  # how many are read only matters for speed
             num_read = min(ahead, most)
             lengths, load = self._sizes(self.order.take(epoch, start, start + num_read))
-            more_follow = is_wrapped or num_read < most
+            more_follow = self.tail == "wrap" or num_read < most
             number = num_that_fit(lengths, self._packing, rows, load, more_follow=more_follow)
-            if number is not None:
-                break
-            if num_read == most:
+            ahead *= 2
+            if number is None and num_read == most:
                 raise ValueError(
                     f"tail='wrap' joins epochs, and {_MOST_EPOCHS} of {size} examples do not fill "
                     f"{most_steps} steps of batch_rows={self.batch_rows} rows of max_tokens="
                     f"{self._packing.max_tokens}; lower max_tokens, or use tail='keep'"
                 )
-            ahead *= 2
-        self._ahead = number + number // 8 + rows  # of the next one: what is read does not matter
+        self._ahead = number + number // 8 + rows
         if more_follow:
             return start + number, most_steps
         capacity = rows * self._packing.max_tokens
@@ -338,5 +336,6 @@ class ByRows(Budget):
         num_steps = needed // self.batch_rows
         if not num_steps:
             return start, 0
-        number = num_that_fit(lengths, self._packing, num_steps * self.batch_rows, load)
+        rows = num_steps * self.batch_rows
+        number = num_that_fit(lengths, self._packing, rows, load, more_follow=False)
         return start + (number or 0), num_steps
