@@ -77,10 +77,13 @@ def _weights_of_tokens(example: Mapping[str, Any]) -> tuple[list[float], list[in
     return weights, labels
 
 
-def alignment(*, tp: int = 1, cp: int = 1, fp8: bool = False) -> int:
-    """What every sub-sequence is padded to a multiple of."""
+def alignment(*, tp: int = 1, cp: int = 1, fp8: str | None = None) -> tuple[int, int]:
+    """What every sub-sequence, and the width of every row, is padded to a multiple of."""
     align = tp * 2 * cp if cp > 1 else tp
-    return math.lcm(align, 16 * cp) if fp8 else align
+    if fp8 is None:
+        return align, align
+    each = {"tensorwise": 16, "mxfp8": 32, "nvfp4": 64, "blockwise": 128}[fp8]  # of every rank
+    return align, math.lcm(align, each * cp * tp)
 
 
 def padded_batch(
@@ -143,16 +146,19 @@ def packed_batch(
     pad_token_id: int,
     max_tokens: int,
     align: int = 1,
+    row_align: int | None = None,
     fixed_width: bool = False,
     normalize_loss: bool = True,
 ) -> dict[str, Any]:
     """The rows of `plan`, cell by cell; a row is aligned segments and then one segment of pads."""
     pieces = rows_of(plan)
-    width = align  # an empty batch still has cells
+    row_align = row_align or align
+    width = row_align  # an empty batch still has cells
     for row_pieces in pieces:
-        width = max(width, sum(_aligned(length, align) for _, _, length in row_pieces))
+        cells = sum(_aligned(length, align) for _, _, length in row_pieces)
+        width = max(width, _aligned(cells, row_align))
     if fixed_width:
-        width = max_tokens - max_tokens % align
+        width = max_tokens - max_tokens % row_align
     assert width <= max_tokens
     rows = []
     fields: dict[str, list[list[int]]] = {

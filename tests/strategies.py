@@ -108,8 +108,15 @@ class PackedOptions:
 
     @property
     def align(self) -> int:
-        layout = self.layout
-        return alignment(tp=layout["tp"], cp=layout["cp"], fp8=layout["fp8"])
+        return alignment(**{k: v for k, v in self.layout.items() if k != "dp"})[0]
+
+    @property
+    def row_align(self) -> int:
+        return alignment(**{k: v for k, v in self.layout.items() if k != "dp"})[1]
+
+    @property
+    def capacity(self) -> int:
+        return int(self.collator["max_tokens"]) // self.row_align * self.row_align
 
 
 @st.composite
@@ -177,9 +184,9 @@ def packed_options(
         "dp": draw(st.sampled_from((1, 1, 2, 3, 4, 8))),
         "tp": draw(st.sampled_from((1, 1, 1, 2, 3, 4))),
         "cp": draw(st.sampled_from((1, 1, 1, 2, 3))),
-        "fp8": draw(st.sampled_from((False, False, False, True))),
+        "fp8": draw(st.sampled_from((*[None] * 6, "tensorwise", "mxfp8"))),
     }
-    align = alignment(tp=layout["tp"], cp=layout["cp"], fp8=layout["fp8"])
+    align = alignment(tp=layout["tp"], cp=layout["cp"], fp8=layout["fp8"])[1]
     longest = -(-max(lengths) // align) * align
     smallest = longest if overflow == "raise" else align
     room = draw(st.sampled_from((0, 1, align, longest, 3 * longest)))

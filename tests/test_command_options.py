@@ -49,6 +49,7 @@ OPTIONS = [
     ("report", "lengths.npy --json", "--dp 2", '"dp": 1', '"dp": 2'),
     ("report", "lengths.npy --cp 2", "--tp 4", "aligned to 4 ", "aligned to 16 "),
     ("report", "lengths.npy --tp 2", "--cp 4", "aligned to 2 ", "aligned to 16 "),
+    ("report", "lengths.npy", "--fp8 mxfp8", "12  padded", "rows is a multiple of 32 cells"),
     ("report", "lengths.npy --json", "--model rwkv", '"notes": []', "left are wrong in rwkv"),
     ("report", CHATS, "--num-proc 2", "chats:   0%", "chats (num_proc=2):"),
     ("report", EMPTY_CHATS, "--allow-empty", "is an empty answer", "2 examples, "),

@@ -18,7 +18,7 @@ LAYOUTS = {
     "dp": {"max_tokens": 64, "parallel": ParallelLayout(dp=4)},
     "fp8, fixed width": {
         "max_tokens": 64,
-        "parallel": ParallelLayout(fp8=True),
+        "parallel": ParallelLayout(fp8="tensorwise"),
         "fixed_width": True,
     },
 }

@@ -49,7 +49,7 @@ CALLS = [
     "PackingOptions(max_tokens=8)",
     "PackingOptions(max_tokens=8, balance=None, cost=ModelCost(vision_linear=1))",
     "ParallelLayout()",
-    "ParallelLayout(tp=2, fp8=True)",
+    "ParallelLayout(tp=2, fp8='mxfp8')",
 ]  # fmt: skip
 
 

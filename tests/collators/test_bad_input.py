@@ -106,7 +106,7 @@ WIDE = {
     "rounded up": (PaddedCollator(0, pad_to_multiple_of=2**31), {"input_ids": [5, 6, 7]},
      "2147483648 cells, more than the 2147483647 that"),
     "packed": (PackedCollator(0, max_tokens=2**32), {"input_ids": LONG},
-     "row would have 2147483656 cells.*lower max_tokens=4294967296"),
+     "example 1 has 2147483653 tokens, more than the 2147483647 that fit.*int32 counts.*shorten"),
     "fixed width": (PackedCollator(0, max_tokens=2**32, fixed_width=True), {"input_ids": [5, 6, 7]},
      "row would have 4294967296 cells.*lower max_tokens=4294967296"),
     "rollouts": (RolloutCollator(0), {**LONG_ROLLOUT, "prompt_ids": [5, 6, 7],

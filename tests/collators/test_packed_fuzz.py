@@ -92,7 +92,7 @@ def test_overflow_raise_names_the_example(data: st.DataObject) -> None:
     drawn = data.draw(batches(max_examples=4))
     options = data.draw(packed_options(drawn.lengths, overflow="drop"))
     options.collator["overflow"] = "raise"
-    too_long = [i for i, n in enumerate(drawn.lengths) if n > _capacity(options)]
+    too_long = [i for i, n in enumerate(drawn.lengths) if n > options.capacity]
     if too_long:
         with pytest.raises(DataError, match=rf"example {too_long[0]}\b"):
             collator_of(options)(drawn.given)
@@ -102,7 +102,7 @@ def test_overflow_raise_names_the_example(data: st.DataObject) -> None:
 
 def assert_plan_laws(batch: Batch, lengths: list[int], options: PackedOptions) -> None:
     """What must hold for every strategy, read from the batch alone."""
-    capacity, align, dp = _capacity(options), options.align, options.layout["dp"]
+    capacity, align, dp = options.capacity, options.align, options.layout["dp"]
     overflow = options.collator["overflow"]
     pieces: dict[int, list[int]] = {}
     rows = zip(
@@ -138,14 +138,10 @@ def assert_plan_laws(batch: Batch, lengths: list[int], options: PackedOptions) -
     assert dp <= num_rows <= max(dp, -(-num_pieces // dp) * dp)
     assert batch.metadata["num_dummy_rows"] == max(0, num_rows - num_pieces)
     width = batch["input_ids"].shape[1]
-    assert width % align == 0
+    assert width % options.row_align == width % align == 0
     assert width <= options.collator["max_tokens"]
     if options.collator["fixed_width"]:
         assert width == capacity
-
-
-def _capacity(options: PackedOptions) -> int:
-    return options.collator["max_tokens"] // options.align * options.align
 
 
 def _expected(
@@ -161,6 +157,7 @@ def _expected(
         pad_token_id=pad_token_id,
         max_tokens=options.collator["max_tokens"],
         align=options.align,
+        row_align=options.row_align,
         fixed_width=options.collator["fixed_width"],
         normalize_loss=options.collator["normalize_loss"],
     )
@@ -179,7 +176,7 @@ def _collate(
         "normalize_loss": True,
     }
     options = PackedOptions(
-        {"dp": 1, "tp": 1, "cp": 1, "fp8": False, **(layout or {})}, {**defaults, **collator}
+        {"dp": 1, "tp": 1, "cp": 1, "fp8": None, **(layout or {})}, {**defaults, **collator}
     )
     made = collator_of(options)
     batch = made(examples)

@@ -110,6 +110,7 @@ def test_packed_rows_equal_the_oracle(form: str, data: st.DataObject) -> None:
         pad_token_id=0,
         max_tokens=options.collator["max_tokens"],
         align=options.align,
+        row_align=options.row_align,
         fixed_width=options.collator["fixed_width"],
         normalize_loss=options.collator["normalize_loss"],
     )

@@ -91,10 +91,9 @@ def test_options_are_values() -> None:
 
 def test_align_is_what_the_parallel_ranks_need() -> None:
     layouts = {(1, 1): 1, (4, 1): 4, (1, 2): 4, (4, 2): 16}
-    with_fp8 = {(1, 1): 16, (3, 1): 48, (2, 2): 32, (8, 3): 48, (5, 2): 160}
-    for fp8, expected in ((False, layouts), (True, with_fp8)):
-        for (tp, cp), align in expected.items():
-            assert ParallelLayout(dp=3, tp=tp, cp=cp, fp8=fp8).align == align
+    for (tp, cp), align in layouts.items():
+        assert ParallelLayout(dp=3, tp=tp, cp=cp).align == align
+        assert ParallelLayout(dp=3, tp=tp, cp=cp).row_align == align
 
 
 def test_a_layout_is_immutable_hashable_and_holds_python_ints() -> None:

@@ -23,6 +23,7 @@ def plan() -> PackingPlan:
         row_offsets=ints(0, 2, 3, 4, 4),
         max_tokens=18,
         align=4,
+        row_align=4,
         rows_multiple_of=2,
         dropped=ints(),
         cut=ints(2),

@@ -223,19 +223,17 @@ class PackedCollator(Collator, ForTrainer):
         plan, own = part.plan, self.packing
         given: dict[str, Any] = {"max_tokens": plan.max_tokens, "align": plan.align}
         mine: dict[str, Any] = {"max_tokens": own.max_tokens, "align": own.parallel.align}
+        if plan.row_align != own.parallel.row_align:
+            given["row_align"], mine["row_align"] = plan.row_align, own.parallel.row_align
         is_by_rows = plan.rows_multiple_of == own.parallel.dp
-        given["rows_multiple_of"], mine["rows_multiple_of"] = (
-            plan.rows_multiple_of,
-            own.parallel.dp if is_by_rows else own.row_multiple,
-        )
+        multiple = own.parallel.dp if is_by_rows else own.row_multiple
+        given["rows_multiple_of"], mine["rows_multiple_of"] = plan.rows_multiple_of, multiple
         if self.vision is not None:
             for name in ("max_patches", "dummy_image_tokens"):
                 given[name], mine[name] = getattr(plan, name), getattr(own, name)
         if plan.segments is not None and own.share_prefixes != "auto":
-            given["share_prefixes"], mine["share_prefixes"] = (
-                plan.segments.shares,
-                own.share_prefixes,
-            )
+            given["share_prefixes"] = plan.segments.shares
+            mine["share_prefixes"] = own.share_prefixes
         if given != mine:
             raise ValueError(
                 f"the batch was planned for {given}, this collator has {mine}; give the sampler "
@@ -313,7 +311,8 @@ class PackedCollator(Collator, ForTrainer):
         )
 
     def _width(self, plan: PackingPlan) -> int:
-        return self.packing.capacity if self.fixed_width else plan.width
+        fixed = plan.max_tokens // plan.row_align * plan.row_align  # int32 may not count it
+        return fixed if self.fixed_width else plan.width
 
     def _metadata(self, part: RankPlan, num_examples: int) -> dict[str, Any]:
         """Return batch metadata: tokens, cells and cost over all ranks."""

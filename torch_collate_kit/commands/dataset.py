@@ -24,7 +24,7 @@ from torch_collate_kit.commands.arguments import (
 )
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing import ParallelLayout
-from torch_collate_kit.packing.options import STRATEGIES
+from torch_collate_kit.packing.options import FP8_TOKENS, STRATEGIES
 from torch_collate_kit.reporting import audit, packing_report
 
 _OF_RECORDS = ("split", "tokenizer", "train_on", "image_root", "num_proc")
@@ -45,6 +45,7 @@ def add_report(commands: Any) -> None:
         num_proc="processes that tokenize",
     )
     parser.set_defaults(dp=1, tp=1, cp=1)
+    parser.add_argument("--fp8", choices=FP8_TOKENS, help="recipe that rows are padded for (none)")
     parser.add_argument(
         "--max-tokens", type=number, nargs="+", metavar="N", help="row lengths to compare"
     )
@@ -83,7 +84,7 @@ def _report(options: argparse.Namespace) -> int:
         data,
         options.max_tokens,
         strategies=options.strategy,
-        parallel=ParallelLayout(dp=options.dp, tp=options.tp, cp=options.cp),
+        parallel=ParallelLayout(options.dp, options.tp, options.cp, options.fp8),
         overflow=options.overflow,
         batch_size=options.batch_size,
         batch_rows=options.batch_rows,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from torch_collate_kit._checks import (
     checked_bool,
@@ -19,6 +19,8 @@ from torch_collate_kit.packing.cost import ModelCost
 STRATEGIES = ("best_fit_decreasing", "first_fit_decreasing", "balanced", "sequential", "wrapped")
 _OVERFLOWS = ("raise", "truncate", "drop", "split")
 _BALANCES = ("attention", "tokens", None)
+MOST_CELLS = 2**31 - 1  # of a row: int32 counts them
+FP8_TOKENS = {"tensorwise": 16, "mxfp8": 32, "nvfp4": 64, "blockwise": 128}
 _NONE_MEANS = {
     "max_sequences_per_row": "no limit",
     "max_patches": "no limit",
@@ -28,32 +30,39 @@ _NONE_MEANS = {
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """Sizes of the parallel dimensions: data, tensor, context; and fp8 on or off.
+    """Sizes of the parallel dimensions: data, tensor, context; and the recipe of fp8, if any.
 
     The sizes are ints of at least 1 and are kept as Python ints. Immutable and hashable. Pipeline
     stages exchange blocks of one shape: ``PackedCollator(fixed_width=True)`` with a fixed number of
     rows.
 
     Raises:
-        TypeError: a size is not an int, or ``fp8`` is not a bool.
-        ValueError: a size is below 1.
+        TypeError: a size is not an int.
+        ValueError: a size is below 1, or ``fp8`` is not a recipe.
 
     >>> ParallelLayout(tp=4).align, ParallelLayout(tp=4, cp=2).align
     (4, 16)
-    >>> ParallelLayout(dp=4, tp=2, cp=2, fp8=True).align
-    32
+    >>> layout = ParallelLayout(dp=4, tp=2, cp=2, fp8="blockwise")
+    >>> layout.align, layout.row_align
+    (8, 512)
     """
 
     dp: int = 1
     tp: int = 1
     cp: int = 1
-    fp8: bool = False
+    fp8: Literal["tensorwise", "mxfp8", "nvfp4", "blockwise"] | None = None
 
     def __post_init__(self) -> None:
         for name in ("dp", "tp", "cp"):
             hint = "1 means this kind of parallelism is off"
             object.__setattr__(self, name, checked_int(name, getattr(self, name), hint=hint))
-        checked_bool("fp8", self.fp8)
+        if self.fp8 is not None and not (isinstance(self.fp8, str) and self.fp8 in FP8_TOKENS):
+            raise ValueError(
+                f"fp8 must be the recipe, {', '.join(map(repr, FP8_TOKENS))}, or None, got "
+                f"{self.fp8!r}: a rank's tokens of a row must be a multiple of "
+                f"{', '.join(map(str, FP8_TOKENS.values()))} (True padded every segment to a "
+                "multiple of 16 * cp instead); choose the one that the model trains with"
+            )
 
     def __repr__(self) -> str:
         return dataclass_repr(self)
@@ -63,12 +72,20 @@ class ParallelLayout:
         """Number of tokens that every sub-sequence is padded to a multiple of.
 
         Sequence parallelism cuts a sub-sequence into ``tp`` parts, context parallelism into
-        ``2 * cp``: each rank takes one chunk from either end, which balances causal attention. An
-        fp8 matrix product needs a token dimension, the tokens of one context rank, that is a
-        multiple of 16.
+        ``2 * cp``: each rank takes one chunk from either end, which balances causal attention.
         """
-        align = self.tp * 2 * self.cp if self.cp > 1 else self.tp
-        return math.lcm(align, 16 * self.cp) if self.fp8 else align
+        return self.tp * 2 * self.cp if self.cp > 1 else self.tp
+
+    @property
+    def row_align(self) -> int:
+        """Number of cells that the width of a row is a multiple of.
+
+        fp8 kernels need a rank's tokens of a row, cut by cp and tp, to be a multiple of 16
+        ("tensorwise", and rowwise), 32 ("mxfp8"), 64 ("nvfp4") or 128 ("blockwise").
+        """
+        if self.fp8 is None:
+            return self.align
+        return math.lcm(self.align, FP8_TOKENS[self.fp8] * self.cp * self.tp)
 
     def place(self, rank: int) -> tuple[int, int]:
         """Return the data rank and the context rank of a process.
@@ -114,7 +131,7 @@ class PackingOptions:
     strategy: str | None = None
     """Strategy that fills rows, see ``pack``; None: "balanced" in a collator, else best fit."""
     parallel: ParallelLayout = field(default_factory=ParallelLayout)
-    """The rows are a multiple of its ``dp``; sub-sequences are aligned to its ``align``."""
+    """Its ``dp`` divides the number of rows, ``row_align`` their width, ``align`` sub-sequences."""
     overflow: str = "raise"
     """Treatment of examples longer than a row: "raise", "truncate", "drop" or "split"; of lists of
     segments "raise" or "drop", or with ``share_prefixes`` "split", between segments."""
@@ -164,10 +181,11 @@ class PackingOptions:
             numbers[name] = checked_optional_int(name, getattr(self, name), hint=hint)
         for name, number in numbers.items():
             object.__setattr__(self, name, number)
-        if max_tokens < self.parallel.align:
+        if not self.capacity:
+            name = "align" if self.parallel.fp8 is None else "row_align"
             raise ValueError(
-                f"max_tokens must be at least align={self.parallel.align}, got {max_tokens}: not "
-                "one aligned token fits in a row; raise max_tokens or lower align"
+                f"max_tokens must be at least {name}={self.parallel.row_align}, got {max_tokens}: "
+                f"not one aligned token fits in a row; raise max_tokens or lower {name}"
             )
         if self.row_multiple % self.parallel.dp and self.parallel.dp % self.row_multiple:
             raise ValueError(
@@ -197,7 +215,13 @@ class PackingOptions:
         if self.parallel.align > 1:
             raise ValueError(
                 f'strategy="wrapped" leaves no gaps, and align={self.parallel.align} needs one '
-                "after each document; use another strategy, or a layout without tp, cp and fp8"
+                "after each document; use another strategy, or a layout without tp and cp"
+            )
+        if rest := self.max_tokens % self.parallel.row_align:
+            raise ValueError(
+                f'strategy="wrapped" fills rows to max_tokens={self.max_tokens}, which is not a '
+                f"multiple of row_align={self.parallel.row_align} (fp8={self.parallel.fp8!r}); "
+                f"pass max_tokens={self.max_tokens - rest}"
             )
         defaults = {"overflow": "raise", "max_sequences_per_row": None, "share_prefixes": False}
         for name, default in defaults.items():
@@ -212,8 +236,9 @@ class PackingOptions:
 
     @property
     def capacity(self) -> int:
-        """Cells of a row that aligned pieces can fill: the longest piece."""
-        return self.max_tokens // self.parallel.align * self.parallel.align
+        """Cells of a row that aligned pieces can fill: the longest piece. int32 counts them."""
+        row_align = self.parallel.row_align
+        return min(self.max_tokens, MOST_CELLS) // row_align * row_align
 
     @property
     def row_multiple(self) -> int:
@@ -231,14 +256,19 @@ class PackingOptions:
         """Return the settings that a state shares with the object it is loaded into: JSON."""
         state = {name: getattr(self, name) for name in self.__dataclass_fields__}
         del state["parallel"]
-        layout = {"align": self.parallel.align, "dp": self.parallel.dp}
+        layout = {name: getattr(self.parallel, name) for name in ("align", "row_align", "dp")}
         return state | layout | {"cost": self.cost.as_state()}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> PackingOptions:
         """Return options that plan as those with this ``as_state``."""
-        given = {key: value for key, value in state.items() if key not in ("align", "dp", "cost")}
-        parallel = ParallelLayout(dp=state["dp"], tp=state["align"])
+        others = ("align", "row_align", "dp", "cost")
+        given = {key: value for key, value in state.items() if key not in others}
+        align, names = state["align"], {number: name for name, number in FP8_TOKENS.items()}
+        per_align = state["row_align"] // max(1, align)  # with cp, `align` has a factor of 2 more
+        sizes = {"tp": align} if per_align != 8 else {"cp": align // 2}
+        fp8: Any = names.get(max(16, per_align)) if per_align > 1 else None
+        parallel = ParallelLayout(dp=state["dp"], fp8=fp8, **sizes)
         return cls(parallel=parallel, cost=ModelCost(*state["cost"]), **given)
 
 

@@ -12,7 +12,7 @@ from numpy.ma import MaskedArray
 
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing.cost import ModelCost
-from torch_collate_kit.packing.options import PackingOptions
+from torch_collate_kit.packing.options import MOST_CELLS, PackingOptions
 from torch_collate_kit.packing.plan import PackingPlan
 from torch_collate_kit.packing.rows import Ints, Rows, row_sums
 from torch_collate_kit.packing.runs import Runs
@@ -137,7 +137,7 @@ def _checked_patches(values: npt.NDArray[Any], offsets: Ints | None) -> Ints:
 
 def cut_to_fit(lengths: Ints, packing: PackingOptions, load: Load | None = None) -> PackingPlan:
     """Return the pieces of examples of these lengths, int64 [N], and load: one in each row."""
-    most, overflow = _longest(packing, load), packing.overflow
+    most, overflow, given = _longest(packing, load), packing.overflow, load
     if load is None:
         load = Load.none(len(lengths))
     if load.segments is None:
@@ -171,7 +171,7 @@ def cut_to_fit(lengths: Ints, packing: PackingOptions, load: Load | None = None)
         return replace(whole, cut=too_long, num_cut_tokens=lost)
     if load.segments is not None:
         return _runs_in_rows(whole, too_long, packing, load)
-    counts = num_pieces(lengths, packing, load)
+    counts = num_pieces(lengths, packing, given)
     split = _one_in_each_row(whole, np.repeat(whole.example_indices, counts))
     limit = limits[split.example_indices]
     first_piece = np.repeat(np.cumsum(counts) - counts, counts)
@@ -225,7 +225,7 @@ def wrapped_pieces(lengths: Ints, packing: PackingOptions, load: Load | None = N
     is_first[np.cumsum(counts) - counts] = True
     bounds = np.empty(len(examples) + 1, dtype=np.int64)
     bounds[:-1][is_first], bounds[:-1][~is_first], bounds[-1] = begins, cuts[is_inside], total
-    rows = np.searchsorted(bounds[:-1], np.arange(num_rows + 1) * capacity)
+    rows = np.searchsorted(bounds[:-1], np.append(cuts, np.full(num_rows + 1 - len(cuts), total)))
     whole = _whole_examples(lengths, packing, Load.none(len(lengths)))
     pieces = whole.in_rows(Rows(examples, rows))
     return replace(
@@ -246,6 +246,7 @@ def _whole_examples(lengths: Ints, packing: PackingOptions, load: Load) -> Packi
         row_offsets=numbers,
         max_tokens=packing.max_tokens,
         align=packing.parallel.align,
+        row_align=packing.parallel.row_align,
         rows_multiple_of=1,
         dropped=none,
         cut=none,
@@ -276,9 +277,7 @@ def num_pieces(lengths: Ints, packing: PackingOptions, load: Load | None = None)
 
 def _longest(packing: PackingOptions, load: Load | None) -> Ints | np.int64:
     """Return the longest piece that each example may have: int64 [N], or one for all."""
-    capacity = min(packing.capacity, 2**63 - 1)
-    if packing.strategy == "wrapped":  # cut where a row ends, wherever that is
-        capacity = 2**63 - 1
+    capacity = packing.capacity if packing.strategy != "wrapped" else 2**63 - 1  # cut anywhere
     if load is None:
         return np.int64(capacity)
     if not load.patches.any():
@@ -330,6 +329,8 @@ def _unfit_error(
                 f"(dummy_image_tokens={packing.dummy_image_tokens})"
             )
         others, way_out = "too long as well", "raise max_tokens, shorten it"
+        if packing.max_tokens > MOST_CELLS:
+            way_out = "int32 counts the cells of a row: shorten it"
     else:
         what = (
             f"{int(load.patches[i])} patches of images, more than the max_patches="

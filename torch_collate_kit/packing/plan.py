@@ -41,6 +41,8 @@ class PackingPlan:
     """Capacity of a row, in tokens."""
     align: int
     """A piece occupies its length rounded up to a multiple of this."""
+    row_align: int
+    """The width of the rows is a multiple of this."""
     rows_multiple_of: int
     """Number of ranks that the rows are planned for; the number of rows is a multiple of it."""
     dropped: Ints
@@ -136,12 +138,12 @@ class PackingPlan:
 
     @property
     def width(self) -> int:
-        """Number of cells in the widest row, dummy images included, at least ``align``."""
+        """Cells of the widest row, dummy images included, rounded up to ``row_align``; never 0."""
         cells = self.row_cells
         if self.patches.any():
             dummy_cells = -(-self.dummy_image_tokens // self.align) * self.align
             cells = cells + self.needs_dummy_image * dummy_cells
-        return max(self.align, int(cells.max()))
+        return -(-max(1, int(cells.max())) // self.row_align) * self.row_align
 
     @property
     def efficiency(self) -> float:
@@ -155,13 +157,13 @@ class PackingPlan:
         All cells (or patches) divided by the capacity, or the number of pieces of more than half of
         it, whichever is larger; rounded up to a multiple of ``rows_multiple_of``.
         """
-        budgets = [(self.aligned_lengths, self.max_tokens // self.align * self.align)]
+        budgets = [(self.aligned_lengths, self.max_tokens // self.row_align * self.row_align)]
         if self.max_patches is not None:
             budgets.append((self.patches, self.max_patches))
         rows = 1
         for sizes, usable in budgets:
             by_sum = -(-int(sizes.sum()) // usable)
-            by_large_pieces = int(np.count_nonzero(2 * sizes > usable))
+            by_large_pieces = int(np.count_nonzero(sizes > usable // 2))
             rows = max(rows, by_sum, by_large_pieces)
         return -(-rows // self.rows_multiple_of) * self.rows_multiple_of
 

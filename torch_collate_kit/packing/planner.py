@@ -219,8 +219,9 @@ def measured(
         most_of_one = int(pieces.num_segments.max(initial=1))
         most_pieces //= max(1, most_of_one)  # as if all had as many segments
     num_cells, num_patches = int(cells.sum()), int(patches.sum())
-    tokens = min(packing.max_tokens, num_cells)
-    text = min(packing.max_tokens - (packing.reserved if has_images else 0), num_cells)
+    room = min(packing.max_tokens, packing.capacity + packing.parallel.align - 1)  # as capacity
+    tokens = min(room, num_cells)
+    text = min(room - (packing.reserved if has_images else 0), num_cells)
     most_patches = min(packing.max_patches or num_patches, num_patches)
     return (cells, patches), Limits(tokens, most_patches, most_pieces, tokens - text)
 

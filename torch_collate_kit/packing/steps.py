@@ -6,13 +6,14 @@ left free. The free cells let pieces be levelled over the rows; rows are then de
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
 from torch_collate_kit.packing.balance import assign_ranks, costs_to_balance, level_rows
-from torch_collate_kit.packing.options import PackingOptions, ParallelLayout
+from torch_collate_kit.packing.options import PackingOptions
 from torch_collate_kit.packing.pieces import Load, cut_to_fit, wrapped_pieces
 from torch_collate_kit.packing.plan import PackingPlan
 from torch_collate_kit.packing.planner import filled_rows, measured, part_of
@@ -62,28 +63,44 @@ class WindowPlan(NamedTuple):
 
 
 def num_that_fit(
-    lengths: Ints, packing: PackingOptions, num_rows: int, load: Load | None = None
-) -> int:
+    lengths: Ints, packing: PackingOptions, num_rows: int, load: Load | None, *, more_follow: bool
+) -> int | None:
     """Count how many of the first examples fit in ``num_rows`` rows with 0.5% of the cells free.
 
     At least ``num_rows`` of them do, if there are as many: best fit opens at most one row for each.
-    ``lengths`` int64 [N], of which none is split. Only sizes are counted, no piece is moved.
+    ``lengths`` int64 [N], none of which is split. None where ``more_follow`` that could count.
     """
-    sizes, limits, kept = _sizes_of(lengths, packing, load)
-    if not len(kept):
-        return len(lengths)
+    pieces = cut_to_fit(lengths, packing, load)
+    kept, most = pieces.example_indices, _num_within_slots(pieces, packing, num_rows)
+
+    def first(number: int) -> tuple[Sizes, Limits]:  # alone, whatever follows them
+        some = pieces.in_rows(Rows(np.arange(number), np.arange(number + 1)))
+        return measured(some, packing, has_images=load is not None)
+
+    sizes, limits = first(most)
     if packing.strategy == "sequential":
-        offsets = sequential(sizes, limits).offsets
-        num_pieces = int(offsets[min(num_rows, len(offsets) - 1)])
+        most = _num_in_order(sizes, limits._replace(pieces=None), num_rows)
+        number = _num_in_order(*first(most), num_rows)
     else:
-        num_pieces = _num_pieces_that_fit(sizes, limits, packing, num_rows)
-    return int(kept[num_pieces]) if num_pieces < len(kept) else len(lengths)
+        number, most = _num_in_budgets(sizes, limits, packing, num_rows)
+        ends = np.cumsum(sizes[0])
+        while number > num_rows:
+            surplus = _num_rows(*first(number), packing) - num_rows
+            if surplus <= 0:
+                break
+            less = max(1, surplus * packing.capacity // 8)  # an eighth of the rows too many
+            fewer = int(np.searchsorted(ends, ends[number - 1] - less))
+            number = max(num_rows, min(number - 1, fewer))
+    if more_follow and most == len(kept):
+        return None
+    return int(kept[number]) if number < len(kept) else len(lengths)
 
 
 def num_rows_needed(lengths: Ints, packing: PackingOptions, load: Load | None = None) -> int:
     """Count the rows that the strategy fills with these examples, none of which is split."""
-    sizes, limits, kept = _sizes_of(lengths, packing, load)
-    return _num_rows(sizes, limits, packing) if len(kept) else 0
+    pieces = cut_to_fit(lengths, packing, load)
+    sizes, limits = measured(pieces, packing, has_images=load is not None)
+    return _num_rows(sizes, limits, packing) if len(pieces.lengths) else 0
 
 
 def plan_window(
@@ -106,6 +123,7 @@ def plan_window(
     rows = filled_rows(sizes, limits, packing.strategy)
     costs = costs_to_balance(sizes, limits, pieces, packing)
     num_rows = num_steps * batch_rows
+    assert len(rows.offsets) <= num_rows + 1, "rows of no step would be lost"
     rows = level_rows(rows, sizes, limits, costs, packing, num_rows=num_rows, num_ranks=group)
     if packing.strategy == "sequential":
         steps = np.arange(num_rows).reshape(num_steps, batch_rows)
@@ -131,7 +149,8 @@ def plan_wrapped(
     """
     left = lengths.copy()
     left[:1] -= skipped
-    alone = replace(packing, parallel=ParallelLayout(), rows_multiple_of=num_steps * batch_rows)
+    layout = replace(packing.parallel, dp=1)
+    alone = replace(packing, parallel=layout, rows_multiple_of=num_steps * batch_rows)
     pieces = wrapped_pieces(left, alone)
     starts = pieces.starts + np.where(pieces.example_indices == 0, skipped, 0)
     sizes, limits = measured(pieces, packing, has_images=False)
@@ -150,35 +169,45 @@ def _dealt(costs: Ints, num_steps: int, group: int) -> Ints:
     return groups[turns[:, ends_first]].transpose(1, 0, 2).reshape(num_steps, -1)
 
 
-def _sizes_of(
-    lengths: Ints, packing: PackingOptions, load: Load | None
-) -> tuple[Sizes, Limits, Ints]:
-    """Return the sizes of the examples that are placed, the limits, and the examples' numbers."""
-    pieces = cut_to_fit(lengths, packing, load)
-    sizes, limits = measured(pieces, packing, has_images=load is not None)
-    return sizes, limits, pieces.example_indices
+def _num_within_slots(pieces: PackingPlan, packing: PackingOptions, num_rows: int) -> int:
+    """Return how many of the first pieces rows may hold, whatever their sizes."""
+    slots, number = packing.max_sequences_per_row, len(pieces.lengths)
+    if slots is None:
+        return number
+    rows = num_rows * (slots // np.maximum.accumulate(pieces.num_segments))  # as `measured` has it
+    return int(np.count_nonzero(np.arange(number) < rows))
 
 
-def _num_pieces_that_fit(
+def _num_in_order(sizes: Sizes, limits: Limits, num_rows: int) -> int:
+    offsets = sequential(sizes, limits).offsets
+    return int(offsets[min(num_rows, len(offsets) - 1)])
+
+
+def _num_in_budgets(
     sizes: Sizes, limits: Limits, packing: PackingOptions, num_rows: int
-) -> int:
+) -> tuple[int, int]:
+    """Return how many of the first pieces the rows have room for, and how many if all is filled.
+
+    0.5% stay free, or as many are dealt alike as rows have room for so many of the longest.
+    """
     budgets = [(sizes[0], packing.capacity)]
     if packing.max_patches is not None and sizes[1].any():
         budgets.append((sizes[1], packing.max_patches))
-    ends = [np.cumsum(values) for values, _ in budgets]
-    number = len(sizes[0])
-    for end, (_, capacity) in zip(ends, budgets, strict=True):
-        most = max(capacity, num_rows * capacity * _FILLED_PER_MILLE // 1000)
-        number = min(number, int(np.searchsorted(end, most, side="right")))
-    while number > num_rows:
-        first = sizes[0][:number], sizes[1][:number]
-        surplus = _num_rows(first, limits, packing) - num_rows
-        if surplus <= 0:
-            break
-        less = max(1, surplus * packing.capacity // 8)  # an eighth of the rows that are too many
-        fewer = int(np.searchsorted(ends[0], ends[0][number - 1] - less))
-        number = max(num_rows, min(number - 1, fewer))
-    return number
+    number = most = len(sizes[0])
+    for values, room in budgets:
+        ends, full = np.append(0, np.cumsum(values)), num_rows * room
+        for share in (_FILLED_PER_MILLE, 1000):
+            least = min(max(room, full * share // 1000), int(ends[-1]))
+            within = int(np.searchsorted(ends, least, side="right")) - 1
+            number, most = min(number, within), most if share < 1000 else min(most, within)
+
+    def overfills(each: int) -> bool:
+        largest = [each * int(values[: each * num_rows].max()) for values, _ in budgets]
+        largest[0] += limits.reserved if each > 1 else 0
+        return any(of > room for of, (_, room) in zip(largest, budgets, strict=True))
+
+    alike = bisect_left(range(1, most // num_rows + 1), True, key=overfills)
+    return max(number, min(num_rows, len(sizes[0])), alike * num_rows), most
 
 
 def _num_rows(sizes: Sizes, limits: Limits, packing: PackingOptions) -> int:

@@ -59,10 +59,8 @@ def best_fit_decreasing(
 
 def num_rows_best_fit(sizes: Ints, capacity: int, max_pieces: int | None) -> int:
     """Count the rows of ``best_fit_decreasing``, without placing a piece."""
-    counts = np.bincount(sizes)
-    distinct = np.flatnonzero(counts)[::-1]
-    histogram = tuple(distinct.tolist()), tuple(counts[distinct].tolist())
-    return _fill_empty(*histogram, capacity, max_pieces)[3]
+    _, distinct, counts = _histogram(sizes)
+    return _fill_empty(tuple(distinct), tuple(counts), capacity, max_pieces)[3]
 
 
 @lru_cache(maxsize=1)  # a window of steps is counted, and then filled: a fifth of its time

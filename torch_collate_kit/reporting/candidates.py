@@ -27,7 +27,7 @@ _MOST_BINS = 48
 _WIDE = 20  # longest / shortest above which bins are equally wide on a logarithmic scale
 
 
-def capacities_to_try(lengths: Ints, align: int) -> list[int]:
+def capacities_to_try(lengths: Ints, row_align: int) -> list[int]:
     """Return the row lengths to try: powers of two that hold 99% of the examples and more.
 
     The largest is twice what holds all, and two lie between.
@@ -38,7 +38,7 @@ def capacities_to_try(lengths: Ints, align: int) -> list[int]:
     common, longest = (_power_of_two(int(n)) for n in (np.quantile(lengths, 0.99), lengths.max()))
     powers = [1 << n for n in range(common.bit_length() - 1, longest.bit_length() + 1)]
     between = [longest * 3 // 4, longest * 3 // 2]
-    return sorted({max(n, align) for n in (*powers, *between)})
+    return sorted({max(n, row_align) for n in (*powers, *between)})
 
 
 def _power_of_two(number: int) -> int:
@@ -56,7 +56,7 @@ def packings_to_try(
     if strategies is None:
         strategies = _STRATEGIES[:1] if max_tokens is None else _STRATEGIES
     if max_tokens is None:
-        max_tokens = capacities_to_try(lengths, packing.parallel.align)
+        max_tokens = capacities_to_try(lengths, packing.parallel.row_align)
     is_one = isinstance(max_tokens, str) or not isinstance(max_tokens, Sequence | np.ndarray)
     limits: Any = [max_tokens] if is_one else max_tokens
     names = [strategies] if isinstance(strategies, str) else strategies
@@ -146,7 +146,7 @@ def _padded(
     Each segment is a row.
     """
     pieces = cut_to_fit(lengths, packing, load)
-    kept, align = pieces.lengths, packing.parallel.align
+    kept, align = pieces.lengths, packing.parallel.row_align
     starts = first_examples = np.arange(0, len(kept), batch_size)
     vision = np.add.reduceat(pieces.vision_costs, first_examples)
     if segments is not None:

@@ -36,6 +36,8 @@ def intro_lines(report: Mapping[str, Any], names: Sequence[str]) -> list[str]:
         lines.append("cut: examples that continue in another row; no token is lost")
     if options["align"] > 1:
         lines.append(f"examples aligned to {options['align']} tokens")
+    if options["row_align"] > options["align"]:
+        lines.append(f"fp8: the width of rows is a multiple of {options['row_align']} cells")
     return lines
 
 

@@ -172,7 +172,8 @@ def packing_report(
             what holds 99 of 100 examples to twice what holds all.
         strategies: of ``pack``. None: best fit, balanced and sequential, but best fit alone if
             ``max_tokens`` is None.
-        parallel: the layout; its ``dp`` ranks share the rows, and its ``align`` pads examples.
+        parallel: the layout; its ``dp`` ranks share rows, ``align`` pads examples, ``row_align``
+            rows.
         overflow: for examples longer than a row: "drop" and "truncate" count what is lost, "split"
             counts the examples it cuts, "raise" raises.
         balance: as for ``pack``.

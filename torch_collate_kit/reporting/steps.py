@@ -38,8 +38,8 @@ def steps_of(
     if batch_size is None:
         batch_size = max(1, round(len(lengths) / by_rows["num_steps"]))
     found = [_figures(lengths, load, packing, "by_examples", batch_size=batch_size), by_rows]
-    can_be_cut = packing.parallel.align == 1 and packing.max_sequences_per_row is None
-    if can_be_cut and load is None:
+    can_be_cut = packing.parallel.align == 1 and packing.capacity == packing.max_tokens
+    if can_be_cut and packing.max_sequences_per_row is None and load is None:
         wrapped = replace(packing, strategy="wrapped", overflow="raise")
         found.append(_figures(lengths, None, wrapped, "wrapped", batch_rows=batch_rows))
     return found

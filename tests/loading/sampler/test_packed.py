@@ -75,7 +75,7 @@ def test_the_ranks_together_are_the_controller(form: str, data: st.DataObject) -
     options = data.draw(packed_options(drawn.lengths))
     dataset = TokenizedDataset(drawn.plain)
     layout = ParallelLayout(**options.layout)
-    is_cut = max(drawn.lengths) > options.collator["max_tokens"] // options.align * options.align
+    is_cut = max(drawn.lengths) > options.capacity
     is_cut = is_cut and options.collator["overflow"] in ("truncate", "split")
     counts = None if is_cut else dataset.num_loss_tokens
     normalize = options.collator["normalize_loss"] and not is_cut

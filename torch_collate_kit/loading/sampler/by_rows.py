@@ -24,6 +24,7 @@ from torch_collate_kit.packing import PackingOptions
 from torch_collate_kit.packing.pieces import Load
 from torch_collate_kit.packing.steps import WindowPlan, num_rows_needed, num_that_fit, plan_window
 
+_MOST_EPOCHS = 500  # that a window joins
 _NUM_SAMPLED = 20  # windows from which the length of a very long epoch is estimated
 
 
@@ -74,10 +75,7 @@ class ByRows(Budget):
         super().__init__(order, tail)
         self.batch_rows, self.window, self.group = windows
         self._entries, self._packing = entries, packing
-        mean = max(1.0, float(entries.cells[:1_000_000].mean()))
-        num_rows = self.batch_rows * self.window
-        per_window = num_rows * packing.max_tokens / mean
-        self._guess = int(min(per_window * 1.1, len(entries.lengths))) + num_rows
+        self._ahead = 8 * self.batch_rows * self.window  # entries read for a window, to begin with
         self._starts: dict[int, dict[int, int]] = {}  # [epoch][first step of a window]: its place
         self._windows: dict[tuple[int, int], _Window] = {}
         self._planned: tuple[int, _Window, Indices, WindowPlan] | None = None
@@ -307,19 +305,25 @@ class ByRows(Budget):
 
     def _end(self, epoch: int, start: int, most_steps: int) -> tuple[int, int]:
         """Return the place where a window ends, and its number of steps; 0 for a dropped tail."""
-        most, rows = self.order.size(epoch) - start, self.batch_rows * most_steps
-        ahead = self._guess
-        while True:
-            num_read = ahead if self.tail == "wrap" else min(ahead, most)
+        size, rows, ahead = self.order.size(epoch), self.batch_rows * most_steps, self._ahead
+        most = size * (_MOST_EPOCHS if self.tail == "wrap" else 1) - start
+        number = None
+        while number is None:  # how many are read only matters for speed
+            num_read = min(ahead, most)
             lengths, load = self._sizes(self.order.take(epoch, start, start + num_read))
-            number = num_that_fit(lengths, self._packing, rows, load)
-            has_all = num_read == most
-            if self.tail == "wrap":  # a Mixture with max_passes ends: its last steps are full, too
-                most, has_all = len(lengths), len(lengths) < num_read
-            if has_all or number < num_read:
-                break
+            more_follow = self.tail == "wrap" or num_read < most
+            if len(lengths) < num_read:  # a Mixture with max_passes ends: its last steps are full
+                most, more_follow = len(lengths), False
+            number = num_that_fit(lengths, self._packing, rows, load, more_follow=more_follow)
             ahead *= 2
-        if not has_all:
+            if number is None and num_read == most:
+                raise ValueError(
+                    f"tail='wrap' joins epochs, and {_MOST_EPOCHS} of {size} examples do not fill "
+                    f"{most_steps} steps of batch_rows={self.batch_rows} rows of max_tokens="
+                    f"{self._packing.max_tokens}; lower max_tokens, or use tail='keep'"
+                )
+        self._ahead = number + number // 8 + rows
+        if more_follow:
             return start + number, most_steps
         capacity = rows * self._packing.max_tokens
         needed = rows + 1
@@ -332,5 +336,6 @@ class ByRows(Budget):
         num_steps = needed // self.batch_rows
         if not num_steps:
             return start, 0
-        number = num_that_fit(lengths, self._packing, num_steps * self.batch_rows, load)
-        return start + number, num_steps
+        rows = num_steps * self.batch_rows
+        number = num_that_fit(lengths, self._packing, rows, load, more_follow=False)
+        return start + (number or 0), num_steps

@@ -23,6 +23,7 @@ from torch_collate_kit.loading.streaming.entries import ENTRY, load_of, place_af
 from torch_collate_kit.loading.streaming.stages import ShardStages
 from torch_collate_kit.loading.streaming.states import Place
 from torch_collate_kit.packing import PackingOptions, PackingPlan
+from torch_collate_kit.packing.options import MOST_CELLS
 from torch_collate_kit.packing.planner import batch_of_rows, fill_rows
 
 # A batch: ascending indices into the buffer, and the plan of these entries.
@@ -132,10 +133,11 @@ def _fullest_groups(
     # Of equally full rows (in percent) those with the oldest longest example go first. Choosing the
     # longest examples would pack uniform lengths 0.1% better, but yield them too early: in the
     # first eighth of a window they would be 1.6 times as long as the mean.
-    percent_free = (packed.max_tokens - packed.row_cells) * 100 // packed.max_tokens
+    most = min(packed.max_tokens, MOST_CELLS)
+    percent_free = (most - packed.row_cells) * 100 // most
     if packed.max_patches is not None:  # full in one of the two is full
-        free = (packed.max_patches - packed.row_patches) * 100 // packed.max_patches
-        percent_free = np.minimum(percent_free, free)
+        most = min(packed.max_patches, 1 << 56)  # the product must fit int64
+        percent_free = np.minimum(percent_free, (most - packed.row_patches) * 100 // most)
     order = np.lexsort((packed.example_indices[packed.row_offsets[:-1]], percent_free))
     num_examples = np.cumsum(np.diff(packed.row_offsets)[order])
     num_rows = 1 + int(np.searchsorted(num_examples, num_examples[-1] / 3))
