@@ -3,10 +3,20 @@
 Importing the package loads torch and NumPy and nothing heavier.
 """
 
-from __future__ import annotations
-
+from torch_collate_kit import attention as attention
+from torch_collate_kit import batch as batch
+from torch_collate_kit import chat as chat
+from torch_collate_kit import collators as collators
+from torch_collate_kit import errors as errors
+from torch_collate_kit import loading as loading
+from torch_collate_kit import losses as losses
+from torch_collate_kit import packing as packing
 from torch_collate_kit import preference as preference
+from torch_collate_kit import ragged as ragged
+from torch_collate_kit import reporting as reporting
 from torch_collate_kit import rl as rl
+from torch_collate_kit import testing as testing
+from torch_collate_kit import vision as vision
 from torch_collate_kit._version import __version__
 from torch_collate_kit.attention import check_isolation, isolate_mixers, register_torch_varlen
 from torch_collate_kit.batch import Batch, PerExample, PerResponseToken, PerToken, unpack
@@ -74,3 +84,7 @@ __all__ = [
     "tokenize_chat_dataset",
     "unpack",
 ]
+# Completion offers these packages beside them, and nothing that imports leave behind.
+_PACKAGES = "attention batch chat collators errors loading losses packing preference ragged"
+_PACKAGES += " reporting rl testing vision"
+__dir__ = [*__all__, *_PACKAGES.split()].copy

@@ -1,7 +1,5 @@
 """Collators for ``DataLoader(collate_fn=...)``, one class per layout."""
 
-from __future__ import annotations
-
 import torch
 
 from torch_collate_kit.collators.packed import PackedCollator
@@ -9,6 +7,7 @@ from torch_collate_kit.collators.padded import PaddedCollator, RolloutCollator
 from torch_collate_kit.collators.vision import VisionLanguageCollator
 
 __all__ = ["PackedCollator", "PaddedCollator", "RolloutCollator", "VisionLanguageCollator"]
+__dir__ = __all__.copy
 
 
 def _collate_once() -> None:

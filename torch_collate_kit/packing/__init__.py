@@ -1,7 +1,5 @@
 """Packing: from lengths to a plan of rows. Integers in, integers out; torch is never imported."""
 
-from __future__ import annotations
-
 from torch_collate_kit.packing.cost import ModelCost
 from torch_collate_kit.packing.options import PackingOptions, ParallelLayout
 from torch_collate_kit.packing.plan import PackingPlan
@@ -16,3 +14,4 @@ __all__ = [
     "RankPlan",
     "pack",
 ]
+__dir__ = __all__.copy

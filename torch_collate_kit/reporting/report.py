@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from torch_collate_kit._checks import (
 from torch_collate_kit.batch.showing.tables import html_table, text_table
 from torch_collate_kit.families import family_of, left_padding_fault
 from torch_collate_kit.packing import ModelCost, PackingOptions, ParallelLayout
+from torch_collate_kit.packing.options import Balance, Overflow, Strategy
 from torch_collate_kit.packing.pieces import Load, Patches
 from torch_collate_kit.packing.planner import sizes_of
 from torch_collate_kit.packing.rows import Ints
@@ -85,7 +86,9 @@ class PackingReport(dict[str, Any]):
         """
         return needed_package("pandas", "PackingReport.to_frame").DataFrame(self["candidates"])
 
-    def plot(self, what: str = "padding", *, ax: Axes | None = None) -> Axes:
+    def plot(
+        self, what: Literal["padding", "balance", "lengths"] = "padding", *, ax: Axes | None = None
+    ) -> Axes:
         """Draw one of three plots with matplotlib, on ``ax`` or a new figure.
 
         Args:
@@ -151,10 +154,10 @@ def packing_report(
     data: Any,
     max_tokens: int | Sequence[int] | None = None,
     *,
-    strategies: Sequence[str] | None = None,
+    strategies: Sequence[Strategy] | None = None,
     parallel: ParallelLayout | None = None,
-    overflow: str = "drop",
-    balance: str | None = "attention",
+    overflow: Overflow = "drop",
+    balance: Balance | None = "attention",
     cost: ModelCost | None = None,
     max_sequences_per_row: int | None = None,
     patches: Patches | None = None,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,10 @@ from torch_collate_kit._reprs import dataclass_repr
 from torch_collate_kit.vision.families import FAMILIES, OTHER, PIXEL_FIELDS, Family, ImageField
 from torch_collate_kit.vision.settings import layout_settings
 
+if TYPE_CHECKING:
+    import torch
+
+PixelDtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
 _Ints = npt.NDArray[np.int64]
 _BY_NAME = {family.name: family for family in (*FAMILIES, OTHER)}
 
@@ -53,7 +57,7 @@ class VisionLayout:
     family_name: str
     image_token_id: int | None
     """The placeholder that an image's features replace."""
-    pixel_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    pixel_dtype: PixelDtype = "float32"
     """The dtype of pixels in batches."""
     merge_size: int = 1
     """Patches per side that become one token."""
@@ -80,7 +84,7 @@ class VisionLayout:
         if self.family_name not in _BY_NAME:
             known = ", ".join(family.name for family in FAMILIES)
             raise ValueError(f"family {self.family_name!r} is unknown; known are {known}")
-        if self.pixel_dtype not in ("float32", "bfloat16", "float16"):
+        if self.pixel_dtype not in get_args(PixelDtype):
             raise ValueError(
                 f"pixel_dtype must be 'float32', 'bfloat16' or 'float16', got {self.pixel_dtype!r}"
             )
@@ -92,7 +96,11 @@ class VisionLayout:
 
     @classmethod
     def of(
-        cls, processor: Any, config: Any = None, *, pixel_dtype: Any = "float32"
+        cls,
+        processor: Any,
+        config: Any = None,
+        *,
+        pixel_dtype: PixelDtype | torch.dtype = "float32",
     ) -> VisionLayout:
         """Make the layout of a transformers processor, and of the model's config if given.
 

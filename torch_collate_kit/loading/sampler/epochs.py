@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sized
-from typing import Any
+from typing import Any, get_args
 
 from torch_collate_kit._checks import checked_bool, checked_choice, checked_int
 from torch_collate_kit._reprs import KindAndSize, call_repr
 from torch_collate_kit.loading.orders import Mixture
 from torch_collate_kit.loading.orders.checks import (
     Indices,
+    Shuffle,
+    Tail,
     checked_length,
     checked_rank,
     checked_shuffle,
@@ -66,9 +68,9 @@ class EpochSampler(ABC):
         examples: int | Sized | Mixture,
         *,
         num_global: tuple[str, int],
-        shuffle: bool | str,
+        shuffle: Shuffle,
         seed: int,
-        tail: str,
+        tail: Tail,
         order: UserOrder | None,
         dp_rank: int,
         dp_size: int,
@@ -80,7 +82,7 @@ class EpochSampler(ABC):
         self._seed = checked_word("seed", seed)
         self._shuffle = checked_shuffle(shuffle)
         self._tail = tail
-        checked_choice("tail", tail, ("keep", "drop", "wrap"))
+        checked_choice("tail", tail, get_args(Tail))
         self._allow_appended = checked_bool("allow_appended", allow_appended)
         if order is not None and not callable(order):
             raise TypeError(f"order must be a function of (epoch, rng), got {order!r}")
@@ -195,7 +197,7 @@ class EpochSampler(ABC):
 
         Waits until a very long epoch is counted. No step, position or state needs this number.
 
-        >>> from torch_collate_kit.loading import PrefetchingSampler
+        >>> from torch_collate_kit import PrefetchingSampler
         >>> PrefetchingSampler(10, batch_size=4).count_steps()
         3
         """
@@ -238,7 +240,7 @@ class EpochSampler(ABC):
         Raises:
             ValueError: the examples are a Mixture, whose order follows from its weights.
 
-        >>> from torch_collate_kit.loading.sampler import PrefetchingSampler
+        >>> from torch_collate_kit import PrefetchingSampler
         >>> sampler = PrefetchingSampler(6, batch_size=2, shuffle=False)
         >>> sampler.set_epoch(0, step=1)
         >>> sampler.reshuffle()
@@ -260,7 +262,7 @@ class EpochSampler(ABC):
         Raises:
             TypeError, ValueError: there is no such step.
 
-        >>> from torch_collate_kit.loading import PrefetchingSampler
+        >>> from torch_collate_kit import PrefetchingSampler
         >>> sampler = PrefetchingSampler(10, batch_size=4, shuffle=False)
         >>> sampler.examples(7, 1).tolist()
         [4, 5, 6, 7]
@@ -282,7 +284,7 @@ class EpochSampler(ABC):
         Raises:
             TypeError, ValueError: there is no such example or epoch.
 
-        >>> from torch_collate_kit.loading import PrefetchingSampler
+        >>> from torch_collate_kit import PrefetchingSampler
         >>> sampler = PrefetchingSampler(10, batch_size=4, seed=1)
         >>> [sampler.examples(*at).tolist().count(7) for at in sampler.when(7, epoch=2)]
         [1]

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch_collate_kit._checks import checked_int
 from torch_collate_kit.loading.orders import Mixture
-from torch_collate_kit.loading.orders.checks import checked_batch_size
+from torch_collate_kit.loading.orders.checks import Shuffle, Tail, checked_batch_size
 from torch_collate_kit.loading.orders.order import Order, UserOrder
 from torch_collate_kit.loading.sampler.budgets import Budget, ByExamples, Step
 from torch_collate_kit.loading.sampler.resuming import ResumingSampler
@@ -48,9 +48,9 @@ class PrefetchingSampler(ResumingSampler):
         examples: int | Sized | Mixture,
         *,
         batch_size: int,
-        shuffle: bool | str = True,
+        shuffle: Shuffle = True,
         seed: int = 0,
-        tail: str = "keep",
+        tail: Tail = "keep",
         order: UserOrder | None = None,
         dp_rank: int = 0,
         dp_size: int = 1,

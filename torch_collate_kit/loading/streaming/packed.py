@@ -21,7 +21,7 @@ from torch_collate_kit._reprs import KindAndSize, call_repr, changed_settings
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.loading.orders.checks import checked_collator, checked_rank, checked_word
 from torch_collate_kit.loading.orders.mixture import Mixture
-from torch_collate_kit.loading.skipping import SkipPolicy
+from torch_collate_kit.loading.skipping import OnError, SkipPolicy
 from torch_collate_kit.loading.streaming.mixed_streams import MixedStream
 from torch_collate_kit.loading.streaming.shard_batches import DividedStream, ShardBatches, Turn
 from torch_collate_kit.loading.streaming.shards import ExampleSource, Stream
@@ -89,7 +89,7 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
         dp_rank: int | None = 0,
         num_shards: int | None = None,
         presharded: bool = False,
-        on_error: str = "raise",
+        on_error: OnError = "raise",
         max_skipped: int = 100,
         max_skipped_in_a_row: int = 10,
     ) -> None:
