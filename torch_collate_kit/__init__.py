@@ -37,12 +37,7 @@ from torch_collate_kit.loading import (
     PrefetchLoader,
     TokenizedDataset,
 )
-from torch_collate_kit.losses import (
-    global_num_loss_tokens,
-    segment_sums,
-    token_logps,
-    token_loss,
-)
+from torch_collate_kit.losses import global_num_loss_tokens, segment_sums, token_logps, token_loss
 from torch_collate_kit.packing import ModelCost, PackingOptions, ParallelLayout, pack
 from torch_collate_kit.reporting import audit, packing_report
 
@@ -84,7 +79,6 @@ __all__ = [
     "tokenize_chat_dataset",
     "unpack",
 ]
-# Completion offers these packages beside them, and nothing that imports leave behind.
-_PACKAGES = "attention batch chat collators errors loading losses packing preference ragged"
-_PACKAGES += " reporting rl testing vision"
-__dir__ = [*__all__, *_PACKAGES.split()].copy
+# For completion: these names, and the packages above.
+_SHOWN = [name for name in globals() if name[0] != "_" and name not in ("families", "reading")]
+__dir__ = ["__version__", *_SHOWN].copy

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,8 @@ from torch_collate_kit.reading.source import are_preferences, kind_of
 from torch_collate_kit.vision import load_processor
 
 FILES = (
-    "a .jsonl, .json, .parquet or .arrow file, a saved dataset folder or a hub name, of chats, "
-    "tokenized rows or rollouts"
+    "a .jsonl or .json file (also with .gz or .zst), a .parquet or .arrow file, a saved dataset "
+    "folder or a hub name, of chats, tokenized rows or rollouts"
 )
 _FORMS = (
     "chats (messages, conversations, prompt and completion, instruction and output), pairs "
@@ -39,6 +41,19 @@ def as_flags(text: str) -> str:
     for argument, flag in _FLAGS.items():
         text = text.replace(argument, flag)
     return text
+
+
+def wrapped(text: str) -> str:
+    """Return text in lines of at most 80 columns, or of a narrower terminal; words stay whole."""
+    width = max(40, min(80, shutil.get_terminal_size().columns))
+    shape: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+    shape |= {"replace_whitespace": False, "expand_tabs": False, "width": width}
+    lines = []
+    for line in text.split("\n"):
+        indent = line[: len(line) - len(line.lstrip(" "))]
+        shape |= {"initial_indent": indent, "subsequent_indent": f"{indent}  "}
+        lines.append(textwrap.fill(line.lstrip(" "), **shape))
+    return "\n".join(lines)
 
 
 def number(text: str) -> int:

@@ -21,6 +21,7 @@ from torch_collate_kit.commands.arguments import (
     loaded_tokenizer,
     number,
     read_data,
+    wrapped,
 )
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.preference.tokenize import preference_examples
@@ -161,5 +162,5 @@ def _template(options: argparse.Namespace) -> int:
     if not names:
         raise DataError("no template given: name a tokenizer or a .jinja file")
     one = len(names) == 1 and options.all is None
-    print(preview(names[0]) if one else verdict_table(names), end="")
+    print(wrapped(preview(names[0])) if one else verdict_table(names), end="")
     return 0

@@ -6,12 +6,5 @@ from torch_collate_kit.packing.plan import PackingPlan
 from torch_collate_kit.packing.planner import pack
 from torch_collate_kit.packing.rank_plan import RankPlan
 
-__all__ = [
-    "ModelCost",
-    "PackingOptions",
-    "PackingPlan",
-    "ParallelLayout",
-    "RankPlan",
-    "pack",
-]
+__all__ = ["ModelCost", "PackingOptions", "PackingPlan", "ParallelLayout", "RankPlan", "pack"]
 __dir__ = __all__.copy

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from html import escape
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -40,7 +40,7 @@ from torch_collate_kit.reporting.candidates_table import (
 )
 from torch_collate_kit.reporting.context import context_legend, context_of, context_table
 from torch_collate_kit.reporting.lengths import data_lengths
-from torch_collate_kit.reporting.plots import PLOTS
+from torch_collate_kit.reporting.plots import PLOTS, Plot
 from torch_collate_kit.reporting.steps import steps_legend, steps_of, steps_table
 
 if TYPE_CHECKING:
@@ -86,9 +86,7 @@ class PackingReport(dict[str, Any]):
         """
         return needed_package("pandas", "PackingReport.to_frame").DataFrame(self["candidates"])
 
-    def plot(
-        self, what: Literal["padding", "balance", "lengths"] = "padding", *, ax: Axes | None = None
-    ) -> Axes:
+    def plot(self, what: Plot = "padding", *, ax: Axes | None = None) -> Axes:
         """Draw one of three plots with matplotlib, on ``ax`` or a new figure.
 
         Args:

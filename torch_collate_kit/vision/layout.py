@@ -6,17 +6,15 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from torch_collate_kit._reprs import dataclass_repr
 from torch_collate_kit.vision.families import FAMILIES, OTHER, PIXEL_FIELDS, Family, ImageField
 from torch_collate_kit.vision.settings import layout_settings
-
-if TYPE_CHECKING:
-    import torch
 
 PixelDtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
 _Ints = npt.NDArray[np.int64]
