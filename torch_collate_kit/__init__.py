@@ -79,6 +79,9 @@ __all__ = [
     "tokenize_chat_dataset",
     "unpack",
 ]
-# For completion: these names, and the packages above.
+# What completion offers: these names, the packages above, and of each what it has in __all__.
 _SHOWN = [name for name in globals() if name[0] != "_" and name not in ("families", "reading")]
 __dir__ = ["__version__", *_SHOWN].copy
+for _name in _SHOWN:
+    if hasattr(_package := globals()[_name], "__all__"):
+        vars(_package)["__dir__"] = _package.__all__.copy

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 __all__ = ["DataError", "IsolationError", "StateError"]
-__dir__ = __all__.copy
 
 
 class DataError(ValueError):

@@ -12,7 +12,6 @@ from numpy.ma import MaskedArray
 from torch import Tensor
 
 __all__ = ["Nested", "Ragged"]
-__dir__ = __all__.copy
 
 _SHORT_SPAN = 100  # entries on average; below it an index gather is the faster one (measured)
 

@@ -20,7 +20,6 @@ from torch_collate_kit.packing import RankPlan
 from torch_collate_kit.ragged import Ragged
 
 __all__ = ["assert_exact_resume", "batch_digest"]
-__dir__ = __all__.copy
 
 _END = object()
 _ROW_FIELDS = ("input_ids", "position_ids", "labels", "loss_mask")

@@ -12,4 +12,3 @@ __all__ = [
     "isolate_mixers",
     "register_torch_varlen",
 ]
-__dir__ = __all__.copy

@@ -5,4 +5,3 @@ from torch_collate_kit.batch.fields import IGNORE_INDEX, PerExample, PerResponse
 from torch_collate_kit.batch.unpacking import unpack
 
 __all__ = ["IGNORE_INDEX", "Batch", "PerExample", "PerResponseToken", "PerToken", "unpack"]
-__dir__ = __all__.copy

@@ -5,4 +5,3 @@ from torch_collate_kit.chat.options import ChatOptions
 from torch_collate_kit.chat.tokenize import tokenize_chat
 
 __all__ = ["ChatOptions", "tokenize_chat", "tokenize_chat_dataset"]
-__dir__ = __all__.copy

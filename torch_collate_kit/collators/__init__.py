@@ -7,7 +7,6 @@ from torch_collate_kit.collators.padded import PaddedCollator, RolloutCollator
 from torch_collate_kit.collators.vision import VisionLanguageCollator
 
 __all__ = ["PackedCollator", "PaddedCollator", "RolloutCollator", "VisionLanguageCollator"]
-__dir__ = __all__.copy
 
 
 def _collate_once() -> None:

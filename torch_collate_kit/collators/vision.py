@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-import torch
 
 from torch_collate_kit._checks import checked_choice
 from torch_collate_kit._reprs import call_repr, changed_settings
@@ -85,7 +84,7 @@ class VisionLanguageCollator(ForTrainer):
         padding_side: Literal["left", "right"] | None = None,
         chat: ChatOptions = DEFAULT_OPTIONS,
         config: Any = None,
-        pixel_dtype: PixelDtype | torch.dtype = "float32",
+        pixel_dtype: PixelDtype = "float32",
         require_images: Literal["all"] | None = None,
         fixed_width: bool = False,
         normalize_loss: bool = True,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +48,12 @@ def as_flags(text: str) -> str:
 def wrapped(text: str) -> str:
     """Return text in lines of at most 80 columns, or of a narrower terminal; words stay whole."""
     width = max(40, min(80, shutil.get_terminal_size().columns))
-    shape: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
-    shape |= {"replace_whitespace": False, "expand_tabs": False, "width": width}
-    lines = []
-    for line in text.split("\n"):
-        indent = line[: len(line) - len(line.lstrip(" "))]
-        shape |= {"initial_indent": indent, "subsequent_indent": f"{indent}  "}
-        lines.append(textwrap.fill(line.lstrip(" "), **shape))
-    return "\n".join(lines)
+    fill = partial(textwrap.fill, width=width, break_long_words=False, break_on_hyphens=False)
+    return re.sub(
+        r"(?m)^( *)(.+)$",
+        lambda line: fill(line[2], initial_indent=line[1], subsequent_indent=f"{line[1]}  "),
+        text,
+    )
 
 
 def number(text: str) -> int:

@@ -81,9 +81,8 @@ def _batches(
     try:
         if kind == "rollouts":
             if options.max_tokens is not None:
-                print(
-                    "note: rollouts are never cut, so --max-tokens changes nothing", file=sys.stderr
-                )
+                note = "note: rollouts are never cut, so --max-tokens changes nothing"
+                print(note, file=sys.stderr)
             return [RolloutCollator(0)([record])]
         examples = [record]
         if kind == "chats":

@@ -26,4 +26,3 @@ __all__ = [
     "merge_states",
     "read_records",
 ]
-__dir__ = __all__.copy

@@ -16,4 +16,3 @@ __all__ = [
     "token_loss",
     "trained_values",
 ]
-__dir__ = __all__.copy

@@ -7,4 +7,3 @@ from torch_collate_kit.packing.planner import pack
 from torch_collate_kit.packing.rank_plan import RankPlan
 
 __all__ = ["ModelCost", "PackingOptions", "PackingPlan", "ParallelLayout", "RankPlan", "pack"]
-__dir__ = __all__.copy

@@ -4,4 +4,3 @@ from torch_collate_kit.preference.losses import PreferenceLoss, bradley_terry, d
 from torch_collate_kit.preference.tokenize import tokenize_preferences
 
 __all__ = ["PreferenceLoss", "bradley_terry", "dpo", "kto", "tokenize_preferences"]
-__dir__ = __all__.copy

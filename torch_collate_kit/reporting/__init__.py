@@ -7,4 +7,3 @@ from torch_collate_kit.reporting.audit import AuditReport, Finding, audit
 from torch_collate_kit.reporting.report import PackingReport, packing_report
 
 __all__ = ["AuditReport", "Finding", "PackingReport", "audit", "packing_report"]
-__dir__ = __all__.copy

@@ -20,4 +20,3 @@ __all__ = [
     "stage_mini_batches",
     "unstage",
 ]
-__dir__ = __all__.copy

@@ -5,4 +5,3 @@ from torch_collate_kit.vision.processors import is_vision_language, load_process
 from torch_collate_kit.vision.sizes import image_grid
 
 __all__ = ["VisionLayout", "image_grid", "is_vision_language", "load_processor"]
-__dir__ = __all__.copy

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ from torch_collate_kit._reprs import dataclass_repr
 from torch_collate_kit.vision.families import FAMILIES, OTHER, PIXEL_FIELDS, Family, ImageField
 from torch_collate_kit.vision.settings import layout_settings
 
-PixelDtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
+PixelDtype: TypeAlias = Literal["float32", "bfloat16", "float16"] | torch.dtype
 _Ints = npt.NDArray[np.int64]
 _BY_NAME = {family.name: family for family in (*FAMILIES, OTHER)}
 
@@ -55,7 +55,7 @@ class VisionLayout:
     family_name: str
     image_token_id: int | None
     """The placeholder that an image's features replace."""
-    pixel_dtype: PixelDtype = "float32"
+    pixel_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """The dtype of pixels in batches."""
     merge_size: int = 1
     """Patches per side that become one token."""
@@ -82,7 +82,7 @@ class VisionLayout:
         if self.family_name not in _BY_NAME:
             known = ", ".join(family.name for family in FAMILIES)
             raise ValueError(f"family {self.family_name!r} is unknown; known are {known}")
-        if self.pixel_dtype not in get_args(PixelDtype):
+        if self.pixel_dtype not in ("float32", "bfloat16", "float16"):
             raise ValueError(
                 f"pixel_dtype must be 'float32', 'bfloat16' or 'float16', got {self.pixel_dtype!r}"
             )
@@ -94,11 +94,7 @@ class VisionLayout:
 
     @classmethod
     def of(
-        cls,
-        processor: Any,
-        config: Any = None,
-        *,
-        pixel_dtype: PixelDtype | torch.dtype = "float32",
+        cls, processor: Any, config: Any = None, *, pixel_dtype: PixelDtype = "float32"
     ) -> VisionLayout:
         """Make the layout of a transformers processor, and of the model's config if given.
 

@@ -30,12 +30,10 @@ _SAFE_DEPTH = 500
 def read_records(name: str | os.PathLike[str], *, split: str = "train") -> Dataset:
     """Return the records of a file (JSON Lines, JSON, Parquet, Arrow), a saved folder or the hub.
 
-    JSON may be compressed, ``.jsonl.gz`` or ``.jsonl.zst``.
-
     Raises:
         DataError: there is no such file, folder, name or split; a file cannot be read, or is
             nested too deep. Of JSON Lines it names the line.
-        ImportError: datasets is not installed, or zstandard for ``.zst``.
+        ImportError: datasets is not installed, or zstandard for ``.jsonl.zst``.
 
     >>> read_records("no_such_file.jsonl")
     Traceback (most recent call last):
