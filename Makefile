@@ -118,7 +118,7 @@ gpu:
 # The site: build/site/index.html. Any warning fails.
 docs: $(VENV)/.installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
-	@echo "build/site/index.html; with search: $(BIN)/python -m http.server -d build/site"
+	@echo "open build/site/index.html; the search works from disk, too"
 
 check: $(VENV)/.installed
 	$(BIN)/ruff format --check .

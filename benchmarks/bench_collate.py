@@ -35,8 +35,7 @@ from row_by_row import best_fit, check_equal, first_fit, packed, padded
 from runs import HEADER, Runs, columns_of, compare, lists_of, measured, ready, rows_of
 from samples import Examples, examples_of, long_tail, real_mix
 
-from torch_collate_kit import PackedCollator, PaddedCollator
-from torch_collate_kit.loading import TokenizedDataset
+from torch_collate_kit import PackedCollator, PaddedCollator, TokenizedDataset
 
 
 def plain_packed(examples: Examples, lists: Any, max_tokens: int) -> Runs:

@@ -35,8 +35,7 @@ from harness import Report, Times, alternate, arguments
 from samples import examples_of, real_mix
 from torch.utils.data import DataLoader
 
-from torch_collate_kit import PackedCollator
-from torch_collate_kit.loading import PrefetchingSampler, PrefetchLoader, TokenizedDataset
+from torch_collate_kit import PackedCollator, PrefetchingSampler, PrefetchLoader, TokenizedDataset
 
 try:
     from torchdata.stateful_dataloader import StatefulDataLoader

@@ -23,10 +23,8 @@ import torch
 from harness import Report, alternate, arguments, timed
 from samples import real_mix
 
-from torch_collate_kit import PackedCollator
-from torch_collate_kit.loading import PackedIterableDataset, TokenizedDataset
+from torch_collate_kit import PackedCollator, PackedIterableDataset, TokenizedDataset, pack
 from torch_collate_kit.loading.streaming.shard_batches import ShardBatches
-from torch_collate_kit.packing import pack
 
 _MAX_TOKENS, _ROWS = 4096, 4
 

@@ -33,9 +33,15 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import Qwen3VLConfig
 from vision_step import compare_steps
 
-from torch_collate_kit import PackedCollator, PaddedCollator, pack, tokenize_chat
-from torch_collate_kit.collators.vision import VisionLanguageCollator
-from torch_collate_kit.packing import ModelCost, ParallelLayout
+from torch_collate_kit import (
+    ModelCost,
+    PackedCollator,
+    PaddedCollator,
+    ParallelLayout,
+    VisionLanguageCollator,
+    pack,
+    tokenize_chat,
+)
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.vision import VisionLayout
 

@@ -11,8 +11,7 @@ from harness import Report, alternate, timed
 from image_samples import VOCABULARY, processed, qwen3_layout, qwen3_processor, records
 from torch import Tensor
 
-from torch_collate_kit import PackedCollator, PaddedCollator
-from torch_collate_kit.attention import register_torch_varlen
+from torch_collate_kit import PackedCollator, PaddedCollator, register_torch_varlen
 
 __all__ = [
     "BY_PART",

@@ -264,6 +264,8 @@ def start(args: argparse.Namespace) -> Accelerator:
         torch.set_num_threads(args.threads or max(1, (os.cpu_count() or 1) // args.num_ranks))
     trained_model.check_sharding(accelerator)
     datasets.disable_progress_bars()
+    if not accelerator.is_main_process:
+        transformers.utils.logging.disable_progress_bar()  # of loading weights
     try:  # on all ranks, so that all of them stop
         args.output_dir.mkdir(parents=True, exist_ok=True)
         if accelerator.is_main_process:

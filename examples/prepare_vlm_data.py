@@ -5,8 +5,9 @@ r"""Image-question-answer datasets into conversations that vlm_sft.py trains on.
         --question query --answer label --first-answer
     accelerate launch examples/vlm_sft.py --model Qwen/Qwen3-VL-2B-Instruct --dataset prepared
 
-Three forms are read: `messages`, with image parts; `conversations`, as LLaVA has them, with
-`<image>` markers; or a question and an answer. Their images are in the column `images` or `image`.
+Four forms are read: `messages`, with image parts; `conversations`, as LLaVA has them, with
+`<image>` markers; `texts`, as the_cauldron has them, questions and answers in turn about all
+images; or a question and an answer. Their images are in the column `images` or `image`.
 The result has two columns: `messages`, whose contents are lists of parts, and `images`, one for
 each image part in order, as paths or, where the dataset holds files, as bytes.
 
@@ -31,6 +32,7 @@ from torch_collate_kit import ChatOptions, DataError, VisionLanguageCollator
 
 ROLES = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant"}
 ROLES["system"] = "system"
+CHATS = {"messages", "texts", "conversations"}
 MARKER = "<image>"
 PART_KEYS = {"text": {"type", "text"}, "image": {"type", "index"}}
 FILE = {"bytes": datasets.Value("binary"), "path": datasets.Value("string")}
@@ -80,7 +82,7 @@ def read_records(args: argparse.Namespace) -> datasets.Dataset:
     if not {"image", "images"} & set(names):
         fail(f"{args.dataset} has no column `image` or `images`, only {names}; rename one")
     if args.question is None and args.answer is None:
-        is_chat = {"messages", "conversations"} & set(names)
+        is_chat = CHATS & set(names)
         args.question, args.answer = (None, None) if is_chat else ("question", "answer")
     else:
         args.question, args.answer = args.question or "question", args.answer or "answer"
@@ -95,7 +97,7 @@ def read_records(args: argparse.Namespace) -> datasets.Dataset:
 
 
 def conversation(record: dict, args: argparse.Namespace) -> dict[str, Any]:
-    """`messages` and `images` of a record in any of the three forms."""
+    """`messages` and `images` of a record in any of the four forms."""
     given = [record[name] for name in ("images", "image") if record.get(name) is not None]
     if len(given) > 1:
         raise DataError("`images` and `image` are both given; remove one of the two columns")
@@ -109,15 +111,24 @@ def conversation(record: dict, args: argparse.Namespace) -> dict[str, Any]:
                 f"{args.answer!r} is a list of {len(answer)} answers; pass --first-answer, or "
                 "choose one yourself"
             )
-        asked = [*({"type": "image"} for _ in images), text_part(record[args.question])]
-        messages = [message("user", asked), message("assistant", [text_part(answer)])]
+        messages = question_and_answer(record[args.question], answer, len(images))
     elif record.get("messages") is not None:
         messages = [from_message(found) for found in record["messages"]]
         check_indices(messages)
+    elif record.get("texts") is not None:
+        messages = []
+        for found in record["texts"]:
+            shown = 0 if messages else len(images)  # before the first question
+            messages += question_and_answer(found.get("user"), found.get("assistant"), shown)
     else:
         messages = [from_llava(found) for found in record["conversations"] or []]
     files = [image_file(image, args.image_root) for image in images]
     return {"messages": messages, "images": files}
+
+
+def question_and_answer(question: Any, answer: Any, num_images: int) -> list[dict]:
+    asked = [*({"type": "image"} for _ in range(num_images)), text_part(question)]
+    return [message("user", asked), message("assistant", [text_part(answer)])]
 
 
 def message(role: str, content: list[dict]) -> dict:
@@ -231,7 +242,7 @@ def main() -> None:
     good.remove_columns("problem").save_to_disk(unfinished)
     unfinished.rename(args.output)
     print(f"{len(good)} conversations are in {args.output}, {len(problems)} records were left out")
-    used = {args.question, args.answer} if args.question else {"messages", "conversations"}
+    used = {args.question, args.answer} if args.question else CHATS
     dropped = sorted(set(records.column_names) - used - {"image", "images"})
     if dropped:
         print(f"columns that were not taken over: {', '.join(dropped)}")

@@ -59,7 +59,8 @@ class RunLog:
             name = Path(argparse.ArgumentParser().prog).stem
             self.accelerator.init_trackers(name, config, options)
         options = {"initial": args.first_step, "total": args.num_steps, "disable": not self.is_main}
-        self.bar = tqdm(**options)
+        line = "{n_fmt}/{total_fmt} {bar} {remaining} left{postfix}"  # at most 80 columns
+        self.bar = tqdm(bar_format=line, **options)
         self.ended = time.perf_counter()
         return self
 
@@ -91,10 +92,11 @@ class RunLog:
             record["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
         self._write({"step": step, **record})
         self.accelerator.log(record, step=step)
-        rates = _rates(self.took)
+        rates, waited = _rates(self.took), self.took["wait_seconds"]
+        speed = tqdm.format_sizeof(rates["tokens_per_second"])
         self.bar.set_postfix_str(
-            f"loss {loss:.3f}, {rates['tokens_per_second']:,.0f} tokens/s, "
-            f"{_filled(rates)}, waited {self.took['wait_seconds']:.1f} s",
+            f"loss {loss:.4g}, {speed} tok/s, {_filled(rates)}, "
+            f"waited {waited:.{int(waited < 100)}f} s",
             refresh=False,
         )
         self.bar.update()
@@ -186,11 +188,10 @@ def _rates(took: Mapping[str, float]) -> dict[str, float]:
 
 
 def _filled(rates: Mapping[str, float]) -> str:
-    """Return the padding in words, and of rows that share prefixes the tokens of a cell."""
-    shared = (
-        f"{rates['tokens_per_cell']:.2f} tokens per cell, " if "tokens_per_cell" in rates else ""
-    )
-    return f"{shared}{rates['padding']:.0%} padding"
+    """Return the padding in words, or of rows that share prefixes the tokens of a cell."""
+    if "tokens_per_cell" in rates:
+        return f"{rates['tokens_per_cell']:.2f} tok/cell"
+    return f"{rates['padding']:.0%} padding"
 
 
 def _cost_balance(batch: kit.Batch, num_ranks: int) -> float:

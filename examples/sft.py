@@ -241,6 +241,7 @@ def start(args: argparse.Namespace, *handlers: Any) -> Accelerator:
     args.run |= {"weights:": "in parts" if accelerator.is_fsdp2 else "whole"}
     if not accelerator.is_main_process:
         datasets.disable_progress_bars()
+        transformers.utils.logging.disable_progress_bar()  # of loading weights
     checkpoints.claim(accelerator, args)
     set_seed(args.seed)
     return accelerator

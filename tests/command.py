@@ -8,9 +8,10 @@ import sys
 import pytest
 
 from torch_collate_kit.__main__ import parser
-from torch_collate_kit.chat.preview import byte_tokenizer
+from torch_collate_kit.chat.preview import byte_tokenizer, preview
+from torch_collate_kit.commands.arguments import as_flags
 
-__all__ = ["byte_tokenizer", "parser", "run_command"]
+__all__ = ["as_flags", "byte_tokenizer", "parser", "preview", "run_command"]
 
 
 def run_command(*arguments: object) -> int:

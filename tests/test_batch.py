@@ -285,3 +285,9 @@ COUNTS = ("num_loss_tokens", "num_examples")
 def test_errors(call: str, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         eval(call)
+
+
+def test_keys_complete_in_a_notebook_without_making_a_field():
+    batch = PackedCollator(0, max_tokens=8)([{"input_ids": [1, 2, 3]}])
+    assert batch._ipython_key_completions_() == list(batch)  # what IPython asks for at `batch["`
+    assert batch._made == {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
@@ -20,6 +21,11 @@ ERRORS = {
     "no folder": ("report ./no", "./no: there is no such file or folder"),
     "an empty file": ("audit empty.jsonl", "empty.jsonl: there is no record in it"),
     "a broken line": ("report broken.jsonl CHAT", "broken.jsonl: line 2 is not JSON: "),
+    "a broken line of a gz": ("report broken.jsonl.gz", "broken.jsonl.gz: line 2 is not JSON: "),
+    "a gz that is none": ("report none.jsonl.gz", "none.jsonl.gz: cannot be decompressed: Not a"),
+    "a cut gz": ("report cut.json.gz", "cut.json.gz: cannot be decompressed: Compressed"),
+    "a zst that is none": ("report none.jsonl.zst", "none.jsonl.zst: cannot be decompressed: zstd"),
+    "no compressed file": ("report no.jsonl.zst", "no.jsonl.zst: there is no such file"),
     "another kind of file": ("report data.csv", "data.csv: not a kind of file that is read (.json"),
     "other columns": ("report text.jsonl", "text.jsonl: has the columns text; it must hold chats "),
     "no array": ("report junk.npy", "junk.npy: not a file of lengths that np.save wrote; write it"),
@@ -52,6 +58,10 @@ def test_errors_are_one_line_that_names_the_way_out(name: str, run: Run) -> None
     Path("empty.jsonl").touch()
     Path("folder").mkdir()
     Path("broken.jsonl").write_text(json.dumps(CHATS[0]) + '\n{"messages": [\n')
+    Path("broken.jsonl.gz").write_bytes(gzip.compress(b'{"input_ids": [5]}\n{"input_ids"\n'))
+    Path("cut.json.gz").write_bytes(gzip.compress(b'[{"input_ids": [5]}]')[:-9])
+    for packed in ("none.jsonl.gz", "none.jsonl.zst"):
+        Path(packed).write_text(json.dumps({"input_ids": [5]}))
     Path("data.csv").write_text("a,b\n")
     Path("text.jsonl").write_text('{"text": "hi"}\n')
     Path("junk.npy").write_text("junk")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import signal
@@ -14,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
+from transformers import AutoTokenizer
 
-from tests.command import byte_tokenizer, run_command
-from torch_collate_kit.reporting import packing_report
+from tests.command import as_flags, byte_tokenizer, preview, run_command
+from torch_collate_kit.reporting import audit, packing_report
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -97,6 +100,39 @@ def test_an_audit_says_by_its_exit_code_whether_there_are_findings(run: Run) -> 
     code, out, _ = run("audit", "tokens.jsonl", "--json")
     assert code == 0
     assert json.loads(out)["num_tokens"] == 6
+
+
+def test_compressed_files_are_read_as_what_is_in_them(run: Run) -> None:
+    """gzip and Zstandard, in several frames as parallel compressors write them."""
+    lines = [json.dumps(row).encode() + b"\n" for row in CHATS]
+    zstd = partial(pa.compress, codec="zstd", asbytes=True)
+    for name, pack in {"gz": gzip.compress, "zst": zstd}.items():
+        Path(f"chats.jsonl.{name}").write_bytes(pack(lines[0]) + pack(lines[1] + lines[2]))
+        Path(f"chats.json.{name}").write_bytes(pack(b"[" + b",".join(lines) + b"]"))
+    for command in (("audit",), ("explain", "--row", "2")):
+        plain = run(*command, "chats.jsonl", "--tokenizer", "tokenizer")
+        for name in ("jsonl.gz", "jsonl.zst", "json.gz", "json.zst"):
+            assert run(*command, f"chats.{name}", "--tokenizer", "tokenizer") == plain, name
+
+
+def test_audit_and_template_fit_80_columns_and_break_no_word(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("one.jinja").write_text(TEMPLATE)
+    long = "x" * 90
+    rows = [chat(f"a-b {long} " + "some words " * 9, text) for text in ("a", "b")]
+    Path("two.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for columns, width in (("200", 80), ("60", 60)):
+        monkeypatch.setenv("COLUMNS", columns)
+        report = as_flags(str(audit(rows, AutoTokenizer.from_pretrained("tokenizer"))))
+        for printed, whole in (
+            (run("audit", "two.jsonl", "--tokenizer", "tokenizer")[1], f"{report}\n"),
+            (run("template", "one.jinja")[1], preview("one.jinja")),
+        ):
+            lines = printed.splitlines()
+            assert max(map(len, whole.splitlines())) > 80
+            assert all(len(line) <= width or " " not in line.strip() for line in lines), printed
+            assert printed.split() == whole.split()
 
 
 # --- pairs ---------------------------------------------------------------------------------------

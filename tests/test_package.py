@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
 import pkgutil
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +49,58 @@ def test_public_names_exist():
         module = importlib.import_module(name)
         missing = [n for n in getattr(module, "__all__", []) if not hasattr(module, n)]
         assert not missing, f"{name} has no {missing}"
+
+
+OFFERED = "attention batch chat collators errors loading losses packing preference ragged reporting"
+OFFERED = sorted([*OFFERED.split(), "rl", "testing", "vision"])
+
+
+def test_completion_offers_public_names_only():
+    """`kit.` offered `annotations`, `families` and `reading`, and no `testing` until imported."""
+    assert dir(torch_collate_kit) == sorted([*torch_collate_kit.__all__, *OFFERED])
+    for name in OFFERED:
+        package = getattr(torch_collate_kit, name)
+        assert dir(package) == sorted(package.__all__), name
+    at_home = {name for offered in OFFERED for name in getattr(torch_collate_kit, offered).__all__}
+    assert set(torch_collate_kit.__all__) - at_home == {"__version__"}
+
+
+ROOT = Path(__file__).parents[1]
+NOT_OFFERED = {"byte_tokenizer", "left_padding_fault"}  # stand-ins that pages and examples need
+
+
+def code_of(path: Path) -> str:
+    """A page, a script, a notebook's cells, or of the package the examples of its docstrings."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".ipynb":
+        return "\n".join("".join(cell["source"]) for cell in json.loads(text)["cells"])
+    if path.is_relative_to(ROOT / "torch_collate_kit"):
+        return "\n".join(re.findall(r"(?:>>>|\.\.\.) (.*)", text))
+    return text
+
+
+def test_pages_and_examples_spell_each_name_in_one_way():
+    """Top-level names from the top, all others from their package, never from a module in it."""
+    kit, found, num_read = torch_collate_kit, [], 0
+    folders = "*.md docs/**/*.md examples/**/*.[mp][dy] notebooks/*.ipynb torch_collate_kit/**/*.py"
+    for path in (path for pattern in folders.split() for path in ROOT.glob(pattern)):
+        if path.name == "CHANGELOG.md":
+            continue
+        code = code_of(path)
+        names = r"from torch_collate_kit\.?([\w.]*) import (\([^)]*\)|[^\n#`)]*)"
+        used = [
+            (home, n) for home, many in re.findall(names, code) for n in re.findall(r"\w+", many)
+        ]
+        used += re.findall(r"\bkit\.(\w+)\.(\w+)", code) if "ollate_kit as kit" in code else []
+        num_read += len(used)
+        for home, name in used:
+            is_top = name in kit.__all__ or (name in OFFERED and not home)
+            package = getattr(kit, home, None) if home in OFFERED else None
+            is_right = not home if is_top else name in getattr(package, "__all__", [])
+            is_right |= home in kit.__all__ or name in NOT_OFFERED  # kit.Batch.cat
+            found += [] if is_right else [f"{path.relative_to(ROOT)}: {home}.{name}"]
+    assert found == []
+    assert num_read > 200
 
 
 PACKAGES = (torch_collate_kit, losses, preference, rl, vision)

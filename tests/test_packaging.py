@@ -105,6 +105,8 @@ def test_the_wheel_has_the_package_and_nothing_else(wheel: Path) -> None:
 def test_what_the_wheel_says_of_itself(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         text = archive.read(f"{NAME}.dist-info/METADATA").decode()
+        scripts = archive.read(f"{NAME}.dist-info/entry_points.txt").decode().split("\n")
+    assert "torch-collate-kit = torch_collate_kit.__main__:main" in scripts
     said = HeaderParser().parsestr(text)
     assert (said["Name"], said["Version"]) == ("torch_collate_kit", __version__)
     assert said["Requires-Python"] == ">=3.10"

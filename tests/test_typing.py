@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 
 import pytest
+
+import torch_collate_kit as kit
 
 ROOT = Path(__file__).parents[1]
 # Of other packages nothing is read: a minute of mypy for what is not ours.
@@ -59,6 +62,47 @@ PackedCollator(0, max_tokens=8, strateggy="balanced")
 PackedCollator(0, max_tokens=8).for_trainer()([]).metadata
 PackedCollator(0, packing=PackingOptions(8), model_inputs=True)
 """
+# In each line a choice that there is not, and one that there is.
+CHOICES = """
+kit.PackedCollator(0, max_tokens=8, strategy="best_fit|best_fit_decreasing")
+kit.PackedCollator(0, max_tokens=8, overflow="cut|split")
+kit.PackingOptions(8, strategy="best_fit|wrapped")
+kit.PackingOptions(8, overflow="cut|drop")
+kit.PackingOptions(8, balance="flops|tokens")
+kit.PackingOptions(8, share_prefixes="always|auto")
+kit.pack([1], 8, strategy="best_fit|sequential")
+kit.pack([1], 8, overflow="cut|truncate")
+kit.packing_report([1], 8, strategies=["best_fit|balanced"])
+kit.packing_report([1], 8, overflow="cut|raise")
+kit.packing_report([1], 8, balance="flops|attention")
+kit.packing_report([1], 8).plot("tokens|lengths")
+kit.PaddedCollator(0, padding_side="top|right")
+kit.PaddedCollator(0, overflow="split|drop")
+kit.RolloutCollator(0, overflow="truncate|drop")
+kit.VisionLanguageCollator(None, overflow="cut|split")
+kit.VisionLanguageCollator(None, padding_side="top|left")
+kit.VisionLanguageCollator(None, require_images="some|all")
+kit.ChatOptions(train_on="first|each")
+kit.ChatOptions(overflow="split|drop")
+kit.PrefetchingSampler(8, batch_size=2, tail="pad|wrap")
+kit.PrefetchingSampler(8, batch_size=2, shuffle="hashed|keyed")
+kit.PackedBatchSampler([8], None, batch_size=2, tail="pad|drop")
+kit.PackedBatchSampler([8], None, batch_size=2, shuffle="hashed|keyed")
+kit.PackedIterableDataset([], None, on_error="ignore|skip")
+kit.PrefetchLoader(None, on_error="ignore|skip")
+kit.Mixture([8], by="rows|tokens")
+kit.Mixture([8], stop="never|all_exhausted")
+kit.Batch({}).context_shard(0, 2, layout="striped|head_tail")
+kit.Batch({}).plot(layout="striped|contiguous")
+kit.Batch({}).context_inputs("megatron|ulysses", 2)
+kit.Batch({}).model_inputs(mask="causal|block")
+kit.losses.sums_by(None, kit.Batch({}), "a", per="row|example")
+kit.preference.tokenize_preferences(None, None, keep="prompt|prompt_end")
+kit.rl.compute_advantages(None, None, [], estimator="ppo|grpo")
+kit.rl.compute_advantages(None, None, [], estimator="gae", group_of_one="drop|zero")
+kit.rl.normalize_advantages(None, None, [], reduction="mean|token_mean")
+kit.rl.stage_mini_batches(kit.Batch({}), [], dp_size=1, balance="flops|tokens")
+"""
 
 
 def checked(folder: Path, files: dict[str, str], *more: str) -> list[str]:
@@ -92,9 +136,38 @@ def test_calls_and_pages_have_types_and_wrong_settings_are_errors(
     files = {name: code for name, code in files.items() if code}
     assert "page_readme.py" in files
     assert len(files) > 8
-    files |= {"calls.py": CALLS, "mistakes.py": MISTAKES}
+    wrong, right = re.sub(r"\|\w+", "", CHOICES), re.sub(r"\w+\|", "", CHOICES)
+    imported = "import torch_collate_kit as kit"  # and no package of it
+    files |= {
+        "calls.py": f"{CALLS}{imported}{right}",
+        "mistakes.py": f"{MISTAKES}{imported}{wrong}",
+    }
     found = checked(tmp_path, files, "--allow-untyped-defs", "--allow-untyped-calls")
     assert [line for line in found if not line.startswith("mistakes.py:")] == []
     lines = {int(line.split(":")[1]) for line in found if ": error:" in line}
-    mistakes = [n for n, line in enumerate(MISTAKES.splitlines(), start=1) if line[:3] == "Pac"]
-    assert sorted(lines) == mistakes, found
+    calls = enumerate(files["mistakes.py"].splitlines(), start=1)
+    assert sorted(lines) == [n for n, line in calls if re.match(r"Pac|kit\.", line)], found
+
+
+CLOSED = set(re.findall(r"(\w+)=\[?\"\w+\|", CHOICES)) | {"layout", "reduction", "what"}
+FREE = {"read_records split", "Finding example"}
+
+
+def test_no_closed_choice_is_a_plain_string():
+    """An option with such a name, or with a string as its default, is a Literal everywhere."""
+    packages = [getattr(kit, name) for name in dir(kit)]
+    packages = [kit, *filter(inspect.ismodule, packages)]
+    found, num_read = set(), 0
+    for thing in {getattr(package, name) for package in packages for name in package.__all__}:
+        calls = {thing.__name__: thing} if callable(thing) else {}
+        if inspect.isclass(thing):  # named as a class, with what its methods take
+            calls = {k: v for k, v in vars(thing).items() if k == "__init__" or k[0] != "_"}
+        methods = (getattr(call, "__func__", call) for call in calls.values())
+        for call in filter(inspect.isfunction, methods):
+            for name, of in inspect.signature(call).parameters.items():
+                if name in CLOSED or isinstance(of.default, str):
+                    num_read += 1
+                    if "str" in re.findall(r"\w+", str(of.annotation)) or of.annotation == "Any":
+                        found.add(f"{thing.__name__} {name}")
+    assert found == FREE
+    assert num_read > 40

@@ -1,4 +1,4 @@
-"""The command line: ``python -m torch_collate_kit report | audit | explain | template``."""
+"""The command line: ``torch-collate-kit report | audit | explain | template``."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from torch_collate_kit._version import __version__
+from torch_collate_kit.chat.dataset import bars_of_rank_0
 from torch_collate_kit.commands.arguments import as_flags
 from torch_collate_kit.commands.dataset import add_audit, add_report
 from torch_collate_kit.commands.explain import add_explain, add_template
@@ -33,7 +33,7 @@ _NO_BARS = {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_PROGRESS_B
 def parser() -> argparse.ArgumentParser:
     """Return the parser of all commands and their options."""
     found = argparse.ArgumentParser(
-        prog="python -m torch_collate_kit",
+        prog="torch-collate-kit",
         description="What packing saves, what a dataset hides, what a chat template trains.",
     )
     found.add_argument("--version", action="version", version=__version__)
@@ -78,23 +78,16 @@ def _quiet() -> Iterator[None]:
     settings = _SETTINGS | ({} if sys.stderr.isatty() else _NO_BARS)
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)  # read when these libraries are imported
-    datasets: Any = sys.modules.get("datasets")  # imported before, by a program
-    hides_bars = datasets and not sys.stderr.isatty()
-    had_bars = bool(hides_bars and not datasets.are_progress_bars_disabled())
-    if had_bars:
-        datasets.disable_progress_bars()
     handler = logging.StreamHandler()  # on stderr
     handler.setFormatter(logging.Formatter("note: %(message)s"))
     logger = logging.getLogger("torch_collate_kit")
     logger.addHandler(handler)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), bars_of_rank_0(hide=not sys.stderr.isatty()):
             warnings.showwarning = _show_warning
             yield
     finally:
         logger.removeHandler(handler)
-        if had_bars:
-            datasets.enable_progress_bars()
         for name, value in before.items():
             os.environ.pop(name, None)
             if value is not None:

@@ -124,7 +124,7 @@ def assert_exact_resume(
             ``num_steps`` batches, or a state is too large, not JSON, or not that of all ranks.
         TypeError: with ``dp_sizes``, a batch that is no Batch, RankPlan or list of indices.
 
-    >>> from torch_collate_kit.loading.sampler import PrefetchingSampler
+    >>> from torch_collate_kit import PrefetchingSampler
     >>> len(assert_exact_resume(lambda: PrefetchingSampler(10, batch_size=4, seed=1), num_steps=7))
     7
     >>> def make(dp_rank, dp_size):

@@ -27,8 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from image_samples import VOCABULARY, processed, qwen3_layout, qwen3_processor, records
 from vision_step import SMALL_TEXT, SMALL_VISION, input_bytes, qwen3_model
 
-from torch_collate_kit import Batch, PackedCollator, PaddedCollator
-from torch_collate_kit.attention import register_torch_varlen
+from torch_collate_kit import Batch, PackedCollator, PaddedCollator, register_torch_varlen
 
 TEXT_2B: dict[str, Any] = {
     "hidden_size": 2048,

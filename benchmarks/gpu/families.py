@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from torch_collate_kit.attention import register_torch_varlen
+from torch_collate_kit import register_torch_varlen
 
 __all__ = ["FAMILIES", "HYBRIDS", "VOCABULARY", "WINDOW", "small_model"]
 

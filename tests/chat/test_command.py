@@ -26,7 +26,7 @@ def test_marked_tokens_and_verdicts(tmp_path: Path, capsys: pytest.CaptureFixtur
         "tool call: refused\n",
         "tool_calls[0] name; set a tokenizer.chat_template",
     ):
-        assert text in printed
+        assert " ".join(text.split()) in " ".join(printed.split())
 
 
 def test_a_mode_that_trains_no_call_says_so(tmp_path: Path, capsys: Any) -> None:
@@ -46,8 +46,9 @@ def test_a_long_system_text_is_cut_in_the_middle(tmp_path: Path, capsys: Any) ->
     printed = capsys.readouterr().out
     assert printed.count(" characters ...] ") == 3  # the conversations that it renders
     assert "'Rules: be kind, " in printed
-    assert "so it is.<|im_start|>user\\nHi.<|im_end|>\\n<|im_start|>assistant\\n⟦" in printed
-    assert max(map(len, printed.splitlines())) < 600
+    text = "so it is.<|im_start|>user\\nHi.<|im_end|>\\n<|im_start|>assistant\\n⟦"
+    assert text in " ".join(printed.split())
+    assert len(printed) < 6000
 
 
 def test_a_table_of_templates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,6 +30,8 @@ from tests.chat.conversations import CONVERSATIONS
 from tests.chat.families import FAMILY_OF, templates, tokenizer_for
 from torch_collate_kit.chat import ChatOptions, tokenize_chat, tokenize_chat_dataset
 from torch_collate_kit.errors import DataError
+from torch_collate_kit.preference import tokenize_preferences
+from torch_collate_kit.reporting import audit
 
 MIXED = [
     SAID,
@@ -78,6 +80,22 @@ def test_dataset(tagged: Any, num_proc: int | None, caplog: Any, capsys: Any) ->
         "skipped 2 of 6 examples: {'no_assistant_turn': 1, 'nothing_left_after_truncation': 1}",
     ]
     assert source.column_names == ["messages", "id"]
+
+
+def test_only_the_first_rank_of_a_launcher_shows_bars(
+    tagged: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    labelled = [{"prompt": "a", "completion": "bc"[i], "label": bool(i)} for i in range(2)]
+    pairs, chats = Dataset.from_list(labelled), Dataset.from_list(MIXED)
+    for rank in ("1", "0"):  # as torchrun and accelerate launch set it
+        monkeypatch.setenv("RANK", rank)
+        tokenize_chat_dataset(chats, tagged)
+        tokenize_preferences(pairs, tagged)
+        audit(chats, tagged)
+        shown = capsys.readouterr().err
+        names = ("Tokenizing chats", "Tokenizing preferences", "Adding answers of other rows")
+        assert [name in shown for name in names] == [rank == "0"] * 3
+        assert rank == "0" or "%|" not in shown
 
 
 def test_long_examples_are_dropped_by_default(tagged: Any, caplog: Any) -> None:

@@ -112,8 +112,8 @@ def test_the_blocks_of_a_page_run(page, tmp_path, monkeypatch, capsys):
             continue
         monkeypatch.setenv("COLUMNS", "100")
         for command, expected in commands(block):
-            assert command[:3] == ["python", "-m", "torch_collate_kit"]
-            assert run_command(*command[3:]) in (0, 1)
+            assert command[0] == "torch-collate-kit"
+            assert run_command(*command[1:]) in (0, 1)
             assert expected
             check_printed(expected, capsys.readouterr().out.splitlines(), page)
 

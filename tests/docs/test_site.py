@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -73,6 +74,16 @@ def test_every_link_leads_to_a_file_and_an_anchor(site, pages):
             if not target.exists() or (parts.fragment and unquote(parts.fragment) not in anchors):
                 broken.append(f"{path.relative_to(site)}: {link}")
     assert not broken
+
+
+def test_the_search_works_from_disk(site, pages):
+    """A page opened from disk may read no JSON and start no worker, but loads scripts."""
+    index = (site / "search" / "search_index.js").read_text(encoding="utf-8")
+    docs = json.loads(index.removeprefix("var __index = "))["docs"]
+    assert any(entry["location"].startswith("guide/rl.html") for entry in docs)
+    assert all(any("iframe-worker" in of for of in page.loaded) for page in pages.values())
+    bundle = next(site.glob("assets/javascripts/bundle.*.js")).read_text(encoding="utf-8")
+    assert "search/search_index.js" in bundle  # the theme reads it where the page is a file
 
 
 def test_nothing_is_loaded_from_elsewhere(pages):

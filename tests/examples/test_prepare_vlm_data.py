@@ -1,4 +1,4 @@
-"""examples/prepare_vlm_data.py: three forms of records, and what is wrong with some."""
+"""examples/prepare_vlm_data.py: four forms of records, and what is wrong with some."""
 
 from __future__ import annotations
 
@@ -64,6 +64,23 @@ def prepare(folder: Path, records: Any, *options: object) -> list[dict[str, Any]
 
 def path_of(folder: Path, name: str) -> dict[str, Any]:
     return {"bytes": None, "path": str(folder / name)}
+
+
+def test_texts_of_the_cauldron(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All images come before the first question; `source` names the dataset of a text."""
+    record = {"images": ["a.png", "b.png"], "texts": [], "id": 3}
+    for question, answer in (("Which is red?", "The first."), ("And blue?", "The second.")):
+        record["texts"].append({"user": question, "assistant": answer, "source": "VQAv2"})
+    [found] = prepare(folder, [record])
+    asked = [IMAGE, IMAGE, text("Which is red?")]
+    rest = ([text("The first.")], [text("And blue?")], [text("The second.")])
+    assert found["messages"] == turns(asked, *rest)
+    assert found["images"] == [path_of(folder, "a.png"), path_of(folder, "b.png")]
+    assert "not taken over: id" in capsys.readouterr().out
+    shutil.rmtree(folder / "out")
+    unanswered = {"images": ["a.png"], "texts": [{"user": "Which?", "assistant": ""}]}
+    with pytest.raises(kit.DataError, match="record 0: a question or answer is '', which is no"):
+        prepare(folder, [unanswered])
 
 
 def test_questions_and_answers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -100,6 +100,21 @@ def test_a_step_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert log.summary() == pytest.approx({**sums, **rates, "cost_balance": 67 / 65})
 
 
+def test_the_bar_fits_80_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long run: 10,000 steps, hours left, two million tokens per second, a wait of minutes."""
+    clock = iter([100.0, 100.0 + 5e-6])
+    monkeypatch.setattr(run_log, "time", Namespace(perf_counter=lambda: next(clock)))
+    with log_of(tmp_path, logging()) as log:
+        log.loader.wait_seconds = 1234.5
+        log.step(1, [packed()[:1]], 12.3456, 0.1, 0.5)
+        long = {"n": 9999, "total": 10_000, "rate": 1 / 35_999, "elapsed": 35_999.0, "ncols": 80}
+        line = log.bar.format_meter(**{**log.bar.format_dict, **long})
+    assert line.startswith("9999/10000 ")
+    text = " 9:59:59 left, loss 12.35, 2.00M tok/s, 0% padding, waited 1234 s"
+    assert line.endswith(text)
+    assert len(line) == 80
+
+
 PEAK = 989.4e12  # of an H100
 SIZES: dict[str, Any] = {"vocab_size": 10, "hidden_size": 8, "intermediate_size": 16}
 SIZES |= {"num_hidden_layers": 1, "num_attention_heads": 2}
@@ -162,7 +177,7 @@ def test_a_step_of_rows_that_share_prefixes(
     found = {name: record[name] for name in ("tokens", "cells", "filled_cells", "padding")}
     assert found == {"tokens": 12, "cells": 10, "filled_cells": 10, "padding": 0.0}
     assert record["tokens_per_cell"] == 1.2
-    assert "1.20 tokens per cell, 0% padding" in str(log.bar.postfix)
+    assert "6.00 tok/s, 1.20 tok/cell, waited" in str(log.bar.postfix)
     flops = 10 * 3840 + 3 * 480 + 48 * (3 * 3 + (4 * 4 - 2 * 2) + 5 * 5)
     assert record["mfu"] * PEAK == pytest.approx(flops / 2)
 

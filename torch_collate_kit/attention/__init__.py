@@ -1,7 +1,5 @@
 """Packed attention for transformers models, and the check that packed examples stay apart."""
 
-from __future__ import annotations
-
 from torch_collate_kit.attention.context import context_attention, context_join
 from torch_collate_kit.attention.isolate_mixers import isolate_mixers
 from torch_collate_kit.attention.isolation import check_isolation

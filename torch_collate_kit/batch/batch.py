@@ -130,6 +130,9 @@ class Batch(Counted, ContextParallel, Displayed, Mapping[str, Field]):
         """Return the names of the fields."""
         return self._storage.names.keys()
 
+    def _ipython_key_completions_(self) -> list[str]:
+        return list(self)
+
     def items(self) -> ItemsView[str, Field]:
         """Return the fields by name; makes all of them."""
         return {name: self._field(name) for name in self}.items()

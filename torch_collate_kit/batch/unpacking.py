@@ -49,7 +49,7 @@ def unpack(values: Values, batch: Batch | Mapping[str, Any]) -> list[Values]:
             lie.
         TypeError: values that are neither a tensor nor an array; neither a Batch nor a mapping.
 
-    >>> from torch_collate_kit.collators import PackedCollator
+    >>> from torch_collate_kit import PackedCollator
     >>> batch = PackedCollator(0, max_tokens=8)([{"input_ids": [5, 6]}, {"input_ids": [7, 8, 9]}])
     >>> batch["input_ids"].tolist()
     [[7, 8, 9, 5, 6]]

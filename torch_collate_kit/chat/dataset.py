@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch_collate_kit._checks import needed_package
@@ -102,6 +104,21 @@ def check_is_dataset(dataset: Any, function: str, others: str = "") -> None:
         )
 
 
+@contextmanager
+def bars_of_rank_0(hide: bool = False) -> Iterator[None]:
+    """Hide the progress bars of datasets, on all ranks or on all but the first of a launcher."""
+    datasets: Any = sys.modules.get("datasets")
+    hide = hide or os.environ.get("RANK", "0") != "0"
+    if hides := bool(hide and datasets and not datasets.are_progress_bars_disabled()):
+        datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if hides:
+            datasets.enable_progress_bars()
+
+
+@bars_of_rank_0()
 def without_skipped(
     tokenized: Any, removed: Sequence[str], needed: str, num_conversations: int | None = None
 ) -> tuple[Any, Counter[str]]:
@@ -131,6 +148,7 @@ def without_skipped(
     return tokenized, skips
 
 
+@bars_of_rank_0()
 def _map(dataset: Any, setup: ChatSetup, num_proc: int | None) -> Any:
     import datasets
 

@@ -1,7 +1,5 @@
 """Collators for ``DataLoader(collate_fn=...)``, one class per layout."""
 
-from __future__ import annotations
-
 import torch
 
 from torch_collate_kit.collators.packed import PackedCollator

@@ -37,7 +37,7 @@ from torch_collate_kit.collators.tree_rows import (
 )
 from torch_collate_kit.packing import PackingOptions, PackingPlan, RankPlan
 from torch_collate_kit.packing.mixed_examples import counts_by_source
-from torch_collate_kit.packing.options import ParallelLayout, common_options
+from torch_collate_kit.packing.options import Overflow, ParallelLayout, Strategy, common_options
 from torch_collate_kit.packing.pieces import Load, Patches, image_load
 from torch_collate_kit.packing.planner import pack, plan_rows
 from torch_collate_kit.packing.rank_plan import PlannedExamples, joined_rows, named_in_errors
@@ -104,8 +104,8 @@ class PackedCollator(Collator, ForTrainer):
         tokenizer: Any,
         *,
         max_tokens: int | None = None,
-        strategy: str | None = None,
-        overflow: Literal["raise", "truncate", "drop", "split"] | None = None,
+        strategy: Strategy | None = None,
+        overflow: Overflow | None = None,
         parallel: ParallelLayout | None = None,
         max_patches: int | None = None,
         isolate: bool | None = None,

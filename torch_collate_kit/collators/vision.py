@@ -19,12 +19,14 @@ from torch_collate_kit.collators.trainer import ForTrainer
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing import PackingOptions
 from torch_collate_kit.packing.mixed_examples import MixedExamples
+from torch_collate_kit.packing.options import Overflow
 from torch_collate_kit.packing.rank_plan import PlannedExamples, named_in_errors
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.entries import DeclaredFields
 from torch_collate_kit.reading.keys import is_other_weight
 from torch_collate_kit.reading.source import Examples, Source
 from torch_collate_kit.vision import VisionLayout
+from torch_collate_kit.vision.layout import PixelDtype
 
 _RECORDS_AT_A_TIME = 1000
 _DROPPED = ("too_long", "nothing_left_after_truncation")  # by max_length
@@ -77,12 +79,12 @@ class VisionLanguageCollator(ForTrainer):
         *,
         max_tokens: int | None = None,
         max_patches: int | None = None,
-        overflow: Literal["raise", "truncate", "drop", "split"] | None = None,
+        overflow: Overflow | None = None,
         packing: PackingOptions | None = None,
         padding_side: Literal["left", "right"] | None = None,
         chat: ChatOptions = DEFAULT_OPTIONS,
         config: Any = None,
-        pixel_dtype: Any = "float32",
+        pixel_dtype: PixelDtype = "float32",
         require_images: Literal["all"] | None = None,
         fixed_width: bool = False,
         normalize_loss: bool = True,

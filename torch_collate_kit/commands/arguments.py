@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +20,8 @@ from torch_collate_kit.reading.source import are_preferences, kind_of
 from torch_collate_kit.vision import load_processor
 
 FILES = (
-    "a .jsonl, .json, .parquet or .arrow file, a saved dataset folder or a hub name, of chats, "
-    "tokenized rows or rollouts"
+    "a .jsonl or .json file (also with .gz or .zst), a .parquet or .arrow file, a saved dataset "
+    "folder or a hub name, of chats, tokenized rows or rollouts"
 )
 _FORMS = (
     "chats (messages, conversations, prompt and completion, instruction and output), pairs "
@@ -39,6 +43,17 @@ def as_flags(text: str) -> str:
     for argument, flag in _FLAGS.items():
         text = text.replace(argument, flag)
     return text
+
+
+def wrapped(text: str) -> str:
+    """Return text in lines of at most 80 columns, or of a narrower terminal; words stay whole."""
+    width = max(40, min(80, shutil.get_terminal_size().columns))
+    fill = partial(textwrap.fill, width=width, break_long_words=False, break_on_hyphens=False)
+    return re.sub(
+        r"(?m)^( *)(.+)$",
+        lambda line: fill(line[2], initial_indent=line[1], subsequent_indent=f"{line[1]}  "),
+        text,
+    )
 
 
 def number(text: str) -> int:

@@ -21,6 +21,7 @@ from torch_collate_kit.commands.arguments import (
     number,
     read_data,
     tokenized_chats,
+    wrapped,
 )
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing import ParallelLayout
@@ -145,5 +146,7 @@ def _audit(options: argparse.Namespace) -> int:
         train_all=options.train_all,
         chat=chat_options(loaded, options),
     )
-    print(json.dumps(report.to_dict(), indent=2) if options.json else as_flags(str(report)))
+    print(
+        json.dumps(report.to_dict(), indent=2) if options.json else wrapped(as_flags(str(report)))
+    )
     return 0 if report.ok else 1

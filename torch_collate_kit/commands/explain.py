@@ -21,6 +21,7 @@ from torch_collate_kit.commands.arguments import (
     loaded_tokenizer,
     number,
     read_data,
+    wrapped,
 )
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.preference.tokenize import preference_examples
@@ -80,9 +81,8 @@ def _batches(
     try:
         if kind == "rollouts":
             if options.max_tokens is not None:
-                print(
-                    "note: rollouts are never cut, so --max-tokens changes nothing", file=sys.stderr
-                )
+                note = "note: rollouts are never cut, so --max-tokens changes nothing"
+                print(note, file=sys.stderr)
             return [RolloutCollator(0)([record])]
         examples = [record]
         if kind == "chats":
@@ -161,5 +161,5 @@ def _template(options: argparse.Namespace) -> int:
     if not names:
         raise DataError("no template given: name a tokenizer or a .jinja file")
     one = len(names) == 1 and options.all is None
-    print(preview(names[0]) if one else verdict_table(names), end="")
+    print(wrapped(preview(names[0])) if one else verdict_table(names), end="")
     return 0

@@ -1,7 +1,5 @@
 """From examples to batches in time: datasets, samplers, prefetching, streaming."""
 
-from __future__ import annotations
-
 from torch_collate_kit.loading.dataset import TokenizedDataset, read_records
 from torch_collate_kit.loading.map_segments import map_segments
 from torch_collate_kit.loading.orders import Mixture

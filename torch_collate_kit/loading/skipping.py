@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 
@@ -13,6 +13,7 @@ from torch_collate_kit.errors import DataError, StateError
 
 _logger = logging.getLogger("torch_collate_kit.loading")
 
+OnError: TypeAlias = Literal["raise", "skip"]
 NEVER_SKIPPED = (MemoryError, StateError, torch.OutOfMemoryError)
 """Errors that no example is to blame for."""
 
@@ -34,8 +35,8 @@ class SkipPolicy:
         ValueError, TypeError: an option is wrong.
     """
 
-    def __init__(self, on_error: str, max_skipped: int, max_skipped_in_a_row: int) -> None:
-        checked_choice("on_error", on_error, ("raise", "skip"))
+    def __init__(self, on_error: OnError, max_skipped: int, max_skipped_in_a_row: int) -> None:
+        checked_choice("on_error", on_error, get_args(OnError))
         self.skips = on_error == "skip"
         self.max_skipped = checked_int("max_skipped", max_skipped)
         self.max_skipped_in_a_row = checked_int("max_skipped_in_a_row", max_skipped_in_a_row)

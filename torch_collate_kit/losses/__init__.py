@@ -1,7 +1,5 @@
 """The loss of a batch, log-probs of its tokens, sums over its segments, and what to divide by."""
 
-from __future__ import annotations
-
 from torch_collate_kit.losses.loss_tokens import global_num_examples, global_num_loss_tokens
 from torch_collate_kit.losses.segments import segment_ends, segment_sums, sums_by
 from torch_collate_kit.losses.token_logps import token_logps, trained_values

@@ -39,7 +39,7 @@ def global_num_loss_tokens(
     Raises:
         TypeError: neither a Batch nor labels.
 
-    >>> from torch_collate_kit.collators import PackedCollator
+    >>> from torch_collate_kit import PackedCollator
     >>> batch = PackedCollator(0, max_tokens=3)([{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}])
     >>> micro_batches = [batch[i : i + 1] for i in range(len(batch))]
     >>> global_num_loss_tokens(micro_batches)

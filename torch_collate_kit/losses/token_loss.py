@@ -45,7 +45,7 @@ class PerTokenOutputs:
     example ``example_indices[i]``. The pieces of a split example are joined in order, without the
     first token of each piece, which nothing predicts. An added row has no example.
 
-    >>> from torch_collate_kit.collators import PackedCollator
+    >>> from torch_collate_kit import PackedCollator
     >>> batch = PackedCollator(0, max_tokens=8)([{"input_ids": [1, 2]}, {"input_ids": [3, 1, 2]}])
     >>> logits = torch.zeros(1, 5, 4)
     >>> _, outputs = token_loss(logits, batch, num_loss_tokens=3, return_per_token_outputs=True)

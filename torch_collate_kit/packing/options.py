@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, get_args
 
 from torch_collate_kit._checks import (
     checked_bool,
@@ -16,9 +16,12 @@ from torch_collate_kit._checks import (
 from torch_collate_kit._reprs import dataclass_repr
 from torch_collate_kit.packing.cost import ModelCost
 
-STRATEGIES = ("best_fit_decreasing", "first_fit_decreasing", "balanced", "sequential", "wrapped")
-_OVERFLOWS = ("raise", "truncate", "drop", "split")
-_BALANCES = ("attention", "tokens", None)
+Strategy: TypeAlias = Literal[
+    "best_fit_decreasing", "first_fit_decreasing", "balanced", "sequential", "wrapped"
+]
+Overflow: TypeAlias = Literal["raise", "truncate", "drop", "split"]
+Balance: TypeAlias = Literal["attention", "tokens"]
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 MOST_CELLS = 2**31 - 1  # of a row: int32 counts them
 FP8_TOKENS = {"tensorwise": 16, "mxfp8": 32, "nvfp4": 64, "blockwise": 128}
 _NONE_MEANS = {
@@ -128,21 +131,21 @@ class PackingOptions:
 
     max_tokens: int
     """Cells a row may have, alignment gaps included."""
-    strategy: str | None = None
+    strategy: Strategy | None = None
     """Strategy that fills rows, see ``pack``; None: "balanced" in a collator, else best fit."""
     parallel: ParallelLayout = field(default_factory=ParallelLayout)
     """Its ``dp`` divides the number of rows, ``row_align`` their width, ``align`` sub-sequences."""
-    overflow: str = "raise"
+    overflow: Overflow = "raise"
     """Treatment of examples longer than a row: "raise", "truncate", "drop" or "split"; of lists of
     segments "raise" or "drop", or with ``share_prefixes`` "split", between segments."""
     isolate: bool = True
     """Whether the documents of a row are segments of their own; False only with "wrapped"."""
-    share_prefixes: bool | str = False
+    share_prefixes: bool | Literal["auto"] = False
     """Whether segments of an example share the cells of what they have in common; "auto": where
     that saves at least 13% of the cells (1.15 tokens for each)."""
     max_sequences_per_row: int | None = None
     """The most pieces a row may hold; None for no limit."""
-    balance: str | None = "attention"
+    balance: Balance | None = "attention"
     """Quantity evened out over ranks: "attention" (cost in the language model and the vision
     tower), "tokens" (and patches), or None (row i goes to rank ``i % rows_multiple_of``).
     "sequential" keeps the order of groups of one row per rank, with None also within them."""
@@ -160,8 +163,8 @@ class PackingOptions:
     def __post_init__(self) -> None:
         if self.strategy is not None:
             checked_choice("strategy", self.strategy, STRATEGIES)
-        checked_choice("balance", self.balance, _BALANCES)
-        checked_choice("overflow", self.overflow, _OVERFLOWS)
+        checked_choice("balance", self.balance, (*get_args(Balance), None))
+        checked_choice("overflow", self.overflow, get_args(Overflow))
         checked_bool("isolate", self.isolate)
         if self.share_prefixes != "auto":
             checked_bool("share_prefixes", self.share_prefixes, others='"auto"')
@@ -277,11 +280,11 @@ def common_options(
     max_tokens: int | None = None,
     *,
     strategy: str | None = None,
-    overflow: str | None = None,
+    overflow: Overflow | None = None,
     parallel: ParallelLayout | None = None,
     max_patches: int | None = None,
     isolate: bool | None = None,
-    share_prefixes: bool | str | None = None,
+    share_prefixes: bool | Literal["auto"] | None = None,
 ) -> PackingOptions:
     """Return ``packing``, or options made of the common fields; None means a field's default."""
     common: dict[str, Any] = {

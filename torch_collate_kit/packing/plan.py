@@ -23,7 +23,7 @@ class PackingPlan:
     as read-only. Rows are planned for ``N = rows_multiple_of`` ranks and are shard-major: rank r
     owns the rows ``[r * R / N, (r + 1) * R / N)``.
 
-    >>> from torch_collate_kit.packing import pack
+    >>> from torch_collate_kit import pack
     >>> plan = pack([5, 3, 9, 2], 10)
     >>> plan.bins, plan.row_tokens.tolist(), plan.efficiency
     ([[2], [0, 1, 3]], [9, 10], 0.95)

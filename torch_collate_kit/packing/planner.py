@@ -10,7 +10,13 @@ import numpy.typing as npt
 
 from torch_collate_kit._checks import checked_lengths
 from torch_collate_kit.packing.balance import assign_ranks, costs_to_balance, for_ranks
-from torch_collate_kit.packing.options import PackingOptions, ParallelLayout, common_options
+from torch_collate_kit.packing.options import (
+    Overflow,
+    PackingOptions,
+    ParallelLayout,
+    Strategy,
+    common_options,
+)
 from torch_collate_kit.packing.pieces import (
     Load,
     Patches,
@@ -39,8 +45,8 @@ def pack(
     lengths: npt.ArrayLike,
     max_tokens: int | None = None,
     *,
-    strategy: str | None = None,
-    overflow: str | None = None,
+    strategy: Strategy | None = None,
+    overflow: Overflow | None = None,
     parallel: ParallelLayout | None = None,
     max_patches: int | None = None,
     patches: Patches | Load | None = None,
@@ -226,7 +232,7 @@ def measured(
     return (cells, patches), Limits(tokens, most_patches, most_pieces, tokens - text)
 
 
-def filled_rows(sizes: Sizes, limits: Limits, strategy: str | None) -> Rows:
+def filled_rows(sizes: Sizes, limits: Limits, strategy: Strategy | None) -> Rows:
     """Return the rows as the strategy opens them; one empty row without pieces."""
     tokens, patches = sizes
     if not len(tokens):

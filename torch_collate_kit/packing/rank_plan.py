@@ -36,7 +36,7 @@ class RankPlan:
     ``indices``, ``lengths`` and ``num_loss_tokens`` are int64 [N], of all examples of the batch;
     ``dp_size`` divides ``plan.rows_multiple_of``, and is that by default.
 
-    >>> from torch_collate_kit.packing import ParallelLayout, pack
+    >>> from torch_collate_kit import ParallelLayout, pack
     >>> lengths = np.array([5, 3, 9, 2])  # of examples 40, 41, 42 and 43 of a dataset
     >>> plan = pack(lengths, 10, parallel=ParallelLayout(dp=2))
     >>> part = RankPlan(plan, 0, np.arange(40, 44), lengths)

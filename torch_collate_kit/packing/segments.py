@@ -146,9 +146,9 @@ def bare_lengths(packing: PackingOptions) -> ValueError:
 
 def check_not_cut(packing: PackingOptions) -> None:
     """Refuse to cut examples whose segments stay together."""
-    name, value = "overflow", packing.overflow
+    name, value = "overflow", str(packing.overflow)
     if packing.strategy == "wrapped":
-        name, value = "strategy", packing.strategy
+        name, value = "strategy", "wrapped"
     elif value in ("raise", "drop") or (value == "split" and packing.share_prefixes):
         return
     way_out = 'pass overflow="raise" or "drop"'

@@ -1,7 +1,5 @@
 """Preference data: pairs and labelled answers as examples of two segments, and their losses."""
 
-from __future__ import annotations
-
 from torch_collate_kit.preference.losses import PreferenceLoss, bradley_terry, dpo, kto
 from torch_collate_kit.preference.tokenize import tokenize_preferences
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from torch_collate_kit.batch import IGNORE_INDEX
+from torch_collate_kit.chat.dataset import bars_of_rank_0
 from torch_collate_kit.chat.options import ChatSetup
 from torch_collate_kit.errors import DataError
 
@@ -21,6 +22,7 @@ def prompt_key(prompt_ids: Sequence[int]) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
+@bars_of_rank_0()
 def with_other_answers(kept: Any, setup: ChatSetup, seed: int, num_proc: int | None) -> Any:
     """Return examples with a second segment: the prompt of each, and the answer of another."""
     import datasets

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch_collate_kit._checks import checked_choice, checked_int
-from torch_collate_kit.chat.dataset import check_is_dataset, without_skipped
+from torch_collate_kit.chat.dataset import bars_of_rank_0, check_is_dataset, without_skipped
 from torch_collate_kit.chat.options import DEFAULT_OPTIONS, ChatOptions, ChatSetup
 from torch_collate_kit.chat.template import num_shared
 from torch_collate_kit.chat.tokenize import MarkedText, loss_target, marked_texts, too_long
@@ -105,6 +105,7 @@ def _are_pairs(names: Sequence[str]) -> bool:
     return not is_labelled
 
 
+@bars_of_rank_0()
 def _map(dataset: Any, features: Any, num_proc: int | None, **options: Any) -> Any:
     import datasets
 

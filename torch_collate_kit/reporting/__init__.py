@@ -3,8 +3,6 @@
 matplotlib, pandas and transformers are loaded on use.
 """
 
-from __future__ import annotations
-
 from torch_collate_kit.reporting.audit import AuditReport, Finding, audit
 from torch_collate_kit.reporting.report import PackingReport, packing_report
 

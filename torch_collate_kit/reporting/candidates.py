@@ -14,12 +14,13 @@ import numpy as np
 from torch_collate_kit._checks import checked_int
 from torch_collate_kit._reprs import plural
 from torch_collate_kit.packing import PackingOptions, PackingPlan
+from torch_collate_kit.packing.options import Strategy
 from torch_collate_kit.packing.pieces import Load, cut_to_fit
 from torch_collate_kit.packing.planner import plan_rows
 from torch_collate_kit.packing.rows import Ints, row_sums
 from torch_collate_kit.ragged import Ragged
 
-_STRATEGIES = ("best_fit_decreasing", "balanced", "sequential")
+_STRATEGIES: tuple[Strategy, ...] = ("best_fit_decreasing", "balanced", "sequential")
 PADDED, SHARED = "padded", "shared_prefixes"
 _MOST_PADDING = 0.02
 _NEARLY = 0.005
@@ -49,7 +50,7 @@ def _power_of_two(number: int) -> int:
 def packings_to_try(
     packing: PackingOptions,
     max_tokens: int | Sequence[int] | None,
-    strategies: Sequence[str] | None,
+    strategies: Sequence[Strategy] | None,
     lengths: Ints,
 ) -> list[PackingOptions]:
     """Return every ``max_tokens`` with every strategy, each once, in the order given."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from torch_collate_kit.reporting.candidates import PADDED, SHARED, headline, los
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+Plot: TypeAlias = Literal["padding", "balance", "lengths"]
 _MOST_TICKS = 32
 
 # light to dark, and a hatch of its own for each

@@ -19,6 +19,7 @@ from torch_collate_kit._checks import (
 from torch_collate_kit.batch.showing.tables import html_table, text_table
 from torch_collate_kit.families import family_of, left_padding_fault
 from torch_collate_kit.packing import ModelCost, PackingOptions, ParallelLayout
+from torch_collate_kit.packing.options import Balance, Overflow, Strategy
 from torch_collate_kit.packing.pieces import Load, Patches
 from torch_collate_kit.packing.planner import sizes_of
 from torch_collate_kit.packing.rows import Ints
@@ -38,7 +39,7 @@ from torch_collate_kit.reporting.candidates_table import (
     recommendation_lines,
 )
 from torch_collate_kit.reporting.lengths import data_lengths
-from torch_collate_kit.reporting.plots import PLOTS
+from torch_collate_kit.reporting.plots import PLOTS, Plot
 from torch_collate_kit.reporting.steps import steps_legend, steps_of, steps_table
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ class PackingReport(dict[str, Any]):
         """
         return needed_package("pandas", "PackingReport.to_frame").DataFrame(self["candidates"])
 
-    def plot(self, what: str = "padding", *, ax: Axes | None = None) -> Axes:
+    def plot(self, what: Plot = "padding", *, ax: Axes | None = None) -> Axes:
         """Draw one of three plots with matplotlib, on ``ax`` or a new figure.
 
         Args:
@@ -144,10 +145,10 @@ def packing_report(
     data: Any,
     max_tokens: int | Sequence[int] | None = None,
     *,
-    strategies: Sequence[str] | None = None,
+    strategies: Sequence[Strategy] | None = None,
     parallel: ParallelLayout | None = None,
-    overflow: str = "drop",
-    balance: str | None = "attention",
+    overflow: Overflow = "drop",
+    balance: Balance | None = "attention",
     cost: ModelCost | None = None,
     max_sequences_per_row: int | None = None,
     patches: Patches | None = None,

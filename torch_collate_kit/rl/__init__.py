@@ -1,7 +1,5 @@
 """Reinforcement learning: prompt-aligned mini-batches, advantages, and steps into trajectories."""
 
-from __future__ import annotations
-
 from torch_collate_kit.rl.advantages import compute_advantages
 from torch_collate_kit.rl.groups import mini_batch_boundaries, prompt_boundaries
 from torch_collate_kit.rl.merging import merge_steps

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import torch
@@ -20,8 +20,8 @@ from torch_collate_kit.rl.response_tensors import (
     wide,
 )
 
+Estimator: TypeAlias = Literal["grpo", "grpo_no_std", "rloo", "maxrl", "gae", "reinforce++"]
 _OUTCOME = ("grpo", "grpo_no_std", "rloo", "maxrl")
-_ESTIMATORS = (*_OUTCOME, "gae", "reinforce++")
 
 
 def compute_advantages(
@@ -29,7 +29,7 @@ def compute_advantages(
     response_mask: Tensor,
     uids: Uids,
     *,
-    estimator: str,
+    estimator: Estimator,
     is_last_step: Any = None,
     trajectory_ids: Uids | None = None,
     values: Tensor | None = None,
@@ -129,7 +129,7 @@ def compute_advantages(
 
 
 def _check(rewards: Any, response_mask: Any, estimator: str, values: Any, whiten: bool) -> None:
-    checked_choice("estimator", estimator, _ESTIMATORS)
+    checked_choice("estimator", estimator, get_args(Estimator))
     checked_tensors(rewards=rewards, response_mask=response_mask)
     checked_bool("whiten", whiten)
     if estimator == "gae":

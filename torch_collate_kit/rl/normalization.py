@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from torch_collate_kit.rl.response_tensors import (
     wide,
 )
 
-_REDUCTIONS = ("token_mean", "sequence_mean", "prompt_mean", "constant_length_mean")
+Reduction: TypeAlias = Literal["token_mean", "sequence_mean", "prompt_mean", "constant_length_mean"]
 
 
 def normalize_advantages(
@@ -28,7 +28,7 @@ def normalize_advantages(
     loss_mask: Tensor,
     boundaries: Any,
     *,
-    reduction: str,
+    reduction: Reduction,
     uids: Uids | None = None,
     max_response_length: int | None = None,
     z_score: bool = False,
@@ -73,7 +73,7 @@ def normalize_advantages(
     >>> normalize_advantages(advantages, mask, [0, 1, 2], reduction="token_mean").tolist()
     [[0.0, 4.0], [4.0, 4.0]]
     """
-    checked_choice("reduction", reduction, _REDUCTIONS)
+    checked_choice("reduction", reduction, get_args(Reduction))
     checked_tensors(advantages=advantages, loss_mask=loss_mask)
     if not advantages.is_floating_point():
         raise TypeError(

@@ -1,7 +1,5 @@
 """Vision-language models: fields of their processors, and the number of tokens per image."""
 
-from __future__ import annotations
-
 from torch_collate_kit.vision.layout import VisionLayout
 from torch_collate_kit.vision.processors import is_vision_language, load_processor
 from torch_collate_kit.vision.sizes import image_grid

@@ -6,15 +6,17 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from torch_collate_kit._reprs import dataclass_repr
 from torch_collate_kit.vision.families import FAMILIES, OTHER, PIXEL_FIELDS, Family, ImageField
 from torch_collate_kit.vision.settings import layout_settings
 
+PixelDtype: TypeAlias = Literal["float32", "bfloat16", "float16"] | torch.dtype
 _Ints = npt.NDArray[np.int64]
 _BY_NAME = {family.name: family for family in (*FAMILIES, OTHER)}
 
@@ -92,7 +94,7 @@ class VisionLayout:
 
     @classmethod
     def of(
-        cls, processor: Any, config: Any = None, *, pixel_dtype: Any = "float32"
+        cls, processor: Any, config: Any = None, *, pixel_dtype: PixelDtype = "float32"
     ) -> VisionLayout:
         """Make the layout of a transformers processor, and of the model's config if given.
 

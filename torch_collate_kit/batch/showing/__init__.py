@@ -1,3 +1,1 @@
 """A batch for people to read: rows as text, HTML or a plot, and one row token by token."""
-
-from __future__ import annotations

@@ -190,7 +190,7 @@ class Explanation:
     where there is none. ``len()`` is the number of tokens.
 
     >>> import torch
-    >>> from torch_collate_kit.batch import Batch
+    >>> from torch_collate_kit import Batch
     >>> explanation = Batch({"input_ids": torch.tensor([[5, 6]])}).explain(0)
     >>> explanation
     row 0 of 1: 2 tokens in 2 cells

@@ -1,7 +1,5 @@
 """Tokenised rows, read at random without a Python object per token; and the files of records."""
 
-from __future__ import annotations
-
 from torch_collate_kit.loading.dataset.files import read_records
 from torch_collate_kit.loading.dataset.tokenized import TokenizedDataset
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import glob
+import gzip
+import io
 import json
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,6 +22,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 _KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow"}
+_KINDS |= dict.fromkeys((".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst"), "json")
 _MAX_DEPTH = 63  # of an Arrow table; at some 5,000 its JSON reader ends the process
 _SAFE_DEPTH = 500
 
@@ -28,7 +33,7 @@ def read_records(name: str | os.PathLike[str], *, split: str = "train") -> Datas
     Raises:
         DataError: there is no such file, folder, name or split; a file cannot be read, or is
             nested too deep. Of JSON Lines it names the line.
-        ImportError: datasets is not installed.
+        ImportError: datasets is not installed, or zstandard for ``.jsonl.zst``.
 
     >>> read_records("no_such_file.jsonl")
     Traceback (most recent call last):
@@ -36,7 +41,7 @@ def read_records(name: str | os.PathLike[str], *, split: str = "train") -> Datas
     """
     datasets = needed_package("datasets", "reading dataset files")
     path, name = Path(name), str(name)
-    if path.is_file() or (path.suffix.lower() in _KINDS and not path.is_dir()):
+    if path.is_file() or (_suffix(path) in _KINDS and not path.is_dir()):
         return _read_file(datasets, path)
     # what else is here or has the suffix of a file is no name of the hub
     is_of_file = path.exists() or path.suffix in (".npy", ".jinja")
@@ -56,7 +61,7 @@ def read_records(name: str | os.PathLike[str], *, split: str = "train") -> Datas
 
 
 def _read_file(datasets: Any, path: Path) -> Dataset:
-    kind = _KINDS.get(path.suffix.lower())
+    kind = _KINDS.get(_suffix(path))
     if kind is None:
         raise DataError(
             f"{path}: not a kind of file that is read ({', '.join(_KINDS)}); convert it, or save "
@@ -71,14 +76,37 @@ def _read_file(datasets: Any, path: Path) -> Dataset:
     except Exception as error:  # of many types, as the file is broken
         if kind == "json":
             _check_depth(path, _MAX_DEPTH)
-        found = _broken_line(path) if path.suffix.lower() == ".jsonl" else None
+        found = _broken_line(path) if _suffix(path).startswith(".jsonl") else None
         raise DataError(f"{path}: {found or _short(error.__cause__ or error)}") from error
+
+
+def _suffix(path: Path) -> str:
+    """Return the suffix of a file, with that of its compression."""
+    both = "".join(path.suffixes[-2:]).lower()
+    return both if both in _KINDS else path.suffix.lower()
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[IO[bytes]]:
+    """Open a JSON file and decompress it."""
+    suffix = path.suffix.lower()
+    try:
+        with path.open("rb") as stored:
+            file: Any = gzip.GzipFile(fileobj=stored) if suffix == ".gz" else stored
+            if suffix == ".zst":
+                unpacker = needed_package("zstandard", "reading .zst files").ZstdDecompressor()
+                file = io.BufferedReader(unpacker.stream_reader(stored, read_across_frames=True))
+            yield file
+    except Exception as error:
+        if suffix not in (".gz", ".zst") or isinstance(error, DataError | ImportError):
+            raise
+        raise DataError(f"{path}: cannot be decompressed: {_short(error)}") from error
 
 
 def _check_depth(path: Path, limit: int) -> None:
     """Check that no line, or no place of a file that is not JSON Lines, is nested deeper."""
-    with path.open("rb") as file:
-        parts = file if path.suffix.lower() == ".jsonl" else [file.read()]
+    with _opened(path) as file:
+        parts = file if _suffix(path).startswith(".jsonl") else [file.read()]
         for number, part in enumerate(parts, 1):
             if part.count(b"[") + part.count(b"{") <= limit:
                 continue
@@ -99,7 +127,7 @@ def _check_depth(path: Path, limit: int) -> None:
 def _broken_line(path: Path) -> str | None:
     """Return the error of a JSON Lines file, with its line; None if there is none."""
     record = None
-    with path.open("rb") as file:
+    with _opened(path) as file:
         for number, line in enumerate(file, 1):
             try:
                 record = json.loads(line.decode()) if line.strip() else record

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sized
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,8 @@ from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.errors import StateError
 
 Indices: TypeAlias = npt.NDArray[np.int64]
+Shuffle: TypeAlias = bool | Literal["keyed"]
+Tail: TypeAlias = Literal["keep", "drop", "wrap"]
 MAX_COUNT = 2**63 - 1
 NEW_RUN = "build the sampler with the arguments of the saved run, or start without the state"
 MAX_WORD = 2**32 - 1  # one word of a SeedSequence each, or (2**32 + 1, 0) would be (1, 1)
@@ -67,7 +69,7 @@ def checked_batch_size(batch_size: int, least: int) -> int:
     return batch_size
 
 
-def checked_shuffle(shuffle: bool | str) -> bool | str:
+def checked_shuffle(shuffle: Shuffle) -> Shuffle:
     """Return ``shuffle``, which must be a bool or "keyed"."""
     if not isinstance(shuffle, str):
         return checked_bool("shuffle", shuffle)

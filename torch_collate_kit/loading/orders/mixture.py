@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -50,7 +50,7 @@ class Mixture:
     Raises:
         TypeError, ValueError, DataError: an argument is wrong.
 
-    >>> from torch_collate_kit.loading import PrefetchingSampler
+    >>> from torch_collate_kit import PrefetchingSampler
     >>> mixture = Mixture([100, 10], weights=[3, 1])
     >>> sampler = PrefetchingSampler(mixture, batch_size=4, shuffle=False)
     >>> [sampler.examples(0, step).tolist() for step in (0, 1)]
@@ -62,10 +62,10 @@ class Mixture:
         sources: Sequence[Any],
         *,
         weights: Sequence[float | Fraction] | None = None,
-        by: str = "examples",
+        by: Literal["examples", "tokens"] = "examples",
         schedule: Sequence[tuple[int, Sequence[float | Fraction]]] | None = None,
         max_passes: float | Sequence[float | Fraction | None] | None = None,
-        stop: str = "first_exhausted",
+        stop: Literal["first_exhausted", "all_exhausted"] = "first_exhausted",
         names: Sequence[str] | None = None,
     ) -> None:
         if isinstance(sources, (str, bytes)) or not hasattr(sources, "__len__") or not len(sources):

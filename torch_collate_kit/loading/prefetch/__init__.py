@@ -1,7 +1,5 @@
 """One batch ahead of the consumer, with the exact position of what was consumed."""
 
-from __future__ import annotations
-
 from torch_collate_kit.loading.prefetch.async_collator import AsyncBatchCollator
 from torch_collate_kit.loading.prefetch.loader import PrefetchLoader
 from torch_collate_kit.loading.prefetch.skipped_examples import SkippedExample

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -22,7 +22,7 @@ from torch_collate_kit.loading.prefetch.resumable_loaders import LoaderPosition,
 from torch_collate_kit.loading.prefetch.skipped_examples import SkippedExample, SkippedExamples
 from torch_collate_kit.loading.prefetch.timeline import StepTimes, Timeline, draw_timeline
 from torch_collate_kit.loading.prefetch.watchdog import checked_seconds
-from torch_collate_kit.loading.skipping import SkipPolicy
+from torch_collate_kit.loading.skipping import OnError, SkipPolicy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -73,7 +73,7 @@ class PrefetchLoader:
         prefetch: bool = True,
         device: torch.device | str | int | None = None,
         warn_after: float | None = 60.0,
-        on_error: Literal["raise", "skip"] = "raise",
+        on_error: OnError = "raise",
         max_skipped: int = 100,
         max_skipped_in_a_row: int = 10,
     ) -> None:

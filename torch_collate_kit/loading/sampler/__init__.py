@@ -1,7 +1,5 @@
 """Batch samplers that can be resumed: an order, a budget of a step, and a division over ranks."""
 
-from __future__ import annotations
-
 from torch_collate_kit.loading.sampler.packed import PackedBatchSampler
 from torch_collate_kit.loading.sampler.packed_rows import PackedRows
 from torch_collate_kit.loading.sampler.prefetching import PrefetchingSampler

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sized
-from typing import Any
+from typing import Any, get_args
 
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
@@ -14,6 +14,8 @@ from torch_collate_kit._reprs import KindAndSize, call_repr
 from torch_collate_kit.loading.orders import Mixture
 from torch_collate_kit.loading.orders.checks import (
     Indices,
+    Shuffle,
+    Tail,
     checked_length,
     checked_shuffle,
     checked_word,
@@ -84,9 +86,9 @@ class EpochSampler(DividedOnce, ABC):
         examples: int | Sized | Mixture,
         *,
         num_global: tuple[str, int],
-        shuffle: bool | str,
+        shuffle: Shuffle,
         seed: int,
-        tail: str,
+        tail: Tail,
         order: UserOrder | None,
         dp_rank: int,
         dp_size: int,
@@ -98,7 +100,7 @@ class EpochSampler(DividedOnce, ABC):
         self._seed = checked_word("seed", seed)
         self._shuffle = checked_shuffle(shuffle)
         self._tail = tail
-        checked_choice("tail", tail, ("keep", "drop", "wrap"))
+        checked_choice("tail", tail, get_args(Tail))
         self._allow_appended = checked_bool("allow_appended", allow_appended)
         if order is not None and not callable(order):
             raise TypeError(f"order must be a function of (epoch, rng), got {order!r}")
@@ -213,7 +215,7 @@ class EpochSampler(DividedOnce, ABC):
 
         Waits until a very long epoch is counted. No step, position or state needs this number.
 
-        >>> from torch_collate_kit.loading import PrefetchingSampler
+        >>> from torch_collate_kit import PrefetchingSampler
         >>> PrefetchingSampler(10, batch_size=4).count_steps()
         3
         """
@@ -259,7 +261,7 @@ class EpochSampler(DividedOnce, ABC):
         Raises:
             ValueError: the examples are a Mixture, whose order follows from its weights.
 
-        >>> from torch_collate_kit.loading.sampler import PrefetchingSampler
+        >>> from torch_collate_kit import PrefetchingSampler
         >>> sampler = PrefetchingSampler(6, batch_size=2, shuffle=False)
         >>> sampler.set_epoch(0, step=1)
         >>> sampler.reshuffle()
@@ -281,7 +283,7 @@ class EpochSampler(DividedOnce, ABC):
         Raises:
             TypeError, ValueError: there is no such step.
 
-        >>> from torch_collate_kit.loading import PrefetchingSampler
+        >>> from torch_collate_kit import PrefetchingSampler
         >>> sampler = PrefetchingSampler(10, batch_size=4, shuffle=False)
         >>> sampler.examples(7, 1).tolist()
         [4, 5, 6, 7]
@@ -303,7 +305,7 @@ class EpochSampler(DividedOnce, ABC):
         Raises:
             TypeError, ValueError: there is no such example or epoch.
 
-        >>> from torch_collate_kit.loading import PrefetchingSampler
+        >>> from torch_collate_kit import PrefetchingSampler
         >>> sampler = PrefetchingSampler(10, batch_size=4, seed=1)
         >>> [sampler.examples(*at).tolist().count(7) for at in sampler.when(7, epoch=2)]
         [1]

@@ -6,7 +6,7 @@ from collections.abc import Sized
 from typing import Any
 
 from torch_collate_kit.loading.orders import Mixture
-from torch_collate_kit.loading.orders.checks import checked_batch_size
+from torch_collate_kit.loading.orders.checks import Shuffle, Tail, checked_batch_size
 from torch_collate_kit.loading.orders.order import Order, UserOrder
 from torch_collate_kit.loading.ranks import rank_and_size
 from torch_collate_kit.loading.sampler.budgets import Budget, ByExamples, Step
@@ -49,9 +49,9 @@ class PrefetchingSampler(ResumingSampler):
         examples: int | Sized | Mixture,
         *,
         batch_size: int,
-        shuffle: bool | str = True,
+        shuffle: Shuffle = True,
         seed: int = 0,
-        tail: str = "keep",
+        tail: Tail = "keep",
         order: UserOrder | None = None,
         dp_rank: int | None = None,
         dp_size: int | None = None,

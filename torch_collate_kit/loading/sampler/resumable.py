@@ -15,7 +15,7 @@ class ResumableSampler(Protocol):
     epoch. It must not have an attribute ``batch_size``: Accelerate would read it and lose batches.
     An int ``num_examples`` is compared with the length of the dataset.
 
-    >>> from torch_collate_kit.loading import PrefetchingSampler
+    >>> from torch_collate_kit import PrefetchingSampler
     >>> isinstance(PrefetchingSampler(10, batch_size=4), ResumableSampler)
     True
     """

@@ -49,8 +49,8 @@ class ResumingSampler(EpochSampler, ABC):
             self._fingerprints[number] = self._fingerprint(number)
         name, num_global = self._num_global
         own = {"tail": self._tail, "custom_order": self._user_order is not None}
-        own |= {name: num_global, "seed": self._seed, "shuffle": self._shuffle}
-        fits = {**own, **self._fingerprints[number]}
+        order = {name: num_global, "seed": self._seed, "shuffle": self._shuffle}
+        fits = {**own, **order, **self._fingerprints[number]}
         if like is not None:
             fits["fingerprint"] = _known(fits["fingerprint"], like["fingerprint"])
         return fits

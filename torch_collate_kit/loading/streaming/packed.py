@@ -22,7 +22,7 @@ from torch_collate_kit.batch import Batch
 from torch_collate_kit.loading.orders.checks import checked_collator, checked_word
 from torch_collate_kit.loading.orders.mixture import Mixture
 from torch_collate_kit.loading.ranks import divided_again, rank_in
-from torch_collate_kit.loading.skipping import SkipPolicy
+from torch_collate_kit.loading.skipping import OnError, SkipPolicy
 from torch_collate_kit.loading.streaming.mixed_streams import MixedStream
 from torch_collate_kit.loading.streaming.outside_streams import node_of
 from torch_collate_kit.loading.streaming.shard_batches import DividedStream, ShardBatches, Turn
@@ -92,7 +92,7 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
         dp_rank: int | Literal["all"] | None = None,
         num_shards: int | None = None,
         presharded: bool = False,
-        on_error: str = "raise",
+        on_error: OnError = "raise",
         max_skipped: int = 100,
         max_skipped_in_a_row: int = 10,
     ) -> None:

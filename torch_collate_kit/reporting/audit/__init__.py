@@ -1,7 +1,5 @@
 """Supervision that looks healthy and is not: one small check for each kind."""
 
-from __future__ import annotations
-
 from torch_collate_kit.reporting.audit.auditing import audit
 from torch_collate_kit.reporting.audit.findings import AuditReport, Finding
 

@@ -15,6 +15,7 @@ import torch
 
 from torch_collate_kit.batch import IGNORE_INDEX
 from torch_collate_kit.batch.fields import PerExample
+from torch_collate_kit.chat.dataset import bars_of_rank_0
 from torch_collate_kit.chat.options import ChatSetup
 from torch_collate_kit.chat.tokenize import tokenize_records
 from torch_collate_kit.errors import DataError
@@ -43,6 +44,7 @@ _ROWS_AT_A_TIME = 4096
 _RECORDS_AT_A_TIME = 256
 
 
+@bars_of_rank_0()
 def read_dataset(
     dataset: Any,
     *,
