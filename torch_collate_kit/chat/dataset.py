@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch_collate_kit._checks import needed_package
 from torch_collate_kit._reprs import plural
 from torch_collate_kit.chat.options import DEFAULT_OPTIONS, ChatOptions, ChatSetup
+from torch_collate_kit.chat.records import BadArguments
 from torch_collate_kit.chat.tokenize import grouped, tokenize_records
 from torch_collate_kit.errors import DataError
 
@@ -23,7 +24,7 @@ _logger = logging.getLogger("torch_collate_kit.chat")
 _BATCH_SIZE = 256
 _PIXELS_BATCH_SIZE = 16  # an example may have tens of megabytes
 # Part of the fingerprint of the `datasets` cache: increase it when the output of a record changes.
-_CACHE_VERSION = 5
+_CACHE_VERSION = 6
 
 
 def tokenize_chat_dataset(
@@ -152,7 +153,8 @@ def _map(dataset: Any, setup: ChatSetup, num_proc: int | None) -> Any:
         fn_kwargs={
             "setup": setup,
             "names": list(features),
-            "table": dataset.features if is_table else None,
+            "features": dataset.features,
+            "is_table": is_table,
             # Relative paths of images start at the working directory.
             "version": (_CACHE_VERSION, os.getcwd() if has_images else ""),
         },
@@ -198,21 +200,24 @@ def _tokenize_rows(
     *,
     setup: ChatSetup,
     names: list[str],
-    table: Any,
+    features: Any,
+    is_table: bool,
     version: Any,
 ) -> dict[str, list[Any]]:
-    """Tokenize columns of records; with ``table``, its features, they are an Arrow table."""
-    if table is not None:
+    """Tokenize columns of records, lists or an Arrow table."""
+    if is_table:
         lists = {name: columns[name].to_pylist() for name in columns.column_names}
         columns = {
-            name: values if _is_encoded(table, name) else table.decode_column(values, name)
+            name: values if _is_encoded(features, name) else features.decode_column(values, name)
             for name, values in lists.items()
         }
     rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-    results = tokenize_records(rows, setup, from_arrow=True)
+    results = tokenize_records(rows, setup, from_arrow=features)
     found: list[dict[str, Any]] = []
     for i, result in zip(indices, results, strict=True):
-        if isinstance(result, DataError):
+        if isinstance(result, BadArguments):
+            result = [{"skip_reason": result.skip_reason}]
+        elif isinstance(result, DataError):
             raise DataError(f"example {i}: {result}") from result
         rows_of_record = grouped(result) if setup.options.group_turns else result
         found += [{**row, "record_index": i} for row in rows_of_record]

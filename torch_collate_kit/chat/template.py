@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import lru_cache
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from torch_collate_kit._checks import needed_package
+from torch_collate_kit._checks import needed_package, respelt
 from torch_collate_kit.chat.content_parts import is_written, leaves, text_of
 from torch_collate_kit.chat.records import REASONING
 from torch_collate_kit.errors import DataError
@@ -22,16 +25,13 @@ _REPEATED_KEY = "\U000ffffd"
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _TAG = re.compile(r"</?[^<>\s'\"{}]{1,40}>|\[/?[A-Z_]+\]")
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
-_RESERVED = (
-    "add_generation_prompt",
-    "continue_final_message",
-    "conversations",
-    "documents",
-    "messages",
-    "return_assistant_tokens_mask",
-    "tokenize",
-    "tools",
+_RESERVED = (  # arguments of apply_chat_template, and variables that it sets
+    *("add_generation_prompt", "continue_final_message", "conversation", "conversations"),
+    *("documents", "max_length", "messages", "padding", "processor_kwargs", "return_dict"),
+    *("return_assistant_tokens_mask", "return_tensors", "tokenize", "tokenizer_kwargs", "tools"),
+    "truncation",
 )
+_logger = logging.getLogger("torch_collate_kit.chat")
 _TEMPLATES: WeakKeyDictionary[Any, dict[Any, ChatTemplate]] = WeakKeyDictionary()
 
 
@@ -65,6 +65,7 @@ class ChatTemplate:
         known = _TEMPLATES.setdefault(tokenizer, {})
         if key not in known:
             known[key] = cls(tokenizer, source, variables)
+            _warn_of_unread(source, *sorted(set(kwargs) - {"chat_template"}))
         return known[key]
 
     def __init__(self, tokenizer: Any, source: str, variables: dict[str, Any]) -> None:
@@ -92,10 +93,22 @@ class ChatTemplate:
             if name not in variables and re.search(rf"\b{name}\b", self.code)
         ]
         self._variables = variables
+        self._known_roles: dict[str, bool] = {}
         added = {token.content for token in tokenizer.added_tokens_decoder.values()}
         self.bos_token, self.eos_token = tokenizer.bos_token, tokenizer.eos_token
         solid = sorted((t for t in added if t.strip(" ▁\n\t")), key=len, reverse=True)
         self.added_token = re.compile("|".join(map(re.escape, solid)) or r"(?!)")
+
+    def names_role(self, role: str) -> bool:
+        """Return whether the source names a role, and does not write it as the assistant's."""
+        if role not in self._known_roles:
+            asked = {"role": "user", "content": "Q"}
+            talks = [[asked, {"role": of, "content": "A"}] for of in (role, "assistant")]
+            is_named = bool(role.strip() and re.search(rf"(['\"]){re.escape(role)}\1", self.code))
+            with suppress(Refusal):  # the record is refused, too, if it is for the role
+                is_named = is_named and self.render(talks[0]) != self.render(talks[1])
+            self._known_roles[role] = is_named
+        return self._known_roles[role]
 
     def render(
         self,
@@ -150,6 +163,19 @@ class ChatTemplate:
         pairs = zip(spans or (), before[::2], before[1::2], strict=True)
         moved = [(a - i, b - j) for (a, b), i, j in pairs]
         return text.replace(_REPEATED_KEY, ""), None if spans is None else moved
+
+
+@lru_cache(maxsize=4096)
+def _warn_of_unread(source: str, *names: str) -> None:
+    """Warn, once, of variables that a template does not read."""
+    words = tuple(dict.fromkeys(re.findall(r"[^\W\d]\w*", _COMMENT.sub("", source))))
+    for name in names:
+        if name not in words and name not in _RESERVED:
+            like = respelt(name, words)
+            _logger.warning(
+                "chat_template_kwargs has %r, which the chat template does not read%s",
+                *(name, f"; it reads {like!r}" if like else ""),
+            )
 
 
 def _not_rendered(messages: Messages, reason: str, *, rendered: bool) -> Refusal:

@@ -116,10 +116,10 @@ def _tokenized(
 ) -> list[list[dict[str, Any]] | DataError]:
     """Return the examples of each record, or why it is refused."""
     if not are_preferences(source.names):
-        return tokenize_records(records, setup, from_arrow=source.is_arrow)
+        return tokenize_records(records, setup, from_arrow=source.from_arrow)
     if setup.options.train_on == "each":
         raise ValueError("train_on='each' is not for pairs; pass train_on='all' or 'last'")
-    found = preference_examples(records, setup, from_arrow=source.is_arrow)
+    found = preference_examples(records, setup, from_arrow=source.from_arrow)
     return [of if isinstance(of, DataError) else [of] for of in found]
 
 
