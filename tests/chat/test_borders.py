@@ -228,7 +228,7 @@ def test_variables_that_the_template_does_not_read_are_named_once(caplog: Any) -
         tokenize(SAID, template, chat_template_kwargs={"enable_thinking": False})
     assert [record.getMessage() for record in caplog.records] == [
         "chat_template_kwargs has 'enable_thinkin', which the chat template does not read; it "
-        "reads 'enable_thinking'",
+        "has 'enable_thinking'",
         "chat_template_kwargs has 'preserve_thinking', which the chat template does not read",
         "chat_template_kwargs has 'marker', which the chat template does not read",
     ]

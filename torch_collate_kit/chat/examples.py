@@ -89,15 +89,14 @@ def text_examples(
 
 def _check_roles(conversation: Conversation, tokenizer: Any) -> None:
     """Refuse roles that the template does not name, whose answers would not be trained."""
-    for i, role in enumerate(message["role"] for message in conversation.messages):
-        if role in ROLES:
-            continue
+    roles = [message["role"] for message in conversation.messages]
+    for role in {*roles}.difference(ROLES):
         template = ChatTemplate.of(tokenizer, conversation.kwargs, conversation.tools)
         if not template.names_role(role):
             raise DataError(
-                f"messages[{i}] has the unknown role {role!r}, which the chat template does not "
-                "name, or writes as it writes assistant; rename the role of the answers to "
-                "assistant, others to system, user or tool"
+                f"messages[{roles.index(role)}] has the unknown role {role!r}, which the chat "
+                "template does not name, or writes as it writes assistant; rename the role of the "
+                "answers to assistant, others to system, user or tool"
             )
 
 

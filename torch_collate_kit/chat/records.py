@@ -273,9 +273,7 @@ def without_padding(records: Any, from_arrow: Any) -> tuple[Any, bool]:
         return records, from_arrow
 
     def bare(value: Any, feature: Any, is_inside: bool) -> Any:
-        if isinstance(value, Mapping) and isinstance(
-            feature, Mapping
-        ):  # a struct; no value of Json
+        if isinstance(value, Mapping) and isinstance(feature, Mapping):  # a struct, and no Json
             return {
                 k: bare(of, feature.get(k), is_inside or k == "arguments")
                 for k, of in value.items()

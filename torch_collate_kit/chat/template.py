@@ -6,7 +6,6 @@ import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import lru_cache
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -93,7 +92,6 @@ class ChatTemplate:
             if name not in variables and re.search(rf"\b{name}\b", self.code)
         ]
         self._variables = variables
-        self._known_roles: dict[str, bool] = {}
         added = {token.content for token in tokenizer.added_tokens_decoder.values()}
         self.bos_token, self.eos_token = tokenizer.bos_token, tokenizer.eos_token
         solid = sorted((t for t in added if t.strip(" ▁\n\t")), key=len, reverse=True)
@@ -101,14 +99,14 @@ class ChatTemplate:
 
     def names_role(self, role: str) -> bool:
         """Return whether the source names a role, and does not write it as the assistant's."""
-        if role not in self._known_roles:
-            asked = {"role": "user", "content": "Q"}
-            talks = [[asked, {"role": of, "content": "A"}] for of in (role, "assistant")]
-            is_named = bool(role.strip() and re.search(rf"(['\"]){re.escape(role)}\1", self.code))
-            with suppress(Refusal):  # the record is refused, too, if it is for the role
-                is_named = is_named and self.render(talks[0]) != self.render(talks[1])
-            self._known_roles[role] = is_named
-        return self._known_roles[role]
+        if not role.strip() or not re.search(rf"(['\"]){re.escape(role)}\1", self.code):
+            return False
+        asked = {"role": "user", "content": "Q"}
+        try:
+            texts = (self.render([asked, {**asked, "role": of}]) for of in (role, "assistant"))
+            return len({*texts}) > 1
+        except Refusal:
+            return True  # the record is refused, too, if it is for the role
 
     def render(
         self,
@@ -168,13 +166,13 @@ class ChatTemplate:
 @lru_cache(maxsize=4096)
 def _warn_of_unread(source: str, *names: str) -> None:
     """Warn, once, of variables that a template does not read."""
-    words = tuple(dict.fromkeys(re.findall(r"[^\W\d]\w*", _COMMENT.sub("", source))))
+    words = {*re.findall(r"\w+", _COMMENT.sub("", source)), *_RESERVED}
     for name in names:
-        if name not in words and name not in _RESERVED:
-            like = respelt(name, words)
+        if name not in words:
+            like = respelt(name, tuple(sorted(words)))
+            hint = f"; it has {like!r}" if like else ""
             _logger.warning(
-                "chat_template_kwargs has %r, which the chat template does not read%s",
-                *(name, f"; it reads {like!r}" if like else ""),
+                "chat_template_kwargs has %r, which the chat template does not read%s", name, hint
             )
 
 

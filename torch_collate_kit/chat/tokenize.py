@@ -140,10 +140,9 @@ def marked_texts(
             found.append(error)
         except RecursionError:
             found.append(DataError(_TOO_DEEP))
-    texts = [entry.text for entries in found if isinstance(entries, list) for entry in entries]
-    tokens = iter(_encode(setup.tokenizer, texts))
-    of_all = (entry for entries in found if isinstance(entries, list) for entry in entries)
-    before = ids_before(setup.tokenizer) if any(entry.is_bare for entry in of_all) else []
+    examples = [entry for entries in found if isinstance(entries, list) for entry in entries]
+    tokens = iter(_encode(setup.tokenizer, [example.text for example in examples]))
+    before = ids_before(setup.tokenizer) if any(e.is_bare for e in examples) else []
     return [
         [_marked(entry, *next(tokens), setup, before) for entry in entries]
         if isinstance(entries, list)

@@ -131,17 +131,18 @@ def _start(rendering: Rendering, turn: int, first: int | None) -> int:
         (bare and previous in ("user", "tool")) or rendering.render(turn) != prompt
     )
     if no_header or (plain.end and prompt.rstrip().endswith(plain.end)):
-        reason = (
-            f"messages[{turn}]: the generation prompt of the chat template adds no header after a "
-            f"message of the {previous}"
-        )
-        if previous in ("user", "tool") and not plain.header:
-            raise Refusal(
-                f"{reason}: it ends every text with {prompt[-40:]!r}",
-                "set a tokenizer.chat_template that does so if add_generation_prompt is true",
+        cause, way_out = "", "set a tokenizer.chat_template that adds it"
+        if previous not in ("user", "tool"):
+            way_out = (
+                "merge messages that follow each other, or set another tokenizer.chat_template"
             )
+        elif not plain.header:
+            cause = f": it ends every text with {prompt[-40:]!r}"
+            way_out = "set a tokenizer.chat_template that does so if add_generation_prompt is true"
         raise Refusal(
-            reason, "merge messages that follow each other, or set another tokenizer.chat_template"
+            f"messages[{turn}]: the generation prompt of the chat template adds no header after a "
+            f"message of the {previous}{cause}",
+            way_out,
         )
     return start
 

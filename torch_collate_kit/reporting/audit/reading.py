@@ -5,7 +5,7 @@ Rows that a reader refuses are set aside with its message, and the rest is read 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -49,6 +49,7 @@ def read_dataset(
     train_all: bool,
     vision: VisionLayout | None,
     chat_setup: Callable[[], ChatSetup],
+    borders: Sequence[str],  # tokens that begin or end turns
 ) -> AuditColumns:
     """Return the rows of a dataset in any form; DataError if none can be read."""
     source = Source(dataset, "dataset")
@@ -64,7 +65,7 @@ def read_dataset(
 
             bar = tqdm(total=len(source), desc="Tokenizing chats", unit=" examples")
         with bar as shown:
-            return _read_chats(source, chat_setup(), shown)
+            return _read_chats(source, chat_setup(), shown, borders)
     if isinstance(dataset, TokenizedDataset):
         train_all, vision = dataset._train_all, vision or dataset.vision
     elif source.is_arrow and kind != "rollouts":
@@ -81,17 +82,20 @@ def read_dataset(
     return read
 
 
-def _read_chats(source: Source, setup: ChatSetup, bar: Any) -> AuditColumns:
+def _read_chats(source: Source, setup: ChatSetup, bar: Any, borders: Sequence[str]) -> AuditColumns:
     """Tokenize chat records, whose rows are numbered as the records are."""
     image_token_id = None if setup.images is None else setup.images.layout.image_token_id
     reader = _RowReader()
     without_answer: list[int] = []
+    forged: list[int] = []
     for start in range(0, len(source), _RECORDS_AT_A_TIME):
         stop = min(start + _RECORDS_AT_A_TIME, len(source))
         known: dict[int, Any] = {}
         for i, record in enumerate(source.records(start, stop), start):
             if isinstance(record, Mapping):
                 known[i] = record
+                if any(of in text for text in _texts(record) for of in borders):
+                    forged.append(i)
                 continue
             kind = type(record).__name__
             reader.refuse(i, f"a record is a mapping, such as one with messages, got {kind}")
@@ -108,7 +112,19 @@ def _read_chats(source: Source, setup: ChatSetup, bar: Any) -> AuditColumns:
             reader.read_chats(rows, image_token_id)
         if bar is not None:
             bar.update(stop - start)
-    return replace(reader.columns(), without_answer=np.array(without_answer, dtype=np.int64))
+    without, numbers = (np.array(of, dtype=np.int64) for of in (without_answer, forged))
+    return replace(reader.columns(), without_answer=without, forged=numbers)
+
+
+def _texts(record: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the texts of the messages of a record."""
+    lists = (of for of in record.values() if isinstance(of, list | tuple))
+    for message in (m for of in lists for m in of if isinstance(m, Mapping)):
+        content = message.get("content", message.get("value"))
+        for part in content if isinstance(content, list) else [content]:
+            text = part.get("text") if isinstance(part, Mapping) else part
+            if isinstance(text, str):
+                yield text
 
 
 def _tokenized(
@@ -281,7 +297,8 @@ class _RowReader:
 
 def _are_pairs(examples: Any) -> bool:
     """Return whether the first example has two segments."""
-    ids = examples["input_ids"] if isinstance(examples, Mapping) else [examples[0]["input_ids"]]
+    is_table = isinstance(examples, Mapping)
+    ids = examples["input_ids"] if is_table else [e.get("input_ids", ()) for e in examples[:1]]
     return are_nested(ids) and len(ids[0]) == 2
 
 
