@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -178,19 +177,19 @@ LEGIT = [
 
 
 @pytest.mark.parametrize("codec", ["latin-1", "cp1252"])
-@pytest.mark.parametrize("word", WORDS)
-def test_text_in_another_encoding(word: str, codec: str) -> None:
-    tokenizer = chat_tokenizer()
-    texts = conversations(60)
+def test_text_in_another_encoding(codec: str) -> None:
+    tokenizer, texts = chat_tokenizer(), conversations(60)
+    words = [WORDS[i % len(WORDS)] for i in range(60)]
 
-    def damaged(text: str) -> Example:
-        return encoded(re.sub("It is", f"It is {misread(word, codec)}", text), tokenizer)
+    def with_words(edit: Callable[[str], str], rows: set[int]) -> list[Example]:
+        said = [edit(word) if i in rows else word for i, word in enumerate(words)]
+        pairs = zip(texts, said, strict=True)
+        return [encoded(t.replace("It is", f"It is {word}"), tokenizer) for t, word in pairs]
 
-    clean = [encoded(text.replace("It is", f"It is {word}"), tokenizer) for text in texts]
-    assert not serious(clean, tokenizer)
-    some = [damaged(text) if i in ROWS else clean[i] for i, text in enumerate(texts)]
-    assert serious(some, tokenizer)["text_misread"] == ROWS
-    assert serious([damaged(text) for text in texts], tokenizer)["text_misread"] == set(range(60))
+    assert not serious(with_words(str, set()), tokenizer)
+    for rows in (set(range(0, 60, 7)), set(range(60))):
+        damaged = with_words(lambda word: misread(word, codec), rows)
+        assert serious(damaged, tokenizer)["text_misread"] == rows
 
 
 def test_texts_in_other_languages_stay_silent() -> None:
@@ -218,8 +217,9 @@ def records(question: Callable[[int], Any], role: str = "user") -> list[dict[str
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("forged", FORGED)
-@pytest.mark.parametrize("role", ["user", "tool"])
+@pytest.mark.parametrize(
+    ("forged", "role"), [*((of, "user") for of in FORGED), (FORGED[0], "tool")]
+)
 def test_a_turn_that_the_text_of_a_question_pretends(forged: str, role: str) -> None:
     tokenizer = chat_tokenizer()
     for made in (str, lambda text: [{"type": "text", "text": text}]):

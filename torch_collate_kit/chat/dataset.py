@@ -38,23 +38,24 @@ def tokenize_chat_dataset(
 
     Args:
         dataset: records in one of the forms that ``tokenize_chat`` reads. Arrow gives each struct
-            the keys of all others, so keys that are None are removed from tool arguments; arguments
-            that are JSON strings are kept.
+            the keys of all others, so keys that are None are removed from tool arguments; those in
+            JSON strings and in values of ``datasets.Json`` are kept.
         tokenizer: a transformers tokenizer with a chat template; or a processor, for images.
         options: :class:`ChatOptions`, such as ``ChatOptions(train_on="last", max_length=4096)``.
             Examples over ``max_length`` are dropped by default and counted as "too_long".
         num_proc: the number of processes; None for this one.
 
     Returns a new dataset of the kept examples, in order, and a Counter of the ``skip_reason`` of
-    the others, which is also logged. The columns are ``input_ids`` (int32) and ``loss_mask``
-    (int8), or with ``labels=True`` ``labels`` (int32); ``weight`` (float32) is kept, other columns
-    are not. ``overflow="truncate"`` adds ``num_cut_tokens`` (int64, 0 for whole examples), and
-    ``train_on="each"`` the ``record_index`` (int64) that an example is from. With ``group_turns``
-    an example is a conversation, ``input_ids`` and the target are lists of lists with an entry per
-    segment, and segments that are left out are counted one by one. With a processor the vision
-    fields are lists of lists (float32, int64), None in rows without an image;
-    ``with_format("numpy")`` reads them as arrays. ``datasets.map`` shows progress and caches the
-    result by the paths of image files, not by their contents.
+    the others, which is also logged ("bad_tool_arguments": no JSON object). The columns are
+    ``input_ids`` (int32) and ``loss_mask`` (int8), or with ``labels=True`` ``labels`` (int32);
+    ``weight`` (float32) is kept, other columns are not. ``overflow="truncate"`` adds
+    ``num_cut_tokens`` (int64, 0 for whole examples), and ``train_on="each"`` the ``record_index``
+    (int64) that an example is from. With ``group_turns`` an example is a conversation,
+    ``input_ids`` and the target are lists of lists with an entry per segment, and segments that are
+    left out are counted one by one. With a processor the vision fields are lists of lists (float32,
+    int64), None in rows without an image; ``with_format("numpy")`` reads them as arrays.
+    ``datasets.map`` shows progress and caches the result by the paths of image files, not by their
+    contents.
 
     Raises:
         DataError: as in :func:`tokenize_chat`, naming the index of the example; or every example is

@@ -43,7 +43,7 @@ def tokenize_preferences(
     Args:
         dataset: pairs with the columns ``chosen`` and ``rejected``, or rows with ``prompt``,
             ``completion`` and ``label`` (KTO: True or 1 for a good answer, False or 0). Answers are
-            strings, which no template renders and to which no EOS is added, or lists of messages.
+            strings, which no template renders (BOS as the tokenizer adds it, no EOS), or messages.
             Without a column ``prompt`` it is what both sides of a pair begin with. All columns:
             docs/chat.md, "Preference data".
         tokenizer: a transformers tokenizer, for messages one with a chat template.
@@ -58,12 +58,12 @@ def tokenize_preferences(
         num_proc: the number of processes; None for this one.
 
     Returns a new dataset of the kept examples, in order, and a Counter of the reasons why others
-    are skipped: "too_long", "nothing_left_after_truncation", or of a side "no_assistant_turn" and
-    "no_trained_tokens", as in "rejected_no_trained_tokens". The columns are ``input_ids`` (lists of
-    lists of int32) and ``loss_mask`` (int8), or with ``labels=True`` ``labels`` (int32), and
-    ``keep_together`` (True), which a collator with ``overflow="split"`` refuses. Segments of a
-    pair are the chosen and the rejected side; of a KTO row its prompt with its own answer, and
-    with the answer of another row for the KL term, cut at ``max_length``. With ``keep`` the column
+    are skipped: "too_long", "bad_tool_arguments", "nothing_left_after_truncation", or of a side
+    "no_assistant_turn" and "no_trained_tokens" ("rejected_..."). The columns are ``input_ids``
+    (lists of lists of int32) and ``loss_mask`` (int8), or with ``labels=True`` ``labels`` (int32),
+    and ``keep_together`` (True), which a collator with ``overflow="split"`` refuses. Segments of a
+    pair are the chosen and the rejected side; of a KTO row its prompt with its own answer, and with
+    the answer of another row for the KL term, cut at ``max_length``. With ``keep`` the column
     ``num_cut_tokens`` (int64) says by how much a pair was cut. ``label`` (bool), ``margin``,
     ``score_chosen``, ``score_rejected`` and ``weight`` (float32) are kept; other columns are not.
     Warnings, progress and caching are as in :func:`~torch_collate_kit.tokenize_chat_dataset`.
