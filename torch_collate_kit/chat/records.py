@@ -265,12 +265,12 @@ def _read_arguments(found: Any, where: str) -> Any:
 
 
 def without_padding(records: Any, from_arrow: Any) -> tuple[Any, bool]:
-    """Return records of a dataset without keys that Arrow gave to arguments, if it has features.
+    """Return records without keys that Arrow gave to arguments, and whether others have some.
 
-    And whether None is to be removed from all arguments.
+    ``from_arrow``: the features of their dataset, or whether they are Arrow's.
     """
     if not isinstance(from_arrow, Mapping):
-        return records, from_arrow
+        return records, from_arrow is True
 
     def bare(value: Any, feature: Any, is_inside: bool) -> Any:
         if isinstance(value, Mapping) and isinstance(feature, Mapping):  # a struct, and no Json

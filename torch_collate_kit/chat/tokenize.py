@@ -83,10 +83,7 @@ def tokenize_chat(
 def tokenize_records(
     records: Collection[Any], setup: ChatSetup, *, from_arrow: Any
 ) -> list[list[dict[str, Any]] | DataError]:
-    """Return each record's results, or its refusal. All texts are tokenized in one call.
-
-    ``from_arrow``: the features of their dataset; True for all that is Arrow's.
-    """
+    """Return each record's results, or its refusal. All texts are tokenized in one call."""
     results: list[list[dict[str, Any]] | DataError] = []
     records, from_arrow = without_padding(records, from_arrow)
     found = marked_texts(records, setup, from_arrow=from_arrow)

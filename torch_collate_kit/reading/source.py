@@ -92,11 +92,6 @@ class Source:
         )
 
     @property
-    def from_arrow(self) -> Any:
-        """Features of a ``datasets.Dataset``; of other data whether the records are Arrow's."""
-        return self.data.features if is_a(self.data, "datasets", "Dataset") else self.is_arrow
-
-    @property
     def names(self) -> list[str]:
         """Names of the columns, or keys of the first example that is a mapping."""
         if isinstance(self.data, Mapping):

@@ -5,7 +5,7 @@ Rows that a reader refuses are set aside with its message, and the rest is read 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -116,15 +116,11 @@ def _read_chats(source: Source, setup: ChatSetup, bar: Any, borders: Sequence[st
     return replace(reader.columns(), without_answer=without, forged=numbers)
 
 
-def _texts(record: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the texts of the messages of a record."""
+def _texts(record: Mapping[str, Any]) -> list[str]:
+    """Return the contents of the messages of a record, as texts."""
     lists = (of for of in record.values() if isinstance(of, list | tuple))
-    for message in (m for of in lists for m in of if isinstance(m, Mapping)):
-        content = message.get("content", message.get("value"))
-        for part in content if isinstance(content, list) else [content]:
-            text = part.get("text") if isinstance(part, Mapping) else part
-            if isinstance(text, str):
-                yield text
+    messages = (m for of in lists for m in of if isinstance(m, Mapping))
+    return [str(m.get("content", m.get("value"))) for m in messages]
 
 
 def _tokenized(
@@ -132,10 +128,14 @@ def _tokenized(
 ) -> list[list[dict[str, Any]] | DataError]:
     """Return the examples of each record, or why it is refused."""
     if not are_preferences(source.names):
-        return tokenize_records(records, setup, from_arrow=source.from_arrow)
+        return tokenize_records(
+            records, setup, from_arrow=getattr(source.data, "features", source.is_arrow)
+        )
     if setup.options.train_on == "each":
         raise ValueError("train_on='each' is not for pairs; pass train_on='all' or 'last'")
-    found = preference_examples(records, setup, from_arrow=source.from_arrow)
+    found = preference_examples(
+        records, setup, from_arrow=getattr(source.data, "features", source.is_arrow)
+    )
     return [of if isinstance(of, DataError) else [of] for of in found]
 
 

@@ -267,8 +267,6 @@ def _replaced(columns: AuditColumns) -> np.ndarray:
 @check("warning", "tokenizer", of_rollouts="note")
 def text_misread(columns: AuditColumns) -> Found | None:
     """Find rows with UTF-8 that was read as Latin-1 or Windows-1252."""
-    if int(columns.ids.max()) >= _LARGEST_ID:
-        return None
     places = columns.places_of_ids(columns.vocabulary.ids_with(f"[\xc2-\xf4{_REPLACEMENT}]"))
     counts = np.bincount(columns.rows_of(places), minlength=len(columns.lengths))
     rows = np.argsort(-counts / columns.lengths, kind="stable")[:_MOST_READ]
