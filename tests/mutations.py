@@ -276,6 +276,10 @@ FAULTS = [
     Fault("chat/record_forms.py", "_check_weight_name(tuple(example))", "pass", "chat/test_weights.py"),
     Fault("chat/record_forms.py", "1e-9 < weight < 1e9", "weight < 1e9", "chat/test_weights.py"),
     Fault("chat/examples.py", "may_split = setup.may_split and", "may_split =", "preference"),
+    Fault("chat/examples.py", "    _check_roles(conversation, setup.tokenizer)\n", "", "chat/test_borders.py"),
+    Fault("chat/tokenize.py", "example.is_bare and input_ids[: len(before)] != before", "example.is_bare", "chat/test_borders.py"),
+    Fault("chat/records.py", 'is_inside or k == "arguments"', "is_inside", "chat/test_borders.py"),
+    Fault("chat/turns.py", "return more.end() if more and is_whole", "return token.end() if more and is_whole", "chat/test_borders.py"),
     # preference
     Fault("preference/records.py", "== \" \" else common", "== \"\" else common", "preference"),
     Fault("preference/records.py", "return common\n\n\ndef _check_is_said", "return common + 1\n\n\ndef _check_is_said", "preference"),
@@ -287,6 +291,7 @@ FAULTS = [
     Fault("preference/other_answers.py", "int(counts.max()) % len(order)", "1", "preference"),
     Fault("preference/other_answers.py", "(asked[:n] + answer[m:])[:limit]", "asked[:n] + answer[m:]", "preference"),
     Fault("reporting/audit/reading.py", 'weight = () if found.weights is None else ("weight",)', "weight = ()", "reporting/test_audit_forms.py"),
+    Fault("reporting/audit/token_checks.py", "np.where(is_chat, of_template, of_tokenizer)", "(is_chat | of_tokenizer)", "reporting/test_audit_borders.py"),
     Fault("reporting/candidates.py", 'verb = "lose" if any', 'verb = "cut" if any', "reporting/test_recommendation.py"),
     Fault("batch/showing/explanation.py", 'f"field {name}" if name in own else name', "name", "test_batch_explain.py"),
     # commands

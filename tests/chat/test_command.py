@@ -24,7 +24,7 @@ def test_marked_tokens_and_verdicts(tmp_path: Path, capsys: pytest.CaptureFixtur
         " (group_turns=True)\n",
         "all: messages[1]: the chat template drops its reasoning_content; pass train_on='each'",
         "tool call: refused\n",
-        "tool_calls[0] name; set a tokenizer.chat_template",
+        "tool_calls[0] name of the role 'assistant'; set a tokenizer.chat_template",
     ):
         assert " ".join(text.split()) in " ".join(printed.split())
 

@@ -97,7 +97,7 @@ def test_the_same_as_messages(tokenizer: Any, record: Record, messages: list[Rec
 def test_strings_are_joined_as_they_are(prompt: str, completion: str) -> None:
     tokenizer = byte_tokenizer(None)  # no template is needed
     record = {"prompt": prompt, "completion": completion}
-    check(tokenize(record, tokenizer), tokenizer, prompt, completion)
+    check(tokenize(record, tokenizer), tokenizer, "<s>" + prompt, completion)
     assert tokenize(record, tokenizer, train_on="each") == [tokenize(record, tokenizer)]
 
 
@@ -192,10 +192,6 @@ REFUSED: list[tuple[Record, str]] = [
 def test_records_that_cannot_be_read(tokenizer: Any, record: Record, message: str) -> None:
     for train_on in ("all", "each"):
         refused(record, tokenizer, message, train_on=train_on)
-
-
-def test_a_role_of_the_users_own_is_fine_beside_an_assistant(tokenizer: Any) -> None:
-    assert tokenize(chat("bot: hi", "assistant: yo"), tokenizer)["skip_reason"] == ""
 
 
 @pytest.mark.parametrize("where", ["content", "tools", "tool_calls", "documents", "arguments"])

@@ -123,7 +123,7 @@ def test_datasets(rows: list[Record], message: str) -> None:
         (
             {"max_length": 2, "overflow": "raise"},
             DataError,
-            "example 0: `chosen` with its prompt has 3 tokens, more than max_length=2; .*='drop'",
+            "example 0: `chosen` with its prompt has 4 tokens, more than max_length=2; .*='drop'",
         ),
         (
             {"overflow": "truncate"},

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch_collate_kit._checks import needed_package
 from torch_collate_kit._reprs import plural
 from torch_collate_kit.chat.options import DEFAULT_OPTIONS, ChatOptions, ChatSetup
+from torch_collate_kit.chat.records import BadArguments
 from torch_collate_kit.chat.tokenize import grouped, tokenize_records
 from torch_collate_kit.errors import DataError
 
@@ -25,7 +26,7 @@ _logger = logging.getLogger("torch_collate_kit.chat")
 _BATCH_SIZE = 256
 _PIXELS_BATCH_SIZE = 16  # an example may have tens of megabytes
 # Part of the fingerprint of the `datasets` cache: increase it when the output of a record changes.
-_CACHE_VERSION = 5
+_CACHE_VERSION = 6
 
 
 def tokenize_chat_dataset(
@@ -39,23 +40,24 @@ def tokenize_chat_dataset(
 
     Args:
         dataset: records in one of the forms that ``tokenize_chat`` reads. Arrow gives each struct
-            the keys of all others, so keys that are None are removed from tool arguments; arguments
-            that are JSON strings are kept.
+            the keys of all others, so keys that are None are removed from tool arguments; those in
+            JSON strings and in values of ``datasets.Json`` are kept.
         tokenizer: a transformers tokenizer with a chat template; or a processor, for images.
         options: :class:`ChatOptions`, such as ``ChatOptions(train_on="last", max_length=4096)``.
             Examples over ``max_length`` are dropped by default and counted as "too_long".
         num_proc: the number of processes; None for this one.
 
     Returns a new dataset of the kept examples, in order, and a Counter of the ``skip_reason`` of
-    the others, which is also logged. The columns are ``input_ids`` (int32) and ``loss_mask``
-    (int8), or with ``labels=True`` ``labels`` (int32); ``weight`` (float32) is kept, other columns
-    are not. ``overflow="truncate"`` adds ``num_cut_tokens`` (int64, 0 for whole examples), and
-    ``train_on="each"`` the ``record_index`` (int64) that an example is from. With ``group_turns``
-    an example is a conversation, ``input_ids`` and the target are lists of lists with an entry per
-    segment, and segments that are left out are counted one by one. With a processor the vision
-    fields are lists of lists (float32, int64), None in rows without an image;
-    ``with_format("numpy")`` reads them as arrays. ``datasets.map`` shows progress and caches the
-    result by the paths of image files, not by their contents.
+    the others, which is also logged ("bad_tool_arguments": no JSON object). The columns are
+    ``input_ids`` (int32) and ``loss_mask`` (int8), or with ``labels=True`` ``labels`` (int32);
+    ``weight`` (float32) is kept, other columns are not. ``overflow="truncate"`` adds
+    ``num_cut_tokens`` (int64, 0 for whole examples), and ``train_on="each"`` the ``record_index``
+    (int64) that an example is from. With ``group_turns`` an example is a conversation,
+    ``input_ids`` and the target are lists of lists with an entry per segment, and segments that are
+    left out are counted one by one. With a processor the vision fields are lists of lists (float32,
+    int64), None in rows without an image; ``with_format("numpy")`` reads them as arrays.
+    ``datasets.map`` shows progress and caches the result by the paths of image files, not by their
+    contents.
 
     Raises:
         DataError: as in :func:`tokenize_chat`, naming the index of the example; or every example is
@@ -170,7 +172,8 @@ def _map(dataset: Any, setup: ChatSetup, num_proc: int | None) -> Any:
         fn_kwargs={
             "setup": setup,
             "names": list(features),
-            "table": dataset.features if is_table else None,
+            "features": dataset.features,
+            "is_table": is_table,
             # Relative paths of images start at the working directory.
             "version": (_CACHE_VERSION, os.getcwd() if has_images else ""),
         },
@@ -216,21 +219,24 @@ def _tokenize_rows(
     *,
     setup: ChatSetup,
     names: list[str],
-    table: Any,
+    features: Any,
+    is_table: bool,
     version: Any,
 ) -> dict[str, list[Any]]:
-    """Tokenize columns of records; with ``table``, its features, they are an Arrow table."""
-    if table is not None:
+    """Tokenize columns of records, lists or an Arrow table."""
+    if is_table:
         lists = {name: columns[name].to_pylist() for name in columns.column_names}
         columns = {
-            name: values if _is_encoded(table, name) else table.decode_column(values, name)
+            name: values if _is_encoded(features, name) else features.decode_column(values, name)
             for name, values in lists.items()
         }
     rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-    results = tokenize_records(rows, setup, from_arrow=True)
+    results = tokenize_records(rows, setup, from_arrow=features)
     found: list[dict[str, Any]] = []
     for i, result in zip(indices, results, strict=True):
-        if isinstance(result, DataError):
+        if isinstance(result, BadArguments):
+            result = [{"skip_reason": result.skip_reason}]
+        elif isinstance(result, DataError):
             raise DataError(f"example {i}: {result}") from result
         rows_of_record = grouped(result) if setup.options.group_turns else result
         found += [{**row, "record_index": i} for row in rows_of_record]

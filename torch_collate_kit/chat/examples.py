@@ -17,7 +17,7 @@ from torch_collate_kit.chat.record_forms import (
     num_images,
     read_images,
 )
-from torch_collate_kit.chat.records import Conversation, read_record
+from torch_collate_kit.chat.records import ROLES, Conversation, read_record
 from torch_collate_kit.chat.rendering import Rendering, render_conversation
 from torch_collate_kit.chat.template import ChatTemplate, Refusal, Spans
 from torch_collate_kit.chat.turns import leaves_out, turn_spans
@@ -45,13 +45,15 @@ _MAX_TURNS = 8
 class TextExample(NamedTuple):
     """A text, the spans of characters in it that are trained, and the images it has places for.
 
-    ``expansion`` has these images once their placeholders are written out.
+    ``expansion`` has these images once their placeholders are written out; ``is_bare``: no template
+    has written the BOS.
     """
 
     text: str
     spans: Spans
     images: Sequence[ImageSource] = ()
     expansion: Expansion | None = None
+    is_bare: bool = False
 
 
 def text_examples(
@@ -66,9 +68,11 @@ def text_examples(
         prompt, completion = texts
         if completion and not setup.options.allow_empty:
             _check_answer(completion, "`completion`")
-        example = TextExample(prompt + completion, [(len(prompt), len(prompt + completion))])
+        text = prompt + completion
+        example = TextExample(text, [(len(prompt), len(text))], is_bare=True)
         return [example] if completion else "no_assistant_turn"
     conversation = read_record(record, setup, from_arrow)
+    _check_roles(conversation, setup.tokenizer)
     if not conversation.trained:
         return "no_trained_tokens" if conversation.has_assistant else "no_assistant_turn"
     train_on = setup.options.train_on
@@ -81,6 +85,19 @@ def text_examples(
     except Refusal as refusal:
         advice = _way_out(setup, conversation, train_on, refusal)
         raise (Refusal(refusal.reason, advice) if advice else refusal) from None
+
+
+def _check_roles(conversation: Conversation, tokenizer: Any) -> None:
+    """Refuse roles that the template does not name, whose answers would not be trained."""
+    roles = [message["role"] for message in conversation.messages]
+    for role in {*roles}.difference(ROLES):
+        template = ChatTemplate.of(tokenizer, conversation.kwargs, conversation.tools)
+        if not template.names_role(role):
+            raise DataError(
+                f"messages[{roles.index(role)}] has the unknown role {role!r}, which the chat "
+                "template does not name, or writes as it writes assistant; rename the role of the "
+                "answers to assistant, others to system, user or tool"
+            )
 
 
 def _trained_turns(conversation: Conversation, train_on: str) -> list[int]:

@@ -56,6 +56,10 @@ class PlainTurn:
         before, _, after = self._text("user", "assistant").rpartition(_TEXTS["assistant"])
         return before, after
 
+    def begins_with(self, text: str) -> bool:
+        """Return whether the template begins a conversation with a text."""
+        return bool(text) and self._text("user", "assistant").startswith(text)
+
     @computed_once
     def header(self) -> str:
         """The text that the prompt adds to the question; "" if it changes what is before."""

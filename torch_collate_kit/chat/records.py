@@ -15,10 +15,18 @@ from torch_collate_kit.chat.record_forms import ImageSource, find_messages, num_
 from torch_collate_kit.errors import DataError
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
-_ROLES = ("system", "developer", "user", "tool", "assistant", "function")
-_SELECTORS = ("weight", "train", "trainable")
-_LEFT_OUT = frozenset({"tool_calls", *_SELECTORS})  # of the message that a template gets
+ROLES = ("system", "developer", "user", "tool", "assistant", "function")
+_SELECTORS = ("weight", "train", "trainable", "training", "loss", "loss_weight")
+_OF_PARTS = ("loss_scale", "training_detail", "train_detail")  # refused by name
+_PROVIDER_ERROR = "teich_provider_error"
+_LEFT_OUT = frozenset({"tool_calls", *_SELECTORS, _PROVIDER_ERROR})  # not given to the template
 _WRITTEN = ("content", "tool_calls", *REASONING, "tool_responses")
+
+
+class BadArguments(DataError):
+    """Arguments of a tool call that are not a JSON object."""
+
+    skip_reason = "bad_tool_arguments"
 
 
 @dataclass(frozen=True)
@@ -51,10 +59,15 @@ def read_record(example: Mapping[str, Any], setup: ChatSetup, from_arrow: bool) 
         )
     messages, shift = _with_system(messages, example.get("system"))
     first += shift
-    turns = [i for i in _assistant_turns(messages) if i >= first]
+    turns = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= first]
     tools = [_read_dicts(found, "`tools`") for found in (example.get("tools"), setup.options.tools)]
     own_kwargs = _read_dicts([example.get("chat_template_kwargs") or {}], "`chat_template_kwargs`")
     kwargs = {**setup.options.template_variables, **own_kwargs[0]}
+    if "chat_template" in own_kwargs[0]:
+        raise DataError(
+            "`chat_template_kwargs` has 'chat_template', which would replace the template that the "
+            "model is asked with; remove it, or pass ChatOptions(chat_template=...) for all records"
+        )
     template = setup.chat_template(kwargs.get("chat_template"), tools[0] or tools[1])
     return Conversation(
         messages=messages,
@@ -106,22 +119,19 @@ def _with_system(messages: list[dict[str, Any]], system: Any) -> tuple[list[dict
     return (messages, 0) if present else ([{"role": "system", "content": system}, *messages], 1)
 
 
-def _assistant_turns(messages: list[dict[str, Any]]) -> list[int]:
-    """Return the indices of the assistant's messages; without any, refuse unknown roles."""
-    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    for i, message in enumerate(messages if not turns else ()):
-        if message["role"] not in _ROLES:
-            raise DataError(
-                f"messages[{i}] has the unknown role {message['role']!r}, and none has "
-                "'assistant'; rename the role of the answers to assistant, others to "
-                "system, user or tool"
-            )
-    return turns
-
-
 def _is_selected(message: Mapping[str, Any], turn: int) -> bool:
-    """Return whether ``weight``, ``train`` or ``trainable`` lets a message be trained."""
-    values = {key: message[key] for key in _SELECTORS if message.get(key) is not None}
+    """Return whether its flags, or those that all of its parts have, let a message be trained."""
+    content = message.get("content")
+    parts = [p if isinstance(p, Mapping) else {} for p in content] if _is_list(content) else []
+    values, *of_parts = (
+        {key: of[key] for key in _SELECTORS if of.get(key) is not None} for of in (message, *parts)
+    )
+    if any(of != of_parts[0] for of in of_parts):
+        raise DataError(
+            f"messages[{turn}] has parts of which {of_parts} says what is trained, but a turn is "
+            "trained in full or not at all; give the message one flag, or split it"
+        )
+    values = {**values, **{f"{key} of its parts": of for key, of in dict(*of_parts[:1]).items()}}
     for key, value in values.items():
         if value not in (0, 1):  # True is 1
             raise DataError(
@@ -130,7 +140,11 @@ def _is_selected(message: Mapping[str, Any], turn: int) -> bool:
             )
     if len(set(map(bool, values.values()))) > 1:
         raise DataError(f"messages[{turn}] has {values}, which contradict each other; keep one")
-    return all(values.values())
+    return all(values.values()) and not drop_none(message.get(_PROVIDER_ERROR))
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple))
 
 
 def _read_message(found: Any, where: str, from_arrow: bool) -> dict[str, Any]:
@@ -164,16 +178,23 @@ def _read_message(found: Any, where: str, from_arrow: bool) -> dict[str, Any]:
         message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
     message["content"] = content
     calls = found.get("tool_calls")
-    is_list = isinstance(calls, (list, tuple))
-    if calls and not (is_list and all(isinstance(c, Mapping) for c in calls)):
+    if calls and not (_is_list(calls) and all(isinstance(c, Mapping) for c in calls)):
         calls = _read_dicts(calls, f"{where} `tool_calls`")
     if calls:  # an empty list would count in templates that ask `'tool_calls' in message`
-        message["tool_calls"] = [_read_call(call, where, from_arrow) for call in calls]
+        message["tool_calls"] = [
+            _read_call(call, where, i, from_arrow) for i, call in enumerate(calls)
+        ]
     return message
 
 
 def _check_message_keys(message: Mapping[str, Any], where: str) -> None:
     """Check that no text has a misspelt key: the rest would be trained as if it were all."""
+    for key in _OF_PARTS:
+        if message.get(key) not in (None, [], ""):
+            raise DataError(
+                f"{where} has `{key}`, but a turn is trained in full or not at all; remove it, and "
+                "set `train` to 0 or 1"
+            )
     odd, others = _odd_keys(tuple(message))
     for key, name in odd:
         if message[key] is not None:
@@ -204,7 +225,7 @@ def _odd_keys(keys: tuple[Any, ...]) -> tuple[list[tuple[Any, str]], list[Any]]:
     return odd, [] if has_text else [key for key in keys if key not in known]
 
 
-def _read_call(call: Mapping[str, Any], where: str, from_arrow: bool) -> dict[str, Any]:
+def _read_call(call: Mapping[str, Any], where: str, i: int, from_arrow: bool) -> dict[str, Any]:
     """Return ``{"type": "function", "function": {"name", "arguments"}}`` and the call's id."""
     function = call.get("function") or call
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -212,9 +233,7 @@ def _read_call(call: Mapping[str, Any], where: str, from_arrow: bool) -> dict[st
             f"{where} has a tool call without a name, got {dict(call)!r:.60}; write it as "
             "{'type': 'function', 'function': {'name': ..., 'arguments': ...}}"
         )
-    arguments = function.get("arguments")
-    if arguments is None or arguments == "":
-        arguments = {}
+    arguments = _read_arguments(function.get("arguments"), f"{where}.tool_calls[{i}].arguments")
     if from_arrow and not isinstance(arguments, str):
         arguments = drop_none(arguments)
     outer = {k: v for k, v in call.items() if v is not None and k not in ("name", "arguments")}
@@ -223,6 +242,47 @@ def _read_call(call: Mapping[str, Any], where: str, from_arrow: bool) -> dict[st
         **outer,
         "function": {"name": function["name"], "arguments": arguments},
     }
+
+
+def _read_arguments(found: Any, where: str) -> Any:
+    """Return a mapping, or the JSON of one as it is; None and "" are a call without arguments."""
+    if found is None or found == "":
+        return {}
+    why = ""
+    try:
+        if isinstance(found, Mapping):
+            json.dumps(found, default=dict, allow_nan=False)
+            return found
+        # int refuses NaN and Infinity, which are not JSON
+        if isinstance(found, str) and isinstance(json.loads(found, parse_constant=int), dict):
+            return found
+    except (TypeError, ValueError) as error:
+        why = f" ({error})"
+    raise BadArguments(
+        f"{where} are not a JSON object, got {found!r:.60}{why}; give a dict, or the JSON of one "
+        "encoded once"
+    )
+
+
+def without_padding(records: Any, from_arrow: Any) -> tuple[Any, bool]:
+    """Return records without keys that Arrow gave to arguments, and whether others have some.
+
+    ``from_arrow``: the features of their dataset, or whether they are Arrow's.
+    """
+    if not isinstance(from_arrow, Mapping):
+        return records, from_arrow is True
+
+    def bare(value: Any, feature: Any, is_inside: bool) -> Any:
+        if isinstance(value, Mapping) and isinstance(feature, Mapping):  # a struct, and no Json
+            return {
+                k: bare(of, feature.get(k), is_inside or k == "arguments")
+                for k, of in value.items()
+                if of is not None or not is_inside
+            }
+        inner = getattr(feature, "feature", None)
+        return [bare(v, inner, is_inside) for v in value] if inner and _is_list(value) else value
+
+    return [bare(record, from_arrow, False) for record in records], False
 
 
 def drop_none(value: Any) -> Any:

@@ -262,7 +262,8 @@ def _check_parts(rendering: Rendering) -> None:
         for name, part in other_parts(message.get("content")):
             text = rendering.text_of(i)
             if lost_part(part, text):
-                raise Refusal(f"the chat template drops messages[{i}] {name}", _CHANGE_TEMPLATE)
+                of = f"messages[{i}] {name} of the role {message['role']!r}"
+                raise Refusal(f"the chat template drops {of}", _CHANGE_TEMPLATE)
             printed = (repr(part), json.dumps(part, ensure_ascii=False))
             if message["role"] == "assistant" and any(form in text for form in printed):
                 raise Refusal(f"{_AS_LIST.format(i)}, with its {name}", "give it as a string")
@@ -274,7 +275,8 @@ def _check_context(rendering: Rendering, trained: set[int]) -> None:
         role = "" if part.message < 0 else rendering.messages[part.message]["role"]
         may_miss = role == "assistant" and part.kind in ("content", "thinking")
         if part.message not in trained and not may_miss:
-            where = part.where if part.message < 0 else f"messages[{part.message}] {part.where}"
+            of = f"messages[{part.message}] {part.where} of the role {role!r}"
+            where = part.where if part.message < 0 else of
             raise Refusal(f"the chat template drops {where}", _CHANGE_TEMPLATE)
     has_parts = [isinstance(message.get("content"), list) for message in rendering.messages]
     for part, start, end in rendering.occurrences:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from torch_collate_kit._checks import needed_package
+from torch_collate_kit._checks import needed_package, respelt
 from torch_collate_kit.chat.content_parts import is_written, leaves, text_of
 from torch_collate_kit.chat.records import REASONING
 from torch_collate_kit.errors import DataError
@@ -22,16 +24,13 @@ _REPEATED_KEY = "\U000ffffd"
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _TAG = re.compile(r"</?[^<>\s'\"{}]{1,40}>|\[/?[A-Z_]+\]")
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
-_RESERVED = (
-    "add_generation_prompt",
-    "continue_final_message",
-    "conversations",
-    "documents",
-    "messages",
-    "return_assistant_tokens_mask",
-    "tokenize",
-    "tools",
+_RESERVED = (  # arguments of apply_chat_template, and variables that it sets
+    *("add_generation_prompt", "continue_final_message", "conversation", "conversations"),
+    *("documents", "max_length", "messages", "padding", "processor_kwargs", "return_dict"),
+    *("return_assistant_tokens_mask", "return_tensors", "tokenize", "tokenizer_kwargs", "tools"),
+    "truncation",
 )
+_logger = logging.getLogger("torch_collate_kit.chat")
 _TEMPLATES: WeakKeyDictionary[Any, dict[Any, ChatTemplate]] = WeakKeyDictionary()
 
 
@@ -65,6 +64,7 @@ class ChatTemplate:
         known = _TEMPLATES.setdefault(tokenizer, {})
         if key not in known:
             known[key] = cls(tokenizer, source, variables)
+            _warn_of_unread(source, *sorted(set(kwargs) - {"chat_template"}))
         return known[key]
 
     def __init__(self, tokenizer: Any, source: str, variables: dict[str, Any]) -> None:
@@ -96,6 +96,17 @@ class ChatTemplate:
         self.bos_token, self.eos_token = tokenizer.bos_token, tokenizer.eos_token
         solid = sorted((t for t in added if t.strip(" ▁\n\t")), key=len, reverse=True)
         self.added_token = re.compile("|".join(map(re.escape, solid)) or r"(?!)")
+
+    def names_role(self, role: str) -> bool:
+        """Return whether the source names a role, and does not write it as the assistant's."""
+        if not role.strip() or not re.search(rf"(['\"]){re.escape(role)}\1", self.code):
+            return False
+        asked = {"role": "user", "content": "Q"}
+        try:
+            texts = (self.render([asked, {**asked, "role": of}]) for of in (role, "assistant"))
+            return len({*texts}) > 1
+        except Refusal:
+            return True  # the record is refused, too, if it is for the role
 
     def render(
         self,
@@ -150,6 +161,19 @@ class ChatTemplate:
         pairs = zip(spans or (), before[::2], before[1::2], strict=True)
         moved = [(a - i, b - j) for (a, b), i, j in pairs]
         return text.replace(_REPEATED_KEY, ""), None if spans is None else moved
+
+
+@lru_cache(maxsize=4096)
+def _warn_of_unread(source: str, *names: str) -> None:
+    """Warn, once, of variables that a template does not read."""
+    words = {*re.findall(r"\w+", _COMMENT.sub("", source)), *_RESERVED}
+    for name in names:
+        if name not in words:
+            like = respelt(name, tuple(sorted(words)))
+            hint = f"; it has {like!r}" if like else ""
+            _logger.warning(
+                "chat_template_kwargs has %r, which the chat template does not read%s", name, hint
+            )
 
 
 def _not_rendered(messages: Messages, reason: str, *, rendered: bool) -> Refusal:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch_collate_kit.batch import IGNORE_INDEX
 from torch_collate_kit.chat.examples import TextExample, text_examples
 from torch_collate_kit.chat.options import DEFAULT_OPTIONS, ChatOptions, ChatSetup
+from torch_collate_kit.chat.records import without_padding
 from torch_collate_kit.chat.template import num_shared
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.vision.families import num_kept
@@ -80,10 +81,11 @@ def tokenize_chat(
 
 
 def tokenize_records(
-    records: Collection[Any], setup: ChatSetup, *, from_arrow: bool
+    records: Collection[Any], setup: ChatSetup, *, from_arrow: Any
 ) -> list[list[dict[str, Any]] | DataError]:
     """Return each record's results, or its refusal. All texts are tokenized in one call."""
     results: list[list[dict[str, Any]] | DataError] = []
+    records, from_arrow = without_padding(records, from_arrow)
     found = marked_texts(records, setup, from_arrow=from_arrow)
     for record, entries in zip(records, found, strict=True):
         if isinstance(entries, DataError):
@@ -135,10 +137,11 @@ def marked_texts(
             found.append(error)
         except RecursionError:
             found.append(DataError(_TOO_DEEP))
-    texts = [entry.text for entries in found if isinstance(entries, list) for entry in entries]
-    tokens = iter(_encode(setup.tokenizer, texts))
+    examples = [entry for entries in found if isinstance(entries, list) for entry in entries]
+    tokens = iter(_encode(setup.tokenizer, [example.text for example in examples]))
+    before = ids_before(setup.tokenizer) if any(e.is_bare for e in examples) else []
     return [
-        [_marked(entry, *next(tokens), setup) for entry in entries]
+        [_marked(entry, *next(tokens), setup, before) for entry in entries]
         if isinstance(entries, list)
         else entries
         for entries in found
@@ -165,7 +168,7 @@ def _read(record: Any, setup: ChatSetup, from_arrow: bool) -> list[TextExample] 
         if setup.images is not None:
             images = setup.images.expand(example.text, example.images)
             spans = [(images.moved(start), images.moved(end)) for start, end in example.spans]
-            examples[i] = TextExample(images.text, spans, expansion=images)
+            examples[i] = example._replace(text=images.text, spans=spans, expansion=images)
     return examples
 
 
@@ -185,14 +188,24 @@ def _encode(tokenizer: Any, texts: list[str]) -> list[tuple[list[int], Any]]:
     return list(zip(ids, encoded.encodings or [None] * len(ids), strict=True))
 
 
+def ids_before(tokenizer: Any) -> list[int]:
+    """Return the ids that a tokenizer adds before a text: BOS, or none."""
+    alone = tokenizer("a", add_special_tokens=False)["input_ids"]
+    ids: list[int] = tokenizer("a")["input_ids"]
+    fits = (i for i in range(len(ids)) if ids[i : i + len(alone)] == alone)
+    return ids[: next(fits, 0)]
+
+
 def _marked(
-    example: TextExample, input_ids: list[int], encoding: Any, setup: ChatSetup
+    example: TextExample, input_ids: list[int], encoding: Any, setup: ChatSetup, before: list[int]
 ) -> MarkedText:
     loss_mask = _loss_mask(example, input_ids, encoding, setup.tokenizer)
     images = example.expansion
     places = [_tokens_of(encoding, *span) for span in images.images] if images else []
     for first, stop in places:
         loss_mask[first:stop] = [0] * (stop - first)
+    if example.is_bare and input_ids[: len(before)] != before:
+        input_ids, loss_mask = before + input_ids, [0] * len(before) + loss_mask
     return MarkedText(example, input_ids, loss_mask, places)
 
 

@@ -131,10 +131,18 @@ def _start(rendering: Rendering, turn: int, first: int | None) -> int:
         (bare and previous in ("user", "tool")) or rendering.render(turn) != prompt
     )
     if no_header or (plain.end and prompt.rstrip().endswith(plain.end)):
+        cause, way_out = "", "set a tokenizer.chat_template that adds it"
+        if previous not in ("user", "tool"):
+            way_out = (
+                "merge messages that follow each other, or set another tokenizer.chat_template"
+            )
+        elif not plain.header:
+            cause = f": it ends every text with {prompt[-40:]!r}"
+            way_out = "set a tokenizer.chat_template that does so if add_generation_prompt is true"
         raise Refusal(
             f"messages[{turn}]: the generation prompt of the chat template adds no header after a "
-            f"message of the {previous}",
-            "merge messages that follow each other, or set another tokenizer.chat_template",
+            f"message of the {previous}{cause}",
+            way_out,
         )
     return start
 
@@ -207,8 +215,12 @@ def _end_of_turn(rendering: Rendering, turn: int, alone: str, start: int, last: 
     opened = {_tag_of(tag) for tag in template.added_token.findall(alone, start, token.start())}
     name, side = _tag_of(token[0])
     closes = side == "close" and ((name, "open") in opened or token[0][1] == "/")
-    is_end = not closes and token[0] not in plain.openers and not alone[token.end() :].strip()
-    return token.end() if is_end else None
+    if closes or token[0] in plain.openers or alone[token.end() :].strip():
+        return None
+    # The end of every answer may follow where the next message is no result (Apertus)
+    more = template.added_token.match(rendering.text, token.end())
+    is_whole = more is not None and rendering.text.startswith(alone[: token.end()])
+    return more.end() if more and is_whole and more[0] == plain.end else token.end()
 
 
 def _end_after(rendering: Rendering, turn: int, known: str) -> int:

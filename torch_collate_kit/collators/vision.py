@@ -201,7 +201,9 @@ class VisionLanguageCollator(ForTrainer):
         records = texts = source.records(0, len(source))
         if declared := {key for key in self.fields if is_other_weight(key)}:  # no weights then
             texts = [{k: of for k, of in row.items() if k not in declared} for row in records]
-        tokenized = tokenize_records(texts, setup, from_arrow=source.is_arrow)
+        tokenized = tokenize_records(
+            texts, setup, from_arrow=getattr(source.data, "features", source.is_arrow)
+        )
         processed = []
         for i, found in enumerate(tokenized, start):
             if isinstance(found, DataError):

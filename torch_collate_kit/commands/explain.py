@@ -12,6 +12,7 @@ from typing import Any
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.chat.options import ChatSetup
 from torch_collate_kit.chat.preview import preview, verdict_table
+from torch_collate_kit.chat.records import without_padding
 from torch_collate_kit.chat.tokenize import tokenize_records
 from torch_collate_kit.collators import PackedCollator, PaddedCollator, RolloutCollator
 from torch_collate_kit.commands.arguments import (
@@ -55,7 +56,8 @@ def _explain(options: argparse.Namespace) -> int:
     number = options.row % num_records
     tokenizer = loaded_tokenizer(options)
     most = None if options.all else options.show
-    batches = _batches(rows[number], kind, number, options, tokenizer)
+    (record,), _ = without_padding([rows[number]], rows.features)
+    batches = _batches(record, kind, number, options, tokenizer)
     found = [batch.explain(0, tokenizer, max_tokens=most) for batch in batches]
     is_one = kind != "preferences" and not _is_of_segments(rows[number])
     what = "example" if is_one else "segment"
@@ -91,7 +93,7 @@ def _batches(
         collate: Any = PaddedCollator(0, **shared)
         if kind == "preferences":
             setup = ChatSetup(tokenizer, chat_options(tokenizer, options))
-            record = _kept(preference_examples([record], setup, from_arrow=True))[0]
+            record = _kept(preference_examples([record], setup, from_arrow=False))[0]
         if _is_of_segments(record):
             examples = _segments(record, collate)
         if options.max_tokens is not None:
@@ -119,7 +121,7 @@ def _segments(record: Mapping[str, Any], collate: Any) -> list[dict[str, Any]]:
 
 def _tokenized(record: Mapping[str, Any], setup: ChatSetup) -> list[dict[str, Any]]:
     """Return the examples of a chat that are trained."""
-    (found,) = tokenize_records([record], setup, from_arrow=True)
+    (found,) = tokenize_records([record], setup, from_arrow=False)
     kept = _kept([found] if isinstance(found, DataError) else found)
     names = ("input_ids", "loss_mask", "weight")
     return [{name: example[name] for name in names if name in example} for example in kept]

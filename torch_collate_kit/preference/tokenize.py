@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch_collate_kit._checks import checked_choice, checked_int
 from torch_collate_kit.chat.dataset import bars_of_rank_0, check_is_dataset, without_skipped
 from torch_collate_kit.chat.options import DEFAULT_OPTIONS, ChatOptions, ChatSetup
+from torch_collate_kit.chat.records import BadArguments, without_padding
 from torch_collate_kit.chat.template import num_shared
 from torch_collate_kit.chat.tokenize import MarkedText, loss_target, marked_texts, too_long
 from torch_collate_kit.errors import DataError
@@ -24,7 +25,7 @@ Keep = Literal["prompt_end", "answer_start"]
 
 _BATCH_SIZE = 256
 # Part of the fingerprint of the `datasets` cache: increase it when the output of a record changes.
-_CACHE_VERSION = 2
+_CACHE_VERSION = 3
 _NEEDED = "both sides need an answer with tokens that the chat template trains, before max_length"
 
 
@@ -42,7 +43,7 @@ def tokenize_preferences(
     Args:
         dataset: pairs with the columns ``chosen`` and ``rejected``, or rows with ``prompt``,
             ``completion`` and ``label`` (KTO: True or 1 for a good answer, False or 0). Answers are
-            strings, which no template renders and to which no EOS is added, or lists of messages.
+            strings, which no template renders (BOS as the tokenizer adds it, no EOS), or messages.
             Without a column ``prompt`` it is what both sides of a pair begin with. All columns:
             docs/chat.md, "Preference data".
         tokenizer: a transformers tokenizer, for messages one with a chat template.
@@ -57,12 +58,12 @@ def tokenize_preferences(
         num_proc: the number of processes; None for this one.
 
     Returns a new dataset of the kept examples, in order, and a Counter of the reasons why others
-    are skipped: "too_long", "nothing_left_after_truncation", or of a side "no_assistant_turn" and
-    "no_trained_tokens", as in "rejected_no_trained_tokens". The columns are ``input_ids`` (lists of
-    lists of int32) and ``loss_mask`` (int8), or with ``labels=True`` ``labels`` (int32), and
-    ``keep_together`` (True), which a collator with ``overflow="split"`` refuses. Segments of a
-    pair are the chosen and the rejected side; of a KTO row its prompt with its own answer, and
-    with the answer of another row for the KL term, cut at ``max_length``. With ``keep`` the column
+    are skipped: "too_long", "bad_tool_arguments", "nothing_left_after_truncation", or of a side
+    "no_assistant_turn" and "no_trained_tokens" ("rejected_..."). The columns are ``input_ids``
+    (lists of lists of int32) and ``loss_mask`` (int8), or with ``labels=True`` ``labels`` (int32),
+    and ``keep_together`` (True), which a collator with ``overflow="split"`` refuses. Segments of a
+    pair are the chosen and the rejected side; of a KTO row its prompt with its own answer, and with
+    the answer of another row for the KL term, cut at ``max_length``. With ``keep`` the column
     ``num_cut_tokens`` (int64) says by how much a pair was cut. ``label`` (bool), ``margin``,
     ``score_chosen``, ``score_rejected`` and ``weight`` (float32) are kept; other columns are not.
     Warnings, progress and caching are as in :func:`~torch_collate_kit.tokenize_chat_dataset`.
@@ -116,7 +117,7 @@ def _map(dataset: Any, features: Any, num_proc: int | None, **options: Any) -> A
         with_indices=True,
         batched=True,
         batch_size=_BATCH_SIZE,
-        fn_kwargs={"names": list(features), **options},
+        fn_kwargs={"names": list(features), "features": dataset.features, **options},
         remove_columns=dataset.column_names,
         features=features,
         num_proc=num_proc,
@@ -174,14 +175,15 @@ def _tokenize_rows(
     setup: ChatSetup,
     keep: Keep | None,
     names: list[str],
+    features: Any,
     version: int,
 ) -> dict[str, list[Any]]:
     rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-    found = preference_examples(rows, setup, keep, from_arrow=True)
+    found = preference_examples(rows, setup, keep, from_arrow=features)
     for i, example in zip(indices, found, strict=True):
-        if isinstance(example, DataError):
+        if isinstance(example, DataError) and not isinstance(example, BadArguments):
             raise DataError(f"example {i}: {example}") from example
-    examples = [example for example in found if isinstance(example, dict)]
+    examples = [of if isinstance(of, dict) else _skipped(BadArguments.skip_reason) for of in found]
     return {name: [example.get(name) for example in examples] for name in names}
 
 
@@ -190,9 +192,10 @@ def preference_examples(
     setup: ChatSetup,
     keep: Keep | None = None,
     *,
-    from_arrow: bool,
+    from_arrow: Any,
 ) -> list[dict[str, Any] | DataError]:
     """Return the example of each record, which may have a ``skip_reason``, or its error."""
+    records, from_arrow = without_padding(records, from_arrow)
     found: list[Any] = [_or_error(read_preference, record) for record in records]
     sides = [side for of in found if isinstance(of, PreferenceRecord) for side in of.sides.values()]
     marked = iter(marked_texts(sides, setup, from_arrow=from_arrow))
@@ -222,7 +225,8 @@ def _example(
     texts: dict[str, MarkedText] = {}
     for name, entries in sides.items():
         if isinstance(entries, DataError):
-            raise DataError(f"`{name}`: {entries}")
+            kind = BadArguments if isinstance(entries, BadArguments) else DataError
+            raise kind(f"`{name}`: {entries}")
         if isinstance(entries, str):
             return _skipped(f"{name}_{entries}")
         [texts[name]] = entries

@@ -77,6 +77,22 @@ def answer_partly_trained(columns: AuditColumns) -> Found | None:
     )
 
 
+@check("note", "role_ids", at_most=FEW)
+def answer_not_trained(columns: AuditColumns) -> Found | None:
+    """Find whole answers that are not trained, in rows that train another one."""
+    turns = columns.turns
+    is_left = turns.are_answers & (turns.ends >= 0) & ~turns.is_set_aside
+    is_left &= columns.num_trained_in(turns.begins, turns.stops) == 0
+    is_left &= columns.num_trained[turns.rows] > 0
+    if columns.are_rollouts:
+        return None
+    return columns.found_at(
+        turns.begins[is_left],
+        "ROWS leave out an answer beside the trained ones: context on purpose, or a turn that the "
+        "text of a question pretends; look at them",
+    )
+
+
 @check("warning", "role_ids", of_most="note")
 def text_after_end_trained(columns: AuditColumns) -> Found | None:
     """Find trained tokens, other than pads, after the token that ends an answer."""

@@ -84,15 +84,15 @@ def audit(
         max_tokens = min(max_tokens, _LARGEST)
     if vision is None and hasattr(tokenizer, "image_processor"):
         vision = VisionLayout.of(tokenizer)
+    vocabulary = Vocabulary(tokenizer, chat.template_variables)
     read = read_dataset(
         dataset,
         train_all=checked_bool("train_all", train_all),
         vision=vision,
         chat_setup=lambda: _chat_setup(tokenizer, chat),
+        borders=vocabulary.texts([[token] for token in vocabulary.border_ids]),
     )
-    columns = replace(
-        read, vocabulary=Vocabulary(tokenizer, chat.template_variables), max_tokens=max_tokens
-    )
+    columns = replace(read, vocabulary=vocabulary, max_tokens=max_tokens)
     findings: list[Finding] = []
     not_checked: dict[str, str] = {}
     for check in CHECKS:

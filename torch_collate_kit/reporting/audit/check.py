@@ -18,7 +18,7 @@ FEW, MOST = 1 / 3, 0.5  # of the rows with a target: an exception; what the othe
 
 _NEEDS = {  # attributes of the columns or of their vocabulary, in words
     "max_tokens": "max_tokens=",
-    **dict.fromkeys(("labels", "scores", "logprobs", "uids"), ""),
+    **dict.fromkeys(("labels", "scores", "logprobs", "uids", "unk_id"), ""),
     "tokenizer": "a tokenizer",
     "size": "a tokenizer with a size",
     "bos_id": "a tokenizer with a BOS token",

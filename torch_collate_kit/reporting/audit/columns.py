@@ -39,12 +39,10 @@ class AuditColumns:
     """Whether the rows say what is trained."""
     labels: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.int64))
     """Integers [T], where the target is given as labels; else empty."""
-
     segments: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.int64))
     """int64 [N], which segment of its example each row is; empty for examples of one each."""
     margins: np.ndarray = field(default_factory=partial(np.empty, 0))
     """float64 [N], by how much the chosen side is better, NaN if unknown; empty as above."""
-
     num_actions: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.int64))
     """int64 [N], response tokens per rollout; it and the next are empty for examples."""
     scores: np.ndarray = field(default_factory=partial(np.empty, 0))
@@ -55,11 +53,12 @@ class AuditColumns:
     """float32 [T], NaN where there is none: in prompts; empty if rollouts have none."""
     uids: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.int64))
     """int64 [N], a number for the uid of each rollout; empty if they have none."""
-
     refused: Sequence[Refused] = ()
     """Rows that the readers refused, in order; they are not among the N."""
     without_answer: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.int64))
     """int64, numbers of chat records without a row, as nothing in them would be trained."""
+    forged: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.int64))
+    """int64, numbers of chat records with a message that has a token that begins or ends turns."""
     are_labelled: bool = False
     """Whether examples have a label (KTO): their segments are no pairs."""
     has_unread_images: bool = False
@@ -125,8 +124,7 @@ class AuditColumns:
             run = np.searchsorted(firsts, places)
             return counts[run] - np.maximum(np.append(0, lasts)[run] - places, 0)
 
-        found: np.ndarray = num_before(stops) - num_before(begins)
-        return found
+        return np.asarray(num_before(stops) - num_before(begins))
 
     def next_trained(self, places: np.ndarray) -> np.ndarray:
         """Return the first trained token from each place on; T where there is none."""
@@ -199,10 +197,17 @@ class AuditColumns:
         return found & (rate ** np.minimum(counts, 1000) <= _CERTAIN)
 
     @cached_property
+    def are_classes(self) -> bool:
+        """Whether the target of each row is its last token, one of a few that end no answer."""
+        is_last = self.has_target and np.array_equal(self.trained_places, self.ends - 1)
+        return is_last and 1 < len(np.unique(self.ids[self.ends - 1])) <= len(self.ends) / 3
+
+    @cached_property
     def is_set_aside(self) -> np.ndarray:
-        """Rows with another explanation, trained as a whole or shifted: bool [N]."""
+        """Rows with another explanation, trained as a whole, shifted or classes: bool [N]."""
         is_shifted = self.in_rows(self.turns.rows[self.turns.shifts != 0])
-        return self.is_fully_trained | is_shifted | np.logical_or(*self.shifted_labels)
+        is_shifted |= self.is_fully_trained | self.are_classes
+        return is_shifted | np.logical_or(*self.shifted_labels)
 
     @cached_property
     def is_end(self) -> np.ndarray:
@@ -260,11 +265,6 @@ class AuditColumns:
     @cached_property
     def _places(self) -> dict[int, np.ndarray]:
         return {}
-
-    @cached_property
-    def prompts(self) -> np.ndarray:
-        """int64 [N], equal numbers for rollouts with equal prompts."""
-        return self.equal_spans(self.starts, self.responses - self.starts)
 
     def equal_spans(self, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """Return the number of the first span with the same ids as each span."""

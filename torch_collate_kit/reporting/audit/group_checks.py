@@ -55,11 +55,16 @@ def contradictory_answers(columns: AuditColumns) -> Found | None:
     )
 
 
+def _prompts(columns: AuditColumns) -> np.ndarray:
+    """Return equal numbers for rollouts with equal prompts: int64 [N]."""
+    return columns.equal_spans(columns.starts, columns.responses - columns.starts)
+
+
 @check("note", "scores")
 def reward_without_variance(columns: AuditColumns) -> Found | None:
     """Find groups of rollouts that have one reward, by the last step of each trajectory."""
     chosen = np.flatnonzero(columns.is_last_step)
-    groups = columns.uids if len(columns.uids) else columns.prompts
+    groups = columns.uids if len(columns.uids) else _prompts(columns)
     groups, scores = groups[chosen], columns.scores[chosen]
     _, groups, counts = np.unique(groups, return_inverse=True, return_counts=True)
     least, most = np.full(len(counts), np.inf), np.full(len(counts), -np.inf)
@@ -84,7 +89,7 @@ def reward_without_variance(columns: AuditColumns) -> Found | None:
 @check("warning", "uids")
 def uid_without_group(columns: AuditColumns) -> Found | None:
     """Find rollouts whose uid no other row has, and whose prompt others have."""
-    prompts, uids = columns.prompts, columns.uids
+    prompts, uids = _prompts(columns), columns.uids
     is_alone, is_shared = np.bincount(uids)[uids] == 1, np.bincount(prompts)[prompts] > 1
     if is_alone.all() and is_shared.mean() < MOST:
         return None  # one rollout per prompt, of which some are the same
@@ -100,7 +105,7 @@ def uid_of_several_prompts(columns: AuditColumns) -> Found | None:
     """Find rollouts whose uid most often stands for another prompt, or one uid for all."""
     if not columns.is_last_step.all():
         return None
-    prompts, uids = columns.prompts, columns.uids
+    prompts, uids = _prompts(columns), columns.uids
     pairs, which, counts = np.unique(
         np.stack([uids, prompts]), axis=1, return_inverse=True, return_counts=True
     )

@@ -51,6 +51,7 @@ def read_dataset(
     train_all: bool,
     vision: VisionLayout | None,
     chat_setup: Callable[[], ChatSetup],
+    borders: Sequence[str],  # tokens that begin or end turns
 ) -> AuditColumns:
     """Return the rows of a dataset in any form; DataError if none can be read."""
     source = Source(dataset, "dataset")
@@ -66,7 +67,7 @@ def read_dataset(
 
             bar = tqdm(total=len(source), desc="Tokenizing chats", unit=" examples")
         with bar as shown:
-            return _read_chats(source, chat_setup(), shown)
+            return _read_chats(source, chat_setup(), shown, borders)
     if isinstance(dataset, TokenizedDataset):
         train_all, vision = dataset._train_all, vision or dataset.vision
     elif source.is_arrow and kind != "rollouts":
@@ -83,17 +84,20 @@ def read_dataset(
     return read
 
 
-def _read_chats(source: Source, setup: ChatSetup, bar: Any) -> AuditColumns:
+def _read_chats(source: Source, setup: ChatSetup, bar: Any, borders: Sequence[str]) -> AuditColumns:
     """Tokenize chat records, whose rows are numbered as the records are."""
     image_token_id = None if setup.images is None else setup.images.layout.image_token_id
     reader = _RowReader()
     without_answer: list[int] = []
+    forged: list[int] = []
     for start in range(0, len(source), _RECORDS_AT_A_TIME):
         stop = min(start + _RECORDS_AT_A_TIME, len(source))
         known: dict[int, Any] = {}
         for i, record in enumerate(source.records(start, stop), start):
             if isinstance(record, Mapping):
                 known[i] = record
+                if any(of in text for text in _texts(record) for of in borders):
+                    forged.append(i)
                 continue
             kind = type(record).__name__
             reader.refuse(i, f"a record is a mapping, such as one with messages, got {kind}")
@@ -110,7 +114,15 @@ def _read_chats(source: Source, setup: ChatSetup, bar: Any) -> AuditColumns:
             reader.read_chats(rows, image_token_id)
         if bar is not None:
             bar.update(stop - start)
-    return replace(reader.columns(), without_answer=np.array(without_answer, dtype=np.int64))
+    without, numbers = (np.array(of, dtype=np.int64) for of in (without_answer, forged))
+    return replace(reader.columns(), without_answer=without, forged=numbers)
+
+
+def _texts(record: Mapping[str, Any]) -> list[str]:
+    """Return the contents of the messages of a record, as texts."""
+    lists = (of for of in record.values() if isinstance(of, list | tuple))
+    messages = (m for of in lists for m in of if isinstance(m, Mapping))
+    return [str(m.get("content", m.get("value"))) for m in messages]
 
 
 def _tokenized(
@@ -118,10 +130,14 @@ def _tokenized(
 ) -> list[list[dict[str, Any]] | DataError]:
     """Return the examples of each record, or why it is refused."""
     if not are_preferences(source.names):
-        return tokenize_records(records, setup, from_arrow=source.is_arrow)
+        return tokenize_records(
+            records, setup, from_arrow=getattr(source.data, "features", source.is_arrow)
+        )
     if setup.options.train_on == "each":
         raise ValueError("train_on='each' is not for pairs; pass train_on='all' or 'last'")
-    found = preference_examples(records, setup, from_arrow=source.is_arrow)
+    found = preference_examples(
+        records, setup, from_arrow=getattr(source.data, "features", source.is_arrow)
+    )
     return [of if isinstance(of, DataError) else [of] for of in found]
 
 
@@ -283,7 +299,8 @@ class _RowReader:
 
 def _are_pairs(examples: Any) -> bool:
     """Return whether the first example has two segments."""
-    ids = examples["input_ids"] if isinstance(examples, Mapping) else [examples[0]["input_ids"]]
+    is_table = isinstance(examples, Mapping)
+    ids = examples["input_ids"] if is_table else [e.get("input_ids", ()) for e in examples[:1]]
     return are_nested(ids) and len(ids[0]) == 2
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 
 import numpy as np
@@ -18,6 +19,13 @@ _LARGEST_ID = 1 << 22
 _REPLACEMENT = "\ufffd"
 _RARE, _MANY_RARE, _LOST = 1e-5, 0.1, 0.015  # of all tokens; of the tokens of a row
 _MANY_PARTIAL = 0.25  # of all tokens: one per byte
+# UTF-8 read as Windows-1252 or Latin-1: sequences that no language has before a quote or the like
+_REST = "\x80-\xbf" + bytes(range(128, 160)).decode("cp1252", "ignore")
+_MISREAD = re.compile(
+    f"[\xc2\xc3](?![\xab\xbb\u2013\u2014\u2018-\u201d\u2022\u2026\u2039\u203a])[{_REST}]"
+    "|\xe2[\x80-\x84\u201a\u201e\u20ac]|\xef\xbf\xbd|\xf0[\x9f\u0178]"
+    f"|(?:[\xc4-\xdf][{_REST}]){{2}}|(?:[\xe3-\xe9][{_REST}]{{2}}){{2}}"
+)
 _MOST_READ, _SAMPLED = 1000, 500_000  # rows that are tokenized again; tokens at each end
 
 
@@ -25,8 +33,8 @@ _MOST_READ, _SAMPLED = 1000, 500_000  # rows that are tokenized again; tokens at
 def template_not_followed(columns: AuditColumns) -> Found | None:
     """Find turns that are not as the template writes them, each kind in a third at most."""
     found: dict[str, np.ndarray] = {}
-    num_rows = int(columns.in_rows(columns.turns.rows).sum())
-    for find in (_control_tokens, _separators, _unfinished, _line_breaks, _cut_starts):
+    num_rows = int(columns.in_rows(columns.turns.rows).sum()) * (not columns.are_classes)
+    for find in (_forged, _control_tokens, _separators, _unfinished, _line_breaks, _cut_starts):
         for what, places in find(columns).items():
             rows = columns.rows_of(places)
             is_kept = ~columns.has_image[rows]
@@ -41,11 +49,16 @@ def template_not_followed(columns: AuditColumns) -> Found | None:
     )
 
 
+def _forged(columns: AuditColumns) -> dict[str, np.ndarray]:
+    """Return rows of records with a message that begins or ends turns by itself."""
+    is_forged = np.isin(columns.numbers, columns.forged)
+    return {"the text of a message begins or ends turns": columns.starts[is_forged]}
+
+
 def _control_tokens(columns: AuditColumns) -> dict[str, np.ndarray]:
     """Return control tokens inside texts; in answers only those that begin or end turns."""
     vocabulary, turns = columns.vocabulary, columns.turns
-    borders = {ids[0] for ids in vocabulary.role_ids} | {*vocabulary.end_ids}
-    borders &= {*vocabulary.added_ids}
+    borders = {*vocabulary.border_ids}
     others = vocabulary.control_ids - vocabulary.template_ids - {vocabulary.pad_id}
     places = columns.places_of_ids(borders | others)
     turn = turns.holding(places)
@@ -249,6 +262,21 @@ def _replaced(columns: AuditColumns) -> np.ndarray:
     which = np.flatnonzero(~np.isin(lasts, columns.ends))  # a row may be cut within a character
     found = [i for i in which.tolist() if _REPLACEMENT in columns.text(firsts[i], lasts[i])]
     return firsts[found]
+
+
+@check("warning", "tokenizer", of_rollouts="note")
+def text_misread(columns: AuditColumns) -> Found | None:
+    """Find rows with UTF-8 that was read as Latin-1 or Windows-1252."""
+    places = columns.places_of_ids(columns.vocabulary.ids_with(f"[\xc2-\xf4{_REPLACEMENT}]"))
+    counts = np.bincount(columns.rows_of(places), minlength=len(columns.lengths))
+    rows = np.argsort(-counts / columns.lengths, kind="stable")[:_MOST_READ]
+    rows = np.sort(rows[counts[rows] > 0]).tolist()
+    found = [i for i in rows if _MISREAD.search(columns.text(*columns.offsets[i : i + 2]))]
+    return columns.found_at(
+        columns.starts[found],
+        "ROWS have UTF-8 that was read in another encoding (such as \xc3\xa9 for \xe9); read their "
+        "files again with encoding='utf-8'",
+    )
 
 
 def _foreign(columns: AuditColumns) -> np.ndarray:

@@ -9,6 +9,8 @@ from torch_collate_kit.reporting.audit.check import FEW, check
 from torch_collate_kit.reporting.audit.columns import AuditColumns
 from torch_collate_kit.reporting.audit.findings import Found, Severity, words_of
 
+_MANY_UNKNOWN = 0.1  # of the tokens of a row, or of the trained ones
+_LONGEST_GAP = 3  # tokens from an end to the same one
 _UNSIGNED = [(1 << bits) - 100 for bits in (8, 16, 32)]
 
 
@@ -32,6 +34,8 @@ def eos_never_trained(columns: AuditColumns) -> Found | None:
     else:
         which, way_out = "with a target", "add it to the end of every answer, and train it"
         severity = "warning" if columns.are_rollouts else "error"
+    if columns.are_classes:
+        severity = "note"
     return columns.found_at(
         columns.last_trained[has_target],
         f"no trained token is {_ends(columns)}, in ROWS {which}, so the model never learns to "
@@ -149,6 +153,59 @@ def bos_inside(columns: AuditColumns) -> Found | None:
         f"ROWS have a BOS token (id {vocabulary.bos_id}) within their text, while the others begin "
         "with it or have none: parts of a row were tokenized one by one; pass "
         "add_special_tokens=False",
+    )
+
+
+@check("warning", "bos_id")
+def bos_missing(columns: AuditColumns) -> Found | None:
+    """Find a dataset without a BOS, where the template writes one, or the tokenizer adds it."""
+    vocabulary = columns.vocabulary
+    if vocabulary.bos_id == vocabulary.eos_id or len(columns.places_of_id(vocabulary.bos_id or 0)):
+        return None
+    of_template, of_tokenizer = vocabulary.begins_with_bos
+    # A text that begins with no header is no chat, if all chats begin with one
+    headers = columns.turns.starts
+    is_chat = columns.in_rows(columns.rows_of(headers[columns.begins_row(headers)]))
+    if vocabulary.template is not None and not (vocabulary.role_ids and vocabulary.names_system):
+        is_chat |= not of_template
+    is_bare = np.where(is_chat, of_template, of_tokenizer) & (columns.num_cut == 0)
+    return columns.found_at(
+        columns.starts[is_bare],
+        f"ROWS do not begin with BOS (id {vocabulary.bos_id}), and no row has one, though "
+        f"{'the chat template writes it' if of_template else 'the tokenizer adds it to a text'}: "
+        "the model sees it at inference; put it before every text",
+    )
+
+
+@check("warning", "tokenizer", "unk_id")
+def unknown_tokens(columns: AuditColumns) -> Found | None:
+    """Find rows of which many tokens, or many trained ones, stand for unknown text."""
+    places = columns.places_of_id(columns.vocabulary.unk_id or 0)
+    trained, is_many = places[columns.trained[places]], np.zeros(len(columns.lengths), np.bool_)
+    for found, totals in ((places, columns.lengths), (trained, columns.num_trained)):
+        counts = np.bincount(columns.rows_of(found), minlength=len(totals))
+        is_many |= (counts > 1) & (counts >= _MANY_UNKNOWN * totals)
+    return columns.found_at(
+        places[is_many[columns.rows_of(places)]],
+        f"ROWS have many tokens for unknown text (id {columns.vocabulary.unk_id}), which decode to "
+        "nothing; use the model's tokenizer, or drop texts in scripts that it does not know",
+    )
+
+
+@check("warning", "eos_id", of_rollouts="note")
+def end_repeated(columns: AuditColumns) -> Found | None:
+    """Find rows whose last token is the end of their answer once more, and not trained."""
+    ids, last, first = columns.ids, columns.ends - 1, columns.last_trained
+    pad, before = columns.vocabulary.pad_id, np.maximum(last - 1, columns.starts)
+    is_found = (columns.num_trained > 0) & columns.is_end[first] & (ids[first] == ids[last])
+    is_found &= (first < last) & (last - first <= _LONGEST_GAP)
+    if (is_found & (ids[last] == pad)).any() and ((ids[before] == pad) & (first < before)).any():
+        return None  # padded_rows
+    columns.keep(is_found, lambda i: not columns.text(first[i] + 1, last[i]).strip())
+    return columns.found_at(
+        last[is_found],
+        "ROWS have the end of their answer once more as their last token, where generation has "
+        "stopped; tokenize without adding an EOS to what the chat template writes",
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 
 from torch_collate_kit.chat.plain_turn import plain_turn
 from torch_collate_kit.chat.template import ChatTemplate
+from torch_collate_kit.chat.tokenize import ids_before
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.reporting.audit.roles import RoleTexts, role_texts
 
@@ -30,7 +32,7 @@ class Vocabulary:
 
     Attributes:
         tokenizer, size, template: the tokenizer, its number of ids, and its chat template.
-        bos_id, eos_id, pad_id: special tokens.
+        bos_id, eos_id, pad_id, unk_id: special tokens; unk_id is none of the others.
         end_ids: tokens that end an answer: EOS, and the one that the chat template writes.
         late_end_ids: tokens that end an answer when something follows it.
         prompt_ids: the generation prompt of the chat template.
@@ -66,6 +68,9 @@ class Vocabulary:
         self.bos_id, self.eos_id, self.pad_id = (
             getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad")
         )
+        unknown = getattr(tokenizer, "unk_token_id", None)
+        known = (self.bos_id, self.eos_id, self.pad_id)
+        self.unk_id = None if unknown in known else unknown
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self.added_ids = frozenset(added)
         self.control_ids = frozenset(
@@ -131,6 +136,18 @@ class Vocabulary:
             return False
         return header in text.partition(_THINKING)[2].partition(_ANSWER)[0]
 
+    @cached_property
+    def border_ids(self) -> list[int]:
+        """Added tokens that begin or end turns."""
+        return sorted({*(ids[0] for ids in self.role_ids), *self.end_ids} & self.added_ids)
+
+    @cached_property
+    def begins_with_bos(self) -> tuple[bool, bool]:
+        """Whether the chat template writes BOS before a chat, and the tokenizer before a text."""
+        bos = getattr(self.tokenizer, "bos_token", None) or ""
+        is_written = self.template is not None and plain_turn(self.template).begins_with(bos)
+        return is_written, callable(self.tokenizer) and self.bos_id in ids_before(self.tokenizer)
+
     def ids_of_tag(self, tag: str) -> set[tuple[int, ...]]:
         """Return the fewest ids that hold ``tag``, given without ">", in several surroundings."""
         if self.tokenizer is None:
@@ -166,17 +183,22 @@ class Vocabulary:
         found: list[str] = backend.decode_batch(spans, skip_special_tokens=False)
         return found
 
-    @cached_property
+    @property
     def partial_ids(self) -> np.ndarray:
         """Ids, int64, that by themselves are no whole character."""
+        return self.ids_with(_REPLACEMENT)
+
+    def ids_with(self, pattern: str) -> np.ndarray:
+        """Return the ids, int64, whose text has a match of a pattern."""
         if self.tokenizer is None or self.size is None:
             return np.empty(0, dtype=np.int64)
-        found: np.ndarray = _known(self.tokenizer, self.size, self._partial_ids, self.size)
+        key = self.size, pattern
+        found: np.ndarray = _known(self.tokenizer, key, self._ids_with, *key)
         return found
 
-    def _partial_ids(self, size: int) -> np.ndarray:
-        texts = self.texts([[token] for token in range(size)])
-        return np.flatnonzero([_REPLACEMENT in text for text in texts])
+    def _ids_with(self, size: int, pattern: str) -> np.ndarray:
+        has = re.compile(pattern).search
+        return np.flatnonzero([bool(has(t)) for t in self.texts([[i] for i in range(size)])])
 
     def text(self, ids: Sequence[int]) -> str:
         """Return the text of ids; the ids as numbers without a tokenizer, or beyond its size."""
