@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch_collate_kit._checks import bare_key, respelt, type_name
 from torch_collate_kit.batch.fields import PerToken
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Nested, Ragged
+from torch_collate_kit.reading.packed_elsewhere import CHECKS, refuse_boundaries
 from torch_collate_kit.reading.source import (
     Examples,
     Source,
@@ -27,14 +28,14 @@ from torch_collate_kit.vision import VisionLayout
 from torch_collate_kit.vision.families import IMAGE_FIELDS
 
 TARGETS = ("loss_mask", "labels", "assistant_masks", "completion_mask")
-PER_TOKEN = ("input_ids", *TARGETS, "num_actions", "attention_mask")
+PER_TOKEN = ("input_ids", *TARGETS, "num_actions", *CHECKS)
 TOGETHER = "keep_together"  # of examples whose segments are never parted, such as pairs
 _OF_LOSS = (*PER_TOKEN, "weight")
 KNOWN = (*_OF_LOSS, TOGETHER)
 PER_EXAMPLE = {"num_actions", "weight", TOGETHER}  # a number of each example, not lists
 _REQUIRED = ("prompt_ids", "response_ids", "rewards", "loss_mask")
 _OPTIONAL = ("logprobs", "advantages", "uid", "trajectory_id", "is_last_step", "weight")
-ROLLOUT_KEYS = (*_REQUIRED, *_OPTIONAL, "rollout_expert_indices")
+ROLLOUT_KEYS = (*_REQUIRED, *_OPTIONAL, "rollout_expert_indices", *CHECKS)
 IMAGES = ("pixel_values", "image_grid_thw")
 VIDEOS = ("pixel_values_videos", "video_grid_thw")
 MEDIA = (*IMAGE_FIELDS, *VIDEOS)
@@ -70,6 +71,7 @@ def raw_columns(
     else:
         known, ids = (*KNOWN, *fields), "input_ids"
     owners = first_with(given)
+    refuse_boundaries(owners, column_of(given), (*fields, *media))
     if isinstance(given, Mapping):
         vectors = [key for key, spec in fields.items() if getattr(spec, "shape", ())]
         if vectors and not are_nested(given.get(ids, ())):  # then lists of lists are vectors
@@ -113,6 +115,13 @@ def first_with(examples: Any) -> dict[str, int]:
         if example.keys() != first:
             found |= dict.fromkeys(example.keys() - found.keys(), i)
     return found
+
+
+def column_of(examples: Any) -> Callable[[str], Any]:
+    """Return a function that returns a column of examples, a list of mappings or columns."""
+    if isinstance(examples, Mapping):
+        return examples.__getitem__
+    return lambda key: [example.get(key) for example in examples]
 
 
 def _first_example(examples: Sequence[Any], ids: str) -> Mapping[str, Any]:

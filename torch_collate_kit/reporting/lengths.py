@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from torch_collate_kit._checks import checked_lengths
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.errors import DataError
+from torch_collate_kit.errors import DataError, examples_named
 from torch_collate_kit.loading import TokenizedDataset
+from torch_collate_kit.loading.dataset.sources import first_rows
 from torch_collate_kit.packing.pieces import Patches
 from torch_collate_kit.packing.rows import running_sum
 from torch_collate_kit.packing.segments import checked_segments
 from torch_collate_kit.packing.trees import depths_of
-from torch_collate_kit.ragged import Nested, Ragged, unchecked
+from torch_collate_kit.ragged import Ragged, unchecked
+from torch_collate_kit.reading.columns import number_column
+from torch_collate_kit.reading.entries import joined
+from torch_collate_kit.reading.keys import column_of, first_with
+from torch_collate_kit.reading.packed_elsewhere import CHECKS, refuse_boundaries
 from torch_collate_kit.reading.segments import opened_column
 from torch_collate_kit.reading.source import Source, are_nested, check_even, is_sequence
 
@@ -56,7 +62,8 @@ def data_lengths(data: Any) -> DataLengths:
     else:
         source = Source(data, "data", "lengths, or ")
         if source.is_arrow and "input_ids" in source.names:
-            names = [name for name in ("input_ids", "attention_mask") if name in source.names]
+            _refuse_boundaries(source)
+            names = [name for name in ("input_ids", *CHECKS) if name in source.names]
             data = TokenizedDataset(data, columns=names)
         if isinstance(data, TokenizedDataset) and data.vision is not None:
             patches, smallest = data.patches, data.vision.smallest_tokens
@@ -76,7 +83,7 @@ def data_lengths(data: Any) -> DataLengths:
 def _of_dataset(data: TokenizedDataset) -> np.ndarray | Ragged:
     for start in range(0, len(data), _ROWS):
         rows = np.arange(start, min(start + _ROWS, len(data)))
-        _check_masks(data._column_at("attention_mask", rows), start)
+        _check_unread({name: data._column_at(name, rows) for name in CHECKS}, start)
     return data.lengths
 
 
@@ -92,6 +99,7 @@ def _of_source(source: Source) -> tuple[np.ndarray | Ragged, np.ndarray | None]:
         part = source.part(start, min(start + _ROWS, len(source)))
         if not isinstance(part, Mapping):
             part = _as_columns(part, names, start)
+        _check_unread(part, start)
         if are_nested(part[names[0]]):
             flat, per_example = opened_column(names[0], part[names[0]])
             lengths = _lengths(names[0], flat, start)
@@ -101,7 +109,6 @@ def _of_source(source: Source) -> tuple[np.ndarray | Ragged, np.ndarray | None]:
                 depths_of(np.asarray(ids), running_sum(lengths), running_sum(per_example))
             )
             continue
-        _check_masks(part.get("attention_mask"), start)
         counts.append(np.sum([_lengths(name, part[name], start) for name in names], axis=0))
     if nested and len(counts) > 1:
         raise DataError(
@@ -120,6 +127,7 @@ def _check_columns(source: Source, name: str) -> None:
             f"no input_ids among the columns {sorted(map(str, source.names))}; tokenize first "
             "(tokenize_chat_dataset), or pass lengths"
         )
+    _refuse_boundaries(source)
     if source.is_arrow:
         return
     columns = source.data
@@ -129,6 +137,11 @@ def _check_columns(source: Source, name: str) -> None:
             "list: [example]"
         )
     check_even(columns, name)
+
+
+def _refuse_boundaries(source: Source) -> None:
+    column = partial(first_rows, source) if source.is_arrow else column_of(source.data)
+    refuse_boundaries(source.names, column, (), lambda _: "data")
 
 
 def _as_columns(examples: Sequence[Any], names: Sequence[str], start: int) -> dict[str, list[Any]]:
@@ -142,7 +155,10 @@ def _as_columns(examples: Sequence[Any], names: Sequence[str], start: int) -> di
                 "pass lengths"
             )
     columns = {name: [example[name] for example in examples] for name in names}
-    return columns | {"attention_mask": [example.get("attention_mask") for example in examples]}
+    refuse_boundaries(
+        first_with(examples), column_of(examples), (), lambda i: f"example {start + i}"
+    )
+    return columns | {name: [example.get(name) for example in examples] for name in CHECKS}
 
 
 def _lengths(name: str, column: Any, start: int) -> np.ndarray:
@@ -158,15 +174,20 @@ def _lengths(name: str, column: Any, start: int) -> np.ndarray:
     return np.array([len(ids) for ids in column], dtype=np.int64)
 
 
-def _check_masks(masks: Any, start: int) -> None:
-    """Check that no example is padded; ``start`` is the number of the first one."""
-    if isinstance(masks, Nested):
-        masks = masks.rows
-    if isinstance(masks, Ragged) and masks.values.all():
-        return
-    for i, mask in enumerate(() if masks is None else masks, start):
-        if mask is not None and 0 in mask:
-            raise DataError(
-                f"example {i} is padded: its attention_mask has a 0, and pads would count as "
-                "tokens; tokenize without padding"
-            )
+def _check_unread(columns: Mapping[str, Any], start: int) -> None:
+    """Check that no row is padded or packed already; ``start`` is the number of the first one."""
+    for key, check in CHECKS.items():
+        column = columns.get(key)
+        if column is None:
+            continue
+        counts, numbers = [1] * len(column), range(start, start + len(column))
+        if are_nested(column):
+            column, counts = opened_column(key, column)
+        elif not isinstance(column, Ragged):
+            numbers = [i for i, row in zip(numbers, column, strict=True) if row is not None]
+            column, counts = [row for row in column if row is not None], [1] * len(numbers)
+        if not len(numbers):
+            continue
+        owners = np.repeat(numbers, counts)
+        with examples_named(lambda i, of=owners: f"example {of[i]}"):
+            check(joined(number_column(key, column, "numbers")))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -13,7 +13,8 @@ from torch_collate_kit.errors import DataError, examples_named
 from torch_collate_kit.ragged import Nested, Ragged
 from torch_collate_kit.reading.columns import number_column
 from torch_collate_kit.reading.entries import joined
-from torch_collate_kit.reading.keys import KNOWN, TOKEN_TYPES, check_keys, first_with
+from torch_collate_kit.reading.keys import KNOWN, TOKEN_TYPES, check_keys, column_of, first_with
+from torch_collate_kit.reading.packed_elsewhere import refuse_boundaries
 from torch_collate_kit.reading.segments import name_of, opened_column
 from torch_collate_kit.reading.source import Examples, Source, are_nested, is_a, is_sequence
 from torch_collate_kit.reading.values import is_number, scalar_column
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     import os
 
 DatasetSource: TypeAlias = "Examples | str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
+_FIRST_ROWS = 1000  # in which boundaries of documents are looked for
 IDS = ("input_ids", "labels")  # tokens; masks may be weights
 
 
@@ -37,13 +39,27 @@ def kept_source(given: Any, columns: Sequence[str] | None, train_all: bool) -> A
     source = Source(given, "source")
     if not source.is_arrow:
         return _copied(source, columns, train_all)
-    names = _chosen(source.names, columns, train_all)
+    return _selected(source, _chosen(source.names, columns, train_all, partial(first_rows, source)))
+
+
+def first_rows(source: Source, name: str) -> Any:
+    """Return a column of the first rows of an Arrow source."""
+    chosen = Source(_selected(source, [name]))
+    return chosen.part(0, min(len(chosen), _FIRST_ROWS))[name]
+
+
+def _selected(source: Source, names: list[str]) -> Any:
     if is_a(source.data, "datasets", "Dataset"):
         return source.data.with_format(None).select_columns(names)
     return source.data.select(names)
 
 
-def _chosen(available: Sequence[str], columns: Sequence[str] | None, train_all: bool) -> list[str]:
+def _chosen(
+    available: Sequence[str],
+    columns: Sequence[str] | None,
+    train_all: bool,
+    column: Callable[[str], Any],
+) -> list[str]:
     """Return the columns to keep: without ``columns`` those that the collators read."""
     if isinstance(columns, str):
         raise TypeError(f"columns must be a list of names, got {columns!r}; pass [{columns!r}]")
@@ -51,6 +67,7 @@ def _chosen(available: Sequence[str], columns: Sequence[str] | None, train_all: 
         if "input_ids" in available:
             images = tuple(name for name in IMAGE_FIELDS if name in available)
             known = (*images, *TOKEN_TYPES) if images else ()
+            refuse_boundaries(available, column, known, lambda _: "the source")
             check_keys(dict.fromkeys(available, "the source"), train_all=train_all, declared=known)
         columns = [name for name in (*KNOWN, *IMAGE_FIELDS, "num_cut_tokens") if name in available]
     for name in columns:
@@ -70,7 +87,7 @@ def _copied(
         raise DataError("the source is empty (0 examples); give at least one")
     examples = source.part(0, len(source))
     if isinstance(examples, Mapping):
-        names = _chosen(list(examples), columns, train_all)
+        names = _chosen(list(examples), columns, train_all, column_of(examples))
         of_segments = are_nested(examples["input_ids"])
         return {name: _column(name, examples[name], of_segments=of_segments) for name in names}
     for i, example in enumerate(examples):
@@ -79,7 +96,7 @@ def _copied(
                 f"example {i} is {type_name(example)}; an example is a mapping with input_ids"
             )
     copied: dict[str, Any] = {}
-    names = _chosen(list(first_with(examples)), columns, train_all)
+    names = _chosen(list(first_with(examples)), columns, train_all, column_of(examples))
     of_segments = are_nested([examples[0].get("input_ids")])
     for name in names:
         without = next((i for i, example in enumerate(examples) if name not in example), None)

@@ -1,0 +1,108 @@
+"""Rows that another tool has packed: read as one text, their documents would see each other."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from torch_collate_kit.errors import DataError
+from torch_collate_kit.ragged import Nested, Ragged
+
+# seq_lengths (TRL), cu_seq_lens_q (transformers), packing_params (LLaMA-Factory), seq_lens_padded
+# (Automodel), input_pos (torchtune), seq_start_id (NeMo), sequence_id (llm-foundry), segment_ids
+# (Levanter), inputs_segmentation (maxtext), cumulative_len (XTuner), doc_lens (OLMo-core), ...
+_PACKED = "(packed|packing|inputs?|targets?|encoder|decoder|cu|cumulative|max|sub)"
+_DOCUMENT = "(seq|sequence|segment|doc|document|sample|example)s?"
+_WHERE = "(len|length|id|idx|index|indice|number|start|end|offset|boundarie|position|param)s?"
+_KEYS = re.compile(
+    f"{_PACKED}*{_DOCUMENT}({_WHERE})+(q|k|kv|padded|unpadded)*|{_PACKED}*(segmentation|position)s?"
+    f"|{_PACKED}+(pos|len|length|param)s?|lengths?|boundaries|cuseqlens"
+)
+_AS_ONE_TEXT = (
+    "another tool has packed documents into the row, which would be read as one text; give each "
+    "document as an example of its own"
+)
+
+
+def refuse_boundaries(
+    keys: Iterable[Any],
+    column: Callable[[Any], Any],
+    declared: Collection[str] = (),
+    owner: Callable[[int], str] = "example {}".format,
+) -> None:
+    """Refuse keys with lists of numbers that are boundaries of documents; ``owner`` names a row.
+
+    A single number or a string under such a name, as an id of the source, is left alone.
+    """
+    for key in keys:
+        name = "".join(filter(str.isalnum, str(key).lower()))
+        if not _KEYS.fullmatch(name) or name == "positionids" or key in declared:
+            continue
+        entries = column(key)
+        for i, entry in enumerate(entries if hasattr(entries, "__iter__") else ()):
+            if _are_numbers(entry):
+                raise DataError(
+                    f"{owner(i)} has {key!r}: {_AS_ONE_TEXT}, or remove the key if it means "
+                    "something else (fields= of a collator carries it along)"
+                )
+
+
+def _are_numbers(entry: Any) -> bool:
+    """Return whether an entry is a list of numbers, at any depth, or a mapping of them."""
+    if isinstance(entry, Mapping):
+        return any(map(_are_numbers, entry.values()))
+    if isinstance(entry, np.ndarray | Tensor | Ragged | Nested) and getattr(entry, "ndim", 1):
+        return len(entry) > 0
+    if not isinstance(entry, list | tuple) or not entry:
+        return False
+    return isinstance(entry[0], int | float | np.number) or _are_numbers(entry[0])
+
+
+def check_mask(mask: Ragged) -> None:
+    """Check that the attention mask of every example is 1 at all of its tokens."""
+    if (mask.values == 1).all():
+        return
+    i, token = _first(mask, ~np.isin(mask.values, (0, 1)))
+    if i < 0:
+        i, _ = _first(mask, mask.values == 0)
+        raise DataError(
+            f"example {i}: attention_mask contains a 0, so the example is padded already; "
+            "tokenize without padding, collators pad"
+        )
+    raise DataError(
+        f"example {i}: attention_mask is {mask[i][token]:g} at token {token}, and a token of one "
+        f"text has 1: {_AS_ONE_TEXT}"
+    )
+
+
+def check_positions(positions: Ragged) -> None:
+    """Check that the positions of every example are 0, 1, 2, ..., as the collators make them."""
+    expected = np.arange(len(positions.values)) - np.repeat(
+        positions.offsets[:-1], positions.lengths
+    )
+    i, token = _first(positions, positions.values != expected)
+    if i >= 0:
+        raise DataError(
+            f"example {i}: position_ids is {positions[i][token]:g} at token {token}, and the "
+            f"positions of one text are 0, 1, 2, ...: {_AS_ONE_TEXT}, or remove position_ids"
+        )
+
+
+def _first(column: Ragged, is_wrong: np.ndarray) -> tuple[int, int]:
+    """Return the example and the place there of the first wrong entry; -1 if there is none."""
+    if not is_wrong.any():
+        return -1, -1
+    entry = int(is_wrong.argmax())
+    i = int(np.searchsorted(column.offsets, entry, side="right")) - 1
+    return i, entry - int(column.offsets[i])
+
+
+CHECKS: Mapping[str, Callable[[Ragged], None]] = {
+    "attention_mask": check_mask,
+    "position_ids": check_positions,
+}
+"""Keys per token that are not read, only checked to be those of one text."""
