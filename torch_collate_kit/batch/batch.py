@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
 from dataclasses import replace
 from operator import index
@@ -11,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torch_collate_kit._checks import checked_int
+from torch_collate_kit._checks import checked_int, unpacks_into_call
 from torch_collate_kit.batch import rows
 from torch_collate_kit.batch.buffer import tensor_of, version_of
 from torch_collate_kit.batch.columns import Columns
-from torch_collate_kit.batch.context import ContextParallel
+from torch_collate_kit.batch.context import ContextParallel, is_shard
 from torch_collate_kit.batch.context_shards import instead_of
 from torch_collate_kit.batch.counts import Counted
 from torch_collate_kit.batch.dense import make_field
@@ -127,7 +128,15 @@ class Batch(Counted, ContextParallel, Displayed, Mapping[str, Field]):
         return key in self._storage.names
 
     def keys(self) -> KeysView[str]:  # Mapping's views would count rows
-        """Return the names of the fields."""
+        """Return the names of the fields; TypeError in ``model(**batch)`` of packed rows."""
+        placement = self.placement
+        is_row = "cu_seq_lens" in self if placement is None else placement.is_packed
+        if (is_row or is_shard(self)) and unpacks_into_call(sys._getframe(1)):
+            raise TypeError(
+                "model(**batch) would pass a mask that tells the model that a packed row is one "
+                "text; call model(**batch.model_inputs(model)), or a function of your own as "
+                "f(**dict(batch))"
+            )
         return self._storage.names.keys()
 
     def items(self) -> ItemsView[str, Field]:
