@@ -31,6 +31,16 @@ from torch_collate_kit.ragged import Ragged, row_indices
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+_KEPT = "fields keep their dtypes: convert one with batch.with_fields(name=tensor)"
+_FIXED = "the fields of a Batch stay: read batch[name]; batch.with_fields(name=tensor) replaces one"
+_INSTEAD = {
+    "cuda": 'batch.to("cuda") returns a copy there',
+    "cpu": 'batch.to("cpu") returns a copy there',
+    **dict.fromkeys(("half", "float", "bfloat16", "double", "type"), _KEPT),
+    **dict.fromkeys(("pop", "popitem", "update", "setdefault", "clear"), _FIXED),
+    "copy": "dict(batch) is a dict of its fields, copy.copy(batch) a Batch",
+}
+
 
 class Batch(Counted, ContextParallel, Displayed, Mapping[str, Field]):
     """A training batch: fields with one entry per row, ``row_metadata`` and ``metadata``.
@@ -101,9 +111,26 @@ class Batch(Counted, ContextParallel, Displayed, Mapping[str, Field]):
     if not TYPE_CHECKING:  # a type checker would take every name for an attribute
 
         def __getattr__(self, name: str) -> Any:
-            is_field = "_storage" in vars(self) and name in self
-            found = f'; a field is an item, batch["{name}"]' if is_field else ""
+            found = _INSTEAD.get(name)
+            if "_storage" in vars(self) and name in self:
+                found = f'a field is an item, batch["{name}"]'
+            found = f"; {found}" if found else ""
             raise AttributeError(f"'Batch' object has no attribute {name!r}{found}")
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if "_storage" in vars(self) and name in self:
+                raise self._is_fixed(name)
+            super().__setattr__(name, value)
+
+        def __setitem__(self, name: str, value: Any) -> None:
+            raise self._is_fixed(name)
+
+        def __delitem__(self, name: str) -> None:
+            raise self._is_fixed(name)
+
+    @staticmethod
+    def _is_fixed(name: str) -> TypeError:
+        return TypeError(f"fields of a Batch stay: batch = batch.with_fields({name}=tensor)")
 
     def _field(self, name: str) -> Field:
         storage = self._storage

@@ -266,6 +266,9 @@ class RankPlan:
             "TokenizedDataset(dataset), or give it a __getitems__ as RankPlan's docstring shows"
         )
 
+    def __index__(self) -> NoReturn:
+        raise TypeError("a plan is no index: pass DataLoader(batch_sampler=sampler), not sampler=")
+
 
 @dataclass(frozen=True)
 class PlannedExamples:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -12,6 +12,7 @@ from numpy.ma import MaskedArray
 from torch import Tensor
 
 from torch_collate_kit._checks import bare_key, respelt, type_name
+from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.fields import PerToken
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Nested, Ragged
@@ -20,7 +21,9 @@ from torch_collate_kit.reading.source import (
     Examples,
     Source,
     are_nested,
+    are_preferences,
     check_even,
+    kind_of,
     num_rows,
     with_vectors,
 )
@@ -129,6 +132,17 @@ def _first_example(examples: Sequence[Any], ids: str) -> Mapping[str, Any]:
         raise DataError("the batch is empty (0 examples); give at least one")
     if set(map(type, examples)) != {dict}:
         for i, example in enumerate(examples):
+            if isinstance(example, Batch):
+                raise DataError(
+                    f"example {i} is a Batch, collated already; of a dataset that yields batches "
+                    "pass DataLoader(dataset, batch_size=None, collate_fn=dataset.as_is)"
+                )
+            if isinstance(example, str):
+                raise DataError(
+                    f"example {i} is a str: transformers.Trainer iterates over the columns of a "
+                    "TokenizedDataset; pass train_dataset=PackedRows(dataset, collate), or for a "
+                    "padded collator TrainingArguments(remove_unused_columns=False)"
+                )
             if not isinstance(example, Mapping):
                 raise DataError(
                     f"example {i} is {type_name(example)}; an example is a mapping with "
@@ -206,7 +220,7 @@ def _transposed(
 
 
 def _without_ids(given: list[str], ids: str) -> DataError:
-    hint = "tokenize the text first"
+    hint = tokenize_hint(given)
     if ids == "response_ids":
         hint = f"a rollout has {', '.join(_REQUIRED)}"
         if "input_ids" in given:
@@ -214,6 +228,17 @@ def _without_ids(given: list[str], ids: str) -> DataError:
     elif {"prompt_ids", "response_ids"} & set(given):
         hint = "rollouts go into RolloutCollator, or into PackedCollator without a sampler"
     return DataError(f"no {ids} in example 0, got keys {given}; {hint}")
+
+
+def tokenize_hint(keys: Collection[str]) -> str:
+    """Return how records with these keys become examples."""
+    if are_preferences(keys):
+        return "preference.tokenize_preferences makes examples of pairs"
+    if {"role", "content"} <= {*keys}:
+        return 'a chat is one record, {"messages": [...]}, for tokenize_chat'
+    if kind_of(keys) == "chats":
+        return "tokenize_chat_dataset (or tokenize_chat) makes examples of chats"
+    return "tokenize the text first"
 
 
 def _is_all_none(column: Any) -> bool:
@@ -283,9 +308,11 @@ def _check_rollout_keys(raw: Mapping[str, Any], given: list[str]) -> None:
 
 
 def _looks_like(owner: str, name: str, key: str) -> DataError:
-    return DataError(
-        f"{owner} has no {name}, but {key!r} looks like it; rename it to {name}, or remove it"
-    )
+    if (name, key.lower()) == ("labels", "label"):
+        key_of = f"fields={{{key!r}: PerExample(torch.int64)}}"
+        name += f" if it has one per token, declare {key_of} if it is one number of the example"
+    found = f"{owner} has no {name.split()[0]}, but {key!r} looks like it"
+    return DataError(f"{found}; rename it to {name}, or remove it")
 
 
 def _token_types(

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 _CHAT_KEYS = ("messages", "conversations", "instruction", "prompt")
 _FORMS = (
-    "a list of examples, a mapping of columns, a DataFrame, a datasets.Dataset (of a DatasetDict "
-    "one split), a pyarrow Table, a TokenizedDataset or another map-style dataset, or paths of "
-    "Arrow or Parquet files"
+    "a list of examples, a mapping of columns, a pandas DataFrame, a datasets.Dataset (of a "
+    "DatasetDict one split), a pyarrow Table, a TokenizedDataset or another map-style dataset, or "
+    "paths of Arrow or Parquet files"
 )
 
 
@@ -80,16 +80,21 @@ class Source:
             data = sys.modules["pyarrow"].Table.from_batches([data])
         elif is_sequence(paths) and paths and all(isinstance(p, str | os.PathLike) for p in paths):
             data = ArrowFiles([os.fspath(path) for path in paths])
-        no_examples = bytes | np.ndarray | Tensor | Ragged | Batch
-        is_other = isinstance(data, no_examples) or is_a(data, "datasets", "DatasetDict")
-        is_map_style = hasattr(data, "__len__") and hasattr(data, "__getitem__")
-        if is_other or not (is_map_style or isinstance(data, ArrowFiles)):
-            raise TypeError(f"{name} is {type_name(data)}; pass {others}{_FORMS}")
         self.data = data
         self.is_arrow = isinstance(data, ArrowFiles) or (
             is_a(data, "pyarrow", "Table")
             or (is_a(data, "datasets", "Dataset") and data.format["type"] == "arrow")
         )
+        no_examples = bytes | np.ndarray | Tensor | Ragged | Batch
+        is_other = isinstance(data, no_examples) or is_a(data, "datasets", "DatasetDict")
+        is_map_style = hasattr(data, "__len__") and hasattr(data, "__getitem__")
+        is_lazy = is_a(data, "polars", "LazyFrame")
+        if is_lazy or (hasattr(data, "__arrow_c_stream__") and not self.is_arrow):  # polars, duckdb
+            of = f"{name}.collect()" if is_lazy else name
+            package = type(data).__module__.partition(".")[0]
+            raise TypeError(f"{name} is {type_name(data)} of {package}; pass pyarrow.table({of})")
+        if is_other or not (is_map_style or isinstance(data, ArrowFiles)):
+            raise TypeError(f"{name} is {type_name(data)}; pass {others}{_FORMS}")
 
     @property
     def names(self) -> list[str]:

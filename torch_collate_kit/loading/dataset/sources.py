@@ -13,7 +13,14 @@ from torch_collate_kit.errors import DataError, examples_named
 from torch_collate_kit.ragged import Nested, Ragged
 from torch_collate_kit.reading.columns import number_column
 from torch_collate_kit.reading.entries import joined
-from torch_collate_kit.reading.keys import KNOWN, TOKEN_TYPES, check_keys, column_of, first_with
+from torch_collate_kit.reading.keys import (
+    KNOWN,
+    TOKEN_TYPES,
+    check_keys,
+    column_of,
+    first_with,
+    tokenize_hint,
+)
 from torch_collate_kit.reading.packed_elsewhere import refuse_boundaries
 from torch_collate_kit.reading.segments import name_of, opened_column
 from torch_collate_kit.reading.source import Examples, Source, are_nested, is_a, is_sequence
@@ -75,7 +82,7 @@ def _chosen(
             raise ValueError(f"columns names {name!r}, the source has {list(available)}")
     if "input_ids" not in columns:
         given = list(available if "input_ids" not in available else columns)
-        raise DataError(f"no input_ids, got columns {given}; tokenize the text first")
+        raise DataError(f"no input_ids, got columns {given}; {tokenize_hint(given)}")
     return list(dict.fromkeys(columns))
 
 

@@ -190,6 +190,11 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
     def __getitem__(self, index: int | slice) -> dict[str, Any]:
         if isinstance(index, slice):
             return self.__getitems__(range(*index.indices(len(self))))
+        if isinstance(index, Sequence | RankPlan):
+            raise TypeError(
+                "an index is an int; rows are ds.__getitems__(indices), and a sampler of whole "
+                "batches is DataLoader(ds, batch_sampler=sampler), not sampler="
+            )
         named, rows = self._rows([index])
         return {
             name: of.row(rows, named)

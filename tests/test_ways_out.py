@@ -1,0 +1,135 @@
+"""Common first mistakes: each gets one line that says what to write instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from operator import attrgetter, delitem, setitem
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from torch_collate_kit import (
+    Mixture,
+    PackedBatchSampler,
+    PackedCollator,
+    PackedIterableDataset,
+    PaddedCollator,
+    PrefetchingSampler,
+    RolloutCollator,
+    TokenizedDataset,
+    audit,
+    packing_report,
+    token_loss,
+)
+
+ROWS = [{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}] * 4
+DATASET, COLLATE = TokenizedDataset(ROWS), PackedCollator(0, max_tokens=8)
+BATCH, LOGITS = COLLATE(ROWS[:2]), torch.zeros(1, 6, 8)
+SAMPLERS = [PackedBatchSampler(DATASET, COLLATE, batch_size=2), PrefetchingSampler(4, batch_size=2)]
+PADDED = PaddedCollator(0)
+MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+READERS: list[Callable[[Any], Any]] = [
+    PADDED, COLLATE, TokenizedDataset, partial(audit, tokenizer=None), packing_report
+]  # fmt: skip
+STREAMS = [
+    PackedIterableDataset(ROWS, of, buffer_size=4) for of in (COLLATE, COLLATE.for_trainer())
+]
+
+
+def batch_of(dataset: Any, **options: Any) -> Any:
+    return next(iter(DataLoader(dataset, **options)))
+
+
+def refused(call: Callable[[], Any], words: str, error: type[Exception]) -> None:
+    with pytest.raises(error) as caught:
+        call()
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_trainer_over_a_tokenized_dataset():
+    from transformers.trainer_utils import RemoveColumnsCollator
+
+    for collate in (PADDED, COLLATE.for_trainer()):
+        removing = RemoveColumnsCollator(collate, ["input_ids", "labels"])
+        call = partial(batch_of, DATASET, batch_size=2, collate_fn=removing)
+        refused(call, "pass train_dataset=PackedRows(dataset, collate), or", ValueError)
+
+
+@pytest.mark.parametrize("read", READERS)
+def test_frames_of_other_packages(read):
+    table = pa.table({"input_ids": [[5, 6, 7]], "labels": [[5, 6, 7]]})
+    refused(lambda: read(table.to_reader()), "; pass pyarrow.table(", TypeError)
+    polars = pytest.importorskip("polars", reason="polars is not installed")
+    frame = polars.DataFrame(table)
+    refused(lambda: read(frame), " is a DataFrame of polars; pass pyarrow.table(", TypeError)
+    refused(lambda: read(frame.lazy()), ".collect())", TypeError)
+    assert read(pa.table(frame)) is not None
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("dataset", [DATASET, ROWS, Mixture([DATASET, DATASET])])
+def test_batch_samplers_as_samplers(sampler, dataset):
+    call = partial(batch_of, dataset, sampler=sampler, collate_fn=PADDED)
+    refused(call, "DataLoader(dataset, batch_sampler=sampler, collate_fn=collate)", TypeError)
+    if sampler is SAMPLERS[0] or dataset is DATASET:
+        call = partial(batch_of, dataset, sampler=sampler, batch_size=None)
+        refused(call, "batch_sampler=sampler), not sampler=", TypeError)
+
+
+def test_streams_with_a_batch_size():
+    for stream in STREAMS:
+        for options in ({"batch_size": 8}, {}, {"batch_size": 8, "collate_fn": COLLATE}):
+            words = "DataLoader(dataset, batch_size=None, collate_fn=dataset.as_is)"
+            refused(partial(batch_of, stream, **options), words, TypeError)
+    refused(lambda: PADDED([BATCH]), "example 0 is a Batch, collated already", ValueError)
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    "tokenize_chat_dataset (or tokenize_chat) makes examples": {"messages": MESSAGES},
+    "tokenize_chat_dataset (or tokenize_chat)": {"prompt": "a", "completion": "b"},
+    'a chat is one record, {"messages": [...]}, for tokenize_chat': MESSAGES[0],
+    "preference.tokenize_preferences makes": {"prompt": "a", "chosen": "b", "rejected": "c"},
+    "tokenize the text first": {"text": "a"},
+}
+
+
+@pytest.mark.parametrize("words", FORMS)
+def test_records_that_are_not_tokenized(words):
+    for read in (PADDED, COLLATE, TokenizedDataset):
+        refused(lambda of=read: of([FORMS[words]]), words, ValueError)
+
+
+LOSS = "pass the loss tokens of the step, as global_num_loss_tokens(micro_batches) returns them"
+LABEL = "declare fields={'label': PerExample(torch.int64)} if it is one number of the example"
+LABELLED = [{"input_ids": [5, 6], "label": 1}]
+CALLS: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    (lambda: token_loss(LOGITS, BATCH), TypeError, LOSS),
+    (lambda: token_loss(LOGITS, BATCH["labels"]), TypeError, LOSS),
+    (lambda: BATCH.cuda(), AttributeError, 'batch.to("cuda")'),
+    (lambda: BATCH.cpu(), AttributeError, 'batch.to("cpu")'),
+    (lambda: BATCH.half(), AttributeError, "fields keep their dtypes"),
+    (lambda: BATCH.pop("labels"), AttributeError, "read batch[name]; batch.with_fields"),
+    (lambda: BATCH.update(x=1), AttributeError, "batch.with_fields(name=tensor) replaces one"),
+    (lambda: setitem(BATCH, "labels", LOGITS), TypeError, "batch.with_fields(labels=tensor)"),
+    (lambda: delitem(BATCH, "labels"), TypeError, "fields of a Batch stay"),
+    (lambda: setattr(BATCH, "labels", 3), TypeError, "batch.with_fields(labels=tensor)"),
+    (lambda: PADDED(LABELLED), ValueError, LABEL),
+    (lambda: TokenizedDataset(LABELLED), ValueError, LABEL),
+    (lambda: RolloutCollator(0)([{"messages": MESSAGES}]), ValueError, "a rollout has prompt_ids"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "words"), CALLS)
+def test_one_line_says_what_to_write(call, error, words):
+    refused(call, words, error)
+
+
+def test_attributes_of_a_batch_that_are_not_fields_can_be_set():
+    batch = COLLATE(ROWS[:2])
+    batch.metadata, batch.note = {}, "mine"
+    assert attrgetter("metadata", "note")(batch) == ({}, "mine")
