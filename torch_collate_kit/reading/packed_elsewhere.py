@@ -55,8 +55,8 @@ def _are_numbers(entry: Any) -> bool:
     """Return whether an entry is a list of numbers, at any depth, or a mapping of them."""
     if isinstance(entry, Mapping):
         return any(map(_are_numbers, entry.values()))
-    if isinstance(entry, np.ndarray | Tensor | Ragged | Nested) and getattr(entry, "ndim", 1):
-        return len(entry) > 0
+    if isinstance(entry, np.ndarray | Tensor | Ragged | Nested):
+        return isinstance(entry, Ragged | Nested) or entry.ndim > 0
     if not isinstance(entry, list | tuple) or not entry:
         return False
     return isinstance(entry[0], int | float | np.number) or _are_numbers(entry[0])

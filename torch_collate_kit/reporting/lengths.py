@@ -29,6 +29,7 @@ from torch_collate_kit.reading.source import Source, are_nested, check_even, is_
 _IDS = (("input_ids",), ("prompt_ids", "response_ids"))
 _NO_NUMBERS = (Mapping, str, os.PathLike)
 _ROWS = 4096  # read at a time
+_NO_ROWS = Ragged(np.zeros(0), [0])
 
 
 class DataLengths(NamedTuple):
@@ -177,17 +178,16 @@ def _lengths(name: str, column: Any, start: int) -> np.ndarray:
 def _check_unread(columns: Mapping[str, Any], start: int) -> None:
     """Check that no row is padded or packed already; ``start`` is the number of the first one."""
     for key, check in CHECKS.items():
-        column = columns.get(key)
-        if column is None:
+        if (column := columns.get(key)) is None:
             continue
-        counts, numbers = [1] * len(column), range(start, start + len(column))
-        if are_nested(column):
-            column, counts = opened_column(key, column)
-        elif not isinstance(column, Ragged):
-            numbers = [i for i, row in zip(numbers, column, strict=True) if row is not None]
-            column, counts = [row for row in column if row is not None], [1] * len(numbers)
-        if not len(numbers):
-            continue
-        owners = np.repeat(numbers, counts)
-        with examples_named(lambda i, of=owners: f"example {of[i]}"):
-            check(joined(number_column(key, column, "numbers")))
+        rows, counts = opened_column(key, column) if are_nested(column) else (column, None)
+        owners = np.arange(start, start + len(column)).repeat(1 if counts is None else counts)
+        if not isinstance(rows, Ragged) and any(row is None for row in rows):
+            owners = owners[[row is not None for row in rows]]
+            rows = [row for row in rows if row is not None]
+        with examples_named(partial(_name, owners)):
+            check(joined(number_column(key, rows, "numbers")) if len(owners) else _NO_ROWS)
+
+
+def _name(owners: np.ndarray, row: int) -> str:
+    return f"example {owners[row]}"
