@@ -185,15 +185,37 @@ class Batch(Counted, ContextParallel, Displayed, Mapping[str, Field]):
     def with_fields(self, **fields: Field) -> Batch:
         """Return the same rows with fields added or replaced; nothing is copied.
 
+        A collator's field is replaced by one of its shape (ValueError); of a ``loss_mask`` also by
+        one of all predicted tokens, ``[R, U - 1]``.
+
         >>> batch = Batch({"input_ids": torch.tensor([[5], [6]])})
         >>> list(batch.with_fields(advantages=torch.zeros(2, 1)))
         ['input_ids', 'advantages']
         """
+        for name in fields.keys() & self._storage.columns.names:
+            self._check_shape(name, fields[name])
         storage = self.stored().with_given(Batch(fields)._storage.given if fields else {})
         batch = Batch.of_storage(storage)
         batch._made = {k: made for k, made in self._made.items() if k not in storage.given}
         batch._shared = self._shared
         return batch
+
+    def _check_shape(self, name: str, field: Field) -> None:
+        """Check that a field in place of a collator's fits the rows: else it is read elsewhere."""
+        made, placement = self._field(name), self.placement
+        if isinstance(field, Ragged) or isinstance(made, Ragged) or placement is None:
+            return
+        shapes = {tuple(made.shape)}
+        if name == "loss_mask" and placement.shard is None:
+            widths = placement.response_length, placement.width - 1
+            shapes |= {(len(made), width) for width in widths}
+        is_more = name in ("attention_mask", "position_ids") and field.ndim > made.ndim
+        if tuple(field.shape) not in shapes and not (is_more and field.shape[-1] == made.shape[-1]):
+            wanted = " or ".join(str([*shape]) for shape in sorted(shapes))
+            raise ValueError(
+                f"{name} has shape {[*field.shape]}, and of these rows it is {wanted}; give a "
+                "value for each of its cells, or build another Batch of tensors"
+            )
 
     def chunk(self, num_chunks: int) -> list[Batch]:
         """Return the rows in ``num_chunks`` equal runs: chunk ``r`` is the part of rank ``r``.
