@@ -283,6 +283,12 @@ class ArrowFiles:
         (self._is_parquet,) = are_parquet
         if self._is_parquet:
             parquet = needed_package("pyarrow.parquet", "reading Parquet files")
+            filled = [path for path in self._paths if parquet.read_metadata(path).num_rows]
+            if not filled:
+                raise DataError(
+                    f"there are no rows in {paths[0]!r} (0 examples); give at least one"
+                )
+            self._paths = paths = filled
             self._names = [parquet.read_schema(path).names for path in paths]
         else:
             self._names = [_mapped(path).column_names for path in paths]

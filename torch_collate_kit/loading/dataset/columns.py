@@ -103,9 +103,10 @@ def column_of(name: str, column: Any, *, of_segments: bool) -> AnyColumn:
     most = 2 if name in KNOWN or not of_segments else 3
     if not is_number or depth > most or (depth == 2 and name in KNOWN and not of_segments):
         raise DataError(
-            f"column {name} has the Arrow type {column.type}; a column holds one list of numbers "
-            "per row (or of vectors, for fields with a shape; or of several segments a list of "
-            "such lists), one number, or one string: cast it, or leave it out with columns="
+            f"column {name} has the Arrow type {column.type} ({column[:1].to_pylist()!r:.60}); a "
+            "column holds one list of numbers per row (or of vectors, for fields with a shape; or "
+            "of several segments a list of such lists), one number, or one string: cast it, or "
+            "leave it out with columns="
         )
     # null is what Arrow infers when every list is empty
     dtype = np.int64 if is_null(kind) else kind.to_pandas_dtype()
@@ -115,6 +116,41 @@ def column_of(name: str, column: Any, *, of_segments: bool) -> AnyColumn:
     if of_segments and depth > 1:
         return NestedColumn(name, dtype, chunks, of_vectors=depth == 3)
     return (ListColumn if depth == 1 else VectorColumn)(name, dtype, chunks)
+
+
+def plain(column: Any) -> Any:
+    """Return an Arrow column without views and dictionaries, as polars and pandas write them.
+
+    Never by a cast: pyarrow 26 casts lists of views to wrong rows.
+    """
+    if not hasattr(column, "chunks") or not _is_odd(column.type):
+        return column
+    import pyarrow as pa
+
+    return pa.chunked_array(
+        [_plain_array(chunk) for chunk in column.chunks or [column.combine_chunks()]]
+    )
+
+
+def _is_odd(kind: pa.DataType) -> bool:
+    return "_view<" in str(kind) or "string_view" in str(kind) or "dictionary<" in str(kind)
+
+
+def _plain_array(array: Any) -> Any:
+    import pyarrow as pa
+
+    kind = array.type
+    if isinstance(kind, pa.DictionaryType):
+        values = _plain_array(array.dictionary)
+        return pa.DictionaryArray.from_arrays(array.indices, values).dictionary_decode()
+    if kind == pa.string_view():
+        return array.cast(pa.large_string())
+    if not hasattr(array, "value_lengths") or not _is_odd(kind):
+        return array
+    counts = array.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
+    offsets = pa.array(np.append(0, np.cumsum(counts, dtype=np.int64)))
+    mask = array.is_null() if array.null_count else None
+    return pa.LargeListArray.from_arrays(offsets, _plain_array(array.flatten()), mask=mask)
 
 
 def are_lists_of_segments(ids: Any) -> bool:
