@@ -57,7 +57,11 @@ def test_trainer_over_a_tokenized_dataset():
     for collate in (PADDED, COLLATE.for_trainer()):
         removing = RemoveColumnsCollator(collate, ["input_ids", "labels"])
         call = partial(batch_of, DATASET, batch_size=2, collate_fn=removing)
-        refused(call, "pass train_dataset=PackedRows(dataset, collate), or", ValueError)
+        refused(
+            call,
+            "iterates over columns of a TokenizedDataset: give it PackedRows",
+            ValueError,
+        )
 
 
 @pytest.mark.parametrize("read", READERS)
@@ -86,35 +90,36 @@ def test_streams_with_a_batch_size():
         for options in ({"batch_size": 8}, {}, {"batch_size": 8, "collate_fn": COLLATE}):
             words = "DataLoader(dataset, batch_size=None, collate_fn=dataset.as_is)"
             refused(partial(batch_of, stream, **options), words, TypeError)
-    refused(lambda: PADDED([BATCH]), "example 0 is a Batch, collated already", ValueError)
+    refused(lambda: PADDED([BATCH]), "example 0 is a Batch; it is collated already", ValueError)
 
 
-FORMS: dict[str, dict[str, Any]] = {
-    "tokenize_chat_dataset (or tokenize_chat) makes examples": {"messages": MESSAGES},
-    "tokenize_chat_dataset (or tokenize_chat)": {"prompt": "a", "completion": "b"},
-    'a chat is one record, {"messages": [...]}, for tokenize_chat': MESSAGES[0],
-    "preference.tokenize_preferences makes": {"prompt": "a", "chosen": "b", "rejected": "c"},
-    "tokenize the text first": {"text": "a"},
-}
+RECORDS: list[dict[str, Any]] = [
+    {"messages": MESSAGES}, {"prompt": "a", "completion": "b"}, MESSAGES[0], {"text": "a"},
+    {"prompt": "a", "chosen": "b", "rejected": "c"},
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("words", FORMS)
-def test_records_that_are_not_tokenized(words):
+@pytest.mark.parametrize("record", RECORDS)
+def test_records_that_are_not_tokenized(record):
+    words = (
+        "tokenize the text first (chats by tokenize_chat_dataset or tokenize_chat, pairs by pref"
+    )
     for read in (PADDED, COLLATE, TokenizedDataset):
-        refused(lambda of=read: of([FORMS[words]]), words, ValueError)
+        refused(lambda of=read: of([record]), words, ValueError)
 
 
 LOSS = "pass the loss tokens of the step, as global_num_loss_tokens(micro_batches) returns them"
-LABEL = "declare fields={'label': PerExample(torch.int64)} if it is one number of the example"
+LABEL = "or if it is one number declare fields={'label': PerExample(torch.int64)}"
 LABELLED = [{"input_ids": [5, 6], "label": 1}]
 CALLS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: token_loss(LOGITS, BATCH), TypeError, LOSS),
     (lambda: token_loss(LOGITS, BATCH["labels"]), TypeError, LOSS),
-    (lambda: BATCH.cuda(), AttributeError, 'batch.to("cuda")'),
-    (lambda: BATCH.cpu(), AttributeError, 'batch.to("cpu")'),
-    (lambda: BATCH.half(), AttributeError, "fields keep their dtypes"),
-    (lambda: BATCH.pop("labels"), AttributeError, "read batch[name]; batch.with_fields"),
-    (lambda: BATCH.update(x=1), AttributeError, "batch.with_fields(name=tensor) replaces one"),
+    (lambda: BATCH.cuda(), AttributeError, 'batch.to("cuda") moves it'),
+    (lambda: BATCH.cpu(), AttributeError, 'batch.to("cuda") moves it'),
+    (lambda: BATCH.copy(), AttributeError, "dict(batch) has its fields"),
+    (lambda: BATCH.pop("labels"), AttributeError, "with_fields() replaces one"),
+    (lambda: BATCH.update(x=1), AttributeError, "with_fields() replaces one"),
+    (lambda: BATCH.labels, AttributeError, 'a field is an item, batch["labels"]'),
     (lambda: setitem(BATCH, "labels", LOGITS), TypeError, "batch.with_fields(labels=tensor)"),
     (lambda: delitem(BATCH, "labels"), TypeError, "fields of a Batch stay"),
     (lambda: setattr(BATCH, "labels", 3), TypeError, "batch.with_fields(labels=tensor)"),

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dis
 import importlib
 import operator
 from collections.abc import Mapping
 from functools import lru_cache
-from types import FrameType
 from typing import Any, NoReturn
 
 import numpy as np
@@ -146,16 +144,6 @@ def needed_package(name: str, purpose: str, *, install: str | None = None) -> An
             raise
         message = f"{purpose} needs the package {package}: pip install {install or package}"
         raise ImportError(message, name=package) from error
-
-
-def unpacks_into_call(frame: FrameType) -> bool:
-    """Return whether a frame is at ``f(**mapping)``, which asks for ``keys()``.
-
-    ``dict(mapping)`` and ``{**mapping}`` have other instructions. Of an interpreter without
-    CPython's instructions the answer is False.
-    """
-    code, place = frame.f_code.co_code, frame.f_lasti
-    return 0 <= place < len(code) and dis.opname[code[place]] == "DICT_MERGE"
 
 
 def type_name(value: object) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import sys
 from collections.abc import ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
 from dataclasses import replace
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torch_collate_kit._checks import checked_int, unpacks_into_call
+from torch_collate_kit._checks import checked_int
 from torch_collate_kit.batch import rows
 from torch_collate_kit.batch.buffer import tensor_of, version_of
 from torch_collate_kit.batch.columns import Columns
@@ -31,15 +32,7 @@ from torch_collate_kit.ragged import Ragged, row_indices
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_KEPT = "fields keep their dtypes: convert one with batch.with_fields(name=tensor)"
-_FIXED = "the fields of a Batch stay: read batch[name]; batch.with_fields(name=tensor) replaces one"
-_INSTEAD = {
-    "cuda": 'batch.to("cuda") returns a copy there',
-    "cpu": 'batch.to("cpu") returns a copy there',
-    **dict.fromkeys(("half", "float", "bfloat16", "double", "type"), _KEPT),
-    **dict.fromkeys(("pop", "popitem", "update", "setdefault", "clear"), _FIXED),
-    "copy": "dict(batch) is a dict of its fields, copy.copy(batch) a Batch",
-}
+_INSTEAD = 'batch.to("cuda") moves it, dict(batch) has its fields, with_fields() replaces one'
 
 
 class Batch(Counted, ContextParallel, Displayed, Mapping[str, Field]):
@@ -111,26 +104,19 @@ class Batch(Counted, ContextParallel, Displayed, Mapping[str, Field]):
     if not TYPE_CHECKING:  # a type checker would take every name for an attribute
 
         def __getattr__(self, name: str) -> Any:
-            found = _INSTEAD.get(name)
-            if "_storage" in vars(self) and name in self:
-                found = f'a field is an item, batch["{name}"]'
-            found = f"; {found}" if found else ""
-            raise AttributeError(f"'Batch' object has no attribute {name!r}{found}")
+            is_field = "_storage" in vars(self) and name in self
+            found = f'a field is an item, batch["{name}"]' if is_field else _INSTEAD
+            raise AttributeError(f"'Batch' object has no attribute {name!r}; {found}")
 
         def __setattr__(self, name: str, value: Any) -> None:
             if "_storage" in vars(self) and name in self:
-                raise self._is_fixed(name)
+                self[name] = value  # raises
             super().__setattr__(name, value)
 
-        def __setitem__(self, name: str, value: Any) -> None:
-            raise self._is_fixed(name)
+        def __setitem__(self, name: str, value: Any = None) -> None:
+            raise TypeError(f"fields of a Batch stay: batch = batch.with_fields({name}=tensor)")
 
-        def __delitem__(self, name: str) -> None:
-            raise self._is_fixed(name)
-
-    @staticmethod
-    def _is_fixed(name: str) -> TypeError:
-        return TypeError(f"fields of a Batch stay: batch = batch.with_fields({name}=tensor)")
+        __delitem__ = __setitem__
 
     def _field(self, name: str) -> Field:
         storage = self._storage
@@ -156,9 +142,11 @@ class Batch(Counted, ContextParallel, Displayed, Mapping[str, Field]):
 
     def keys(self) -> KeysView[str]:  # Mapping's views would count rows
         """Return the names of the fields; TypeError in ``model(**batch)`` of packed rows."""
-        placement = self.placement
+        placement, frame = self.placement, sys._getframe(1)
         is_row = "cu_seq_lens" in self if placement is None else placement.is_packed
-        if (is_row or is_shard(self)) and unpacks_into_call(sys._getframe(1)):
+        # dict(batch) and {**batch} have other instructions
+        at = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+        if at == "DICT_MERGE" and (is_row or is_shard(self)):
             raise TypeError(
                 "model(**batch) would pass a mask that tells the model that a packed row is one "
                 "text; call model(**batch.model_inputs(model)), or a function of your own as "
@@ -205,16 +193,14 @@ class Batch(Counted, ContextParallel, Displayed, Mapping[str, Field]):
         made, placement = self._field(name), self.placement
         if isinstance(field, Ragged) or isinstance(made, Ragged) or placement is None:
             return
-        shapes = {tuple(made.shape)}
-        if name == "loss_mask" and placement.shard is None:
-            widths = placement.response_length, placement.width - 1
-            shapes |= {(len(made), width) for width in widths}
+        is_mask = name == "loss_mask" and placement.shard is None
+        widths = {placement.response_length, placement.width - 1} if is_mask else set()
+        shapes = [made.shape, *((len(made), width) for width in widths)]
         is_more = name in ("attention_mask", "position_ids") and field.ndim > made.ndim
-        if tuple(field.shape) not in shapes and not (is_more and field.shape[-1] == made.shape[-1]):
-            wanted = " or ".join(str([*shape]) for shape in sorted(shapes))
+        if field.shape not in shapes and not (is_more and field.shape[-1] == made.shape[-1]):
             raise ValueError(
-                f"{name} has shape {[*field.shape]}, and of these rows it is {wanted}; give a "
-                "value for each of its cells, or build another Batch of tensors"
+                f"{name} has shape {[*field.shape]}, and of these rows it is {[*made.shape]}; give "
+                "a value for each of its cells, or build another Batch of tensors"
             )
 
     def chunk(self, num_chunks: int) -> list[Batch]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -16,14 +16,12 @@ from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.fields import PerToken
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Nested, Ragged
-from torch_collate_kit.reading.packed_elsewhere import CHECKS, refuse_boundaries
+from torch_collate_kit.reading.packed_elsewhere import CHECKED, refuse_boundaries
 from torch_collate_kit.reading.source import (
     Examples,
     Source,
     are_nested,
-    are_preferences,
     check_even,
-    kind_of,
     num_rows,
     with_vectors,
 )
@@ -31,18 +29,28 @@ from torch_collate_kit.vision import VisionLayout
 from torch_collate_kit.vision.families import IMAGE_FIELDS
 
 TARGETS = ("loss_mask", "labels", "assistant_masks", "completion_mask")
-PER_TOKEN = ("input_ids", *TARGETS, "num_actions", *CHECKS)
+PER_TOKEN = ("input_ids", *TARGETS, "num_actions", *CHECKED)
 TOGETHER = "keep_together"  # of examples whose segments are never parted, such as pairs
 _OF_LOSS = (*PER_TOKEN, "weight")
 KNOWN = (*_OF_LOSS, TOGETHER)
 PER_EXAMPLE = {"num_actions", "weight", TOGETHER}  # a number of each example, not lists
 _REQUIRED = ("prompt_ids", "response_ids", "rewards", "loss_mask")
 _OPTIONAL = ("logprobs", "advantages", "uid", "trajectory_id", "is_last_step", "weight")
-ROLLOUT_KEYS = (*_REQUIRED, *_OPTIONAL, "rollout_expert_indices", *CHECKS)
+ROLLOUT_KEYS = (*_REQUIRED, *_OPTIONAL, "rollout_expert_indices", *CHECKED)
 IMAGES = ("pixel_values", "image_grid_thw")
 VIDEOS = ("pixel_values_videos", "video_grid_thw")
 MEDIA = (*IMAGE_FIELDS, *VIDEOS)
 TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")  # follow from the ids
+TOKENIZE = (
+    "tokenize the text first (chats by tokenize_chat_dataset or tokenize_chat, pairs by "
+    "preference.tokenize_preferences)"
+)
+_NO_EXAMPLES: dict[type, str] = {
+    str: "transformers.Trainer iterates over columns of a TokenizedDataset: give it PackedRows("
+    "dataset, collate), or for a padded collator TrainingArguments(remove_unused_columns=False)",
+    Batch: "it is collated already: pass DataLoader(dataset, batch_size=None, "
+    "collate_fn=dataset.as_is) of a dataset that yields batches",
+}
 # What others call the weight of an example; one slip away from it is also "height".
 _OTHER_WEIGHTS = ("weight", "sampleweight", "exampleweight")
 
@@ -132,22 +140,10 @@ def _first_example(examples: Sequence[Any], ids: str) -> Mapping[str, Any]:
         raise DataError("the batch is empty (0 examples); give at least one")
     if set(map(type, examples)) != {dict}:
         for i, example in enumerate(examples):
-            if isinstance(example, Batch):
-                raise DataError(
-                    f"example {i} is a Batch, collated already; of a dataset that yields batches "
-                    "pass DataLoader(dataset, batch_size=None, collate_fn=dataset.as_is)"
-                )
-            if isinstance(example, str):
-                raise DataError(
-                    f"example {i} is a str: transformers.Trainer iterates over the columns of a "
-                    "TokenizedDataset; pass train_dataset=PackedRows(dataset, collate), or for a "
-                    "padded collator TrainingArguments(remove_unused_columns=False)"
-                )
-            if not isinstance(example, Mapping):
-                raise DataError(
-                    f"example {i} is {type_name(example)}; an example is a mapping with "
-                    f"{ids} (of a pandas row pass row.to_dict())"
-                )
+            if not isinstance(example, Mapping) or isinstance(example, Batch):
+                hint = f"an example is a mapping with {ids} (of a pandas row pass row.to_dict())"
+                hint = _NO_EXAMPLES.get(type(example), hint)
+                raise DataError(f"example {i} is {type_name(example)}; {hint}")
     first: Mapping[str, Any] = examples[0]
     return first
 
@@ -220,7 +216,7 @@ def _transposed(
 
 
 def _without_ids(given: list[str], ids: str) -> DataError:
-    hint = tokenize_hint(given)
+    hint = TOKENIZE
     if ids == "response_ids":
         hint = f"a rollout has {', '.join(_REQUIRED)}"
         if "input_ids" in given:
@@ -228,17 +224,6 @@ def _without_ids(given: list[str], ids: str) -> DataError:
     elif {"prompt_ids", "response_ids"} & set(given):
         hint = "rollouts go into RolloutCollator, or into PackedCollator without a sampler"
     return DataError(f"no {ids} in example 0, got keys {given}; {hint}")
-
-
-def tokenize_hint(keys: Collection[str]) -> str:
-    """Return how records with these keys become examples."""
-    if are_preferences(keys):
-        return "preference.tokenize_preferences makes examples of pairs"
-    if {"role", "content"} <= {*keys}:
-        return 'a chat is one record, {"messages": [...]}, for tokenize_chat'
-    if kind_of(keys) == "chats":
-        return "tokenize_chat_dataset (or tokenize_chat) makes examples of chats"
-    return "tokenize the text first"
 
 
 def _is_all_none(column: Any) -> bool:
@@ -308,11 +293,10 @@ def _check_rollout_keys(raw: Mapping[str, Any], given: list[str]) -> None:
 
 
 def _looks_like(owner: str, name: str, key: str) -> DataError:
-    if (name, key.lower()) == ("labels", "label"):
-        key_of = f"fields={{{key!r}: PerExample(torch.int64)}}"
-        name += f" if it has one per token, declare {key_of} if it is one number of the example"
-    found = f"{owner} has no {name.split()[0]}, but {key!r} looks like it"
-    return DataError(f"{found}; rename it to {name}, or remove it")
+    way_out = f"rename it to {name}, or remove it"
+    if key.lower() == "label":  # perhaps of the example
+        way_out += f", or if it is one number declare fields={{{key!r}: PerExample(torch.int64)}}"
+    return DataError(f"{owner} has no {name}, but {key!r} looks like it; {way_out}")
 
 
 def _token_types(

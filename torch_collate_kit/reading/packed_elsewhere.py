@@ -22,6 +22,7 @@ _KEYS = re.compile(
     f"{_PACKED}*{_DOCUMENT}({_WHERE})+(q|k|kv|padded|unpadded)*|{_PACKED}*(segmentation|position)s?"
     f"|{_PACKED}+(pos|len|length|param)s?|lengths?|boundaries|cuseqlens"
 )
+CHECKED = ("attention_mask", "position_ids")  # not read, but checked by ``check_one_text``
 _AS_ONE_TEXT = (
     "another tool has packed documents into the row, which would be read as one text; give each "
     "document as an example of its own"
@@ -62,47 +63,25 @@ def _are_numbers(entry: Any) -> bool:
     return isinstance(entry[0], int | float | np.number) or _are_numbers(entry[0])
 
 
-def check_mask(mask: Ragged) -> None:
-    """Check that the attention mask of every example is 1 at all of its tokens."""
-    if (mask.values == 1).all():
-        return
-    i, token = _first(mask, ~np.isin(mask.values, (0, 1)))
-    if i < 0:
-        i, _ = _first(mask, mask.values == 0)
+def check_one_text(key: str, column: Ragged) -> None:
+    """Check that a mask is 1 at all tokens, or that positions are 0, 1, 2, ... in each example."""
+    values, wanted, rest = column.values, "a token of one text has 1", ""
+    is_wrong = values != 1
+    if key == "position_ids":
+        wanted, rest = "those of one text are 0, 1, 2, ...", ", or remove position_ids"
+        is_wrong = values != np.arange(len(values)) - column.offsets[:-1].repeat(column.lengths)
+    elif (values[is_wrong] == 0).all() and is_wrong.any():
+        i = int(np.searchsorted(column.offsets, is_wrong.argmax(), side="right")) - 1
         raise DataError(
             f"example {i}: attention_mask contains a 0, so the example is padded already; "
             "tokenize without padding, collators pad"
         )
-    raise DataError(
-        f"example {i}: attention_mask is {mask[i][token]:g} at token {token}, and a token of one "
-        f"text has 1: {_AS_ONE_TEXT}"
-    )
-
-
-def check_positions(positions: Ragged) -> None:
-    """Check that the positions of every example are 0, 1, 2, ..., as the collators make them."""
-    expected = np.arange(len(positions.values)) - np.repeat(
-        positions.offsets[:-1], positions.lengths
-    )
-    i, token = _first(positions, positions.values != expected)
-    if i >= 0:
+    else:
+        is_wrong &= values != 0
+    if is_wrong.any():
+        entry = int(is_wrong.argmax())
+        i = int(np.searchsorted(column.offsets, entry, side="right")) - 1
         raise DataError(
-            f"example {i}: position_ids is {positions[i][token]:g} at token {token}, and the "
-            f"positions of one text are 0, 1, 2, ...: {_AS_ONE_TEXT}, or remove position_ids"
+            f"example {i}: {key} is {values[entry]:g} at token {entry - column.offsets[i]}, and "
+            f"{wanted}: {_AS_ONE_TEXT}{rest}"
         )
-
-
-def _first(column: Ragged, is_wrong: np.ndarray) -> tuple[int, int]:
-    """Return the example and the place there of the first wrong entry; -1 if there is none."""
-    if not is_wrong.any():
-        return -1, -1
-    entry = int(is_wrong.argmax())
-    i = int(np.searchsorted(column.offsets, entry, side="right")) - 1
-    return i, entry - int(column.offsets[i])
-
-
-CHECKS: Mapping[str, Callable[[Ragged], None]] = {
-    "attention_mask": check_mask,
-    "position_ids": check_positions,
-}
-"""Keys per token that are not read, only checked to be those of one text."""

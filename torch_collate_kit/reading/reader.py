@@ -40,7 +40,7 @@ from torch_collate_kit.reading.keys import (
     TOGETHER,
     raw_columns,
 )
-from torch_collate_kit.reading.packed_elsewhere import CHECKS
+from torch_collate_kit.reading.packed_elsewhere import CHECKED, check_one_text
 from torch_collate_kit.reading.segments import name_of, opened
 from torch_collate_kit.reading.source import Examples, are_nested
 from torch_collate_kit.reading.values import (
@@ -54,14 +54,14 @@ from torch_collate_kit.reading.vectors import shape_of, vector_column
 from torch_collate_kit.vision import VisionLayout
 
 _SFT_FIELDS: Mapping[str, FieldSpec] = {
-    **dict.fromkeys((*TARGETS, *CHECKS), PerToken(torch.float32)),
+    **dict.fromkeys((*TARGETS, *CHECKED), PerToken(torch.float32)),
     "labels": PerToken(torch.int64, IGNORE_INDEX),
 }
 _ROLLOUT_FIELDS: Mapping[str, FieldSpec] = {
     **dict.fromkeys(
         ("rewards", "loss_mask", "logprobs", "advantages"), PerResponseToken(torch.float32)
     ),
-    **dict.fromkeys(CHECKS, PerToken(torch.float32)),
+    **dict.fromkeys(CHECKED, PerToken(torch.float32)),
     "rollout_expert_indices": PerRoutedToken(torch.int16),
 }
 # rollouts with images of an unknown model: they are carried along
@@ -127,9 +127,9 @@ def _per_token(
         columns[key] = FieldColumn(key, spec, values, key if key in own else None)
     if "logprobs" in own:  # at most 0, and rounding
         columns["logprobs"] = replace(columns["logprobs"], name="rollout_logprobs", most=1e-3)
-    for key, check in CHECKS.items():
+    for key in CHECKED:
         if own.pop(key, None) is not None:
-            check(joined(columns.pop(key).values))
+            check_one_text(key, joined(columns.pop(key).values))
     targets = [key for key in TARGETS if key in own]
     if len(targets) > 1:
         raise DataError(

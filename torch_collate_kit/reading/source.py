@@ -125,6 +125,10 @@ class Source:
             return data[start:stop]
         return [data[i] for i in range(start, stop)]
 
+    def first_rows(self, name: str) -> Any:
+        """Return the first rows of a column."""
+        return Source(self.data).part(0, 1000)[name]
+
     def records(self, start: int, stop: int) -> Sequence[Any]:
         """Return the examples ``start`` to ``stop`` as a list of dicts of Python objects."""
         if is_a(self.data, "datasets", "Dataset") and self.is_arrow:

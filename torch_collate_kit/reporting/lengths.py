@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +12,6 @@ from torch_collate_kit._checks import checked_lengths
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.errors import DataError, examples_named
 from torch_collate_kit.loading import TokenizedDataset
-from torch_collate_kit.loading.dataset.sources import first_rows
 from torch_collate_kit.packing.pieces import Patches
 from torch_collate_kit.packing.rows import running_sum
 from torch_collate_kit.packing.segments import checked_segments
@@ -22,14 +20,19 @@ from torch_collate_kit.ragged import Ragged, unchecked
 from torch_collate_kit.reading.columns import number_column
 from torch_collate_kit.reading.entries import joined
 from torch_collate_kit.reading.keys import column_of, first_with
-from torch_collate_kit.reading.packed_elsewhere import CHECKS, refuse_boundaries
+from torch_collate_kit.reading.packed_elsewhere import CHECKED, check_one_text, refuse_boundaries
 from torch_collate_kit.reading.segments import opened_column
-from torch_collate_kit.reading.source import Source, are_nested, check_even, is_sequence
+from torch_collate_kit.reading.source import (
+    Source,
+    are_nested,
+    check_even,
+    is_list_of_rows,
+    is_sequence,
+)
 
 _IDS = (("input_ids",), ("prompt_ids", "response_ids"))
 _NO_NUMBERS = (Mapping, str, os.PathLike)
 _ROWS = 4096  # read at a time
-_NO_ROWS = Ragged(np.zeros(0), [0])
 
 
 class DataLengths(NamedTuple):
@@ -64,7 +67,7 @@ def data_lengths(data: Any) -> DataLengths:
         source = Source(data, "data", "lengths, or ")
         if source.is_arrow and "input_ids" in source.names:
             _refuse_boundaries(source)
-            names = [name for name in ("input_ids", *CHECKS) if name in source.names]
+            names = [name for name in ("input_ids", *CHECKED) if name in source.names]
             data = TokenizedDataset(data, columns=names)
         if isinstance(data, TokenizedDataset) and data.vision is not None:
             patches, smallest = data.patches, data.vision.smallest_tokens
@@ -84,7 +87,7 @@ def data_lengths(data: Any) -> DataLengths:
 def _of_dataset(data: TokenizedDataset) -> np.ndarray | Ragged:
     for start in range(0, len(data), _ROWS):
         rows = np.arange(start, min(start + _ROWS, len(data)))
-        _check_unread({name: data._column_at(name, rows) for name in CHECKS}, start)
+        _check_whole(data._take(rows, {*CHECKED} & {*data.column_names}), start)
     return data.lengths
 
 
@@ -100,7 +103,7 @@ def _of_source(source: Source) -> tuple[np.ndarray | Ragged, np.ndarray | None]:
         part = source.part(start, min(start + _ROWS, len(source)))
         if not isinstance(part, Mapping):
             part = _as_columns(part, names, start)
-        _check_unread(part, start)
+        _check_whole(part, start)
         if are_nested(part[names[0]]):
             flat, per_example = opened_column(names[0], part[names[0]])
             lengths = _lengths(names[0], flat, start)
@@ -141,8 +144,7 @@ def _check_columns(source: Source, name: str) -> None:
 
 
 def _refuse_boundaries(source: Source) -> None:
-    column = partial(first_rows, source) if source.is_arrow else column_of(source.data)
-    refuse_boundaries(source.names, column, (), lambda _: "data")
+    refuse_boundaries(source.names, source.first_rows, (), lambda _: "data")
 
 
 def _as_columns(examples: Sequence[Any], names: Sequence[str], start: int) -> dict[str, list[Any]]:
@@ -159,7 +161,7 @@ def _as_columns(examples: Sequence[Any], names: Sequence[str], start: int) -> di
     refuse_boundaries(
         first_with(examples), column_of(examples), (), lambda i: f"example {start + i}"
     )
-    return columns | {name: [example.get(name) for example in examples] for name in CHECKS}
+    return columns | {name: [example.get(name) for example in examples] for name in CHECKED}
 
 
 def _lengths(name: str, column: Any, start: int) -> np.ndarray:
@@ -175,19 +177,14 @@ def _lengths(name: str, column: Any, start: int) -> np.ndarray:
     return np.array([len(ids) for ids in column], dtype=np.int64)
 
 
-def _check_unread(columns: Mapping[str, Any], start: int) -> None:
+def _check_whole(columns: Mapping[str, Any], start: int) -> None:
     """Check that no row is padded or packed already; ``start`` is the number of the first one."""
-    for key, check in CHECKS.items():
-        if (column := columns.get(key)) is None:
-            continue
-        rows, counts = opened_column(key, column) if are_nested(column) else (column, None)
-        owners = np.arange(start, start + len(column)).repeat(1 if counts is None else counts)
-        if not isinstance(rows, Ragged) and any(row is None for row in rows):
-            owners = owners[[row is not None for row in rows]]
-            rows = [row for row in rows if row is not None]
-        with examples_named(partial(_name, owners)):
-            check(joined(number_column(key, rows, "numbers")) if len(owners) else _NO_ROWS)
-
-
-def _name(owners: np.ndarray, row: int) -> str:
-    return f"example {owners[row]}"
+    for key in CHECKED:
+        column = columns.get(key, ())
+        given = [(i, row) for i, row in enumerate(column, start) if row is not None]
+        if given and is_list_of_rows(given[0][1]):
+            given = [(i, of) for i, row in given for of in row]
+        with examples_named([f"example {i}" for i, _ in given].__getitem__):
+            if given:
+                rows = number_column(key, [row for _, row in given], "numbers")
+                check_one_text(key, joined(rows))

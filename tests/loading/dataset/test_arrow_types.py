@@ -34,7 +34,7 @@ COLUMNS: dict[str, tuple[Any, list[Any]]] = {
     "views in any order": (SHARED, [[4, 5], [1, 2, 3], [3], [2, 3, 4, 5]]),
     "lists of codes": (pa.array(ROWS, pa.list_(CODES)), ROWS),
     "views of codes": (pa.array(ROWS, pa.list_view(CODES)), ROWS),
-    "fixed lists of codes": (pa.array([[5, 6], [7, 8]], pa.list_(CODES, 2)), [[5, 6], [7, 8]]),
+    "fixed lists of codes": (pa.array([[5, 6]] * 3, pa.list_(CODES, 2)), [[5, 6]] * 3),
     "views of views": (pa.array(NESTED, pa.list_view(pa.list_view(INT))), NESTED),
     "lists of views": (pa.array(NESTED, pa.list_(pa.list_view(INT))), NESTED),
 }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -119,38 +120,29 @@ def column_of(name: str, column: Any, *, of_segments: bool) -> AnyColumn:
 
 
 def plain(column: Any) -> Any:
-    """Return an Arrow column without views and dictionaries, as polars and pandas write them.
-
-    Never by a cast: pyarrow 26 casts lists of views to wrong rows.
-    """
-    if not hasattr(column, "chunks") or not _is_odd(column.type):
+    """Return an Arrow column without views and dictionaries, as polars and pandas write them."""
+    if not hasattr(column, "chunks"):
         return column
     import pyarrow as pa
 
-    return pa.chunked_array(
-        [_plain_array(chunk) for chunk in column.chunks or [column.combine_chunks()]]
-    )
+    return pa.chunked_array([*map(_plain, column.chunks or [column.combine_chunks()])])
 
 
-def _is_odd(kind: pa.DataType) -> bool:
-    return "_view<" in str(kind) or "string_view" in str(kind) or "dictionary<" in str(kind)
-
-
-def _plain_array(array: Any) -> Any:
+def _plain(array: Any) -> Any:
     import pyarrow as pa
 
     kind = array.type
     if isinstance(kind, pa.DictionaryType):
-        values = _plain_array(array.dictionary)
+        values = _plain(array.dictionary)
         return pa.DictionaryArray.from_arrays(array.indices, values).dictionary_decode()
     if kind == pa.string_view():
         return array.cast(pa.large_string())
-    if not hasattr(array, "value_lengths") or not _is_odd(kind):
+    if not re.search("_view<|dictionary<", str(kind)) or not hasattr(array, "value_lengths"):
         return array
-    counts = array.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
-    offsets = pa.array(np.append(0, np.cumsum(counts, dtype=np.int64)))
+    counts = array.value_lengths().fill_null(0)  # no cast: pyarrow 26 returns wrong rows
+    offsets = np.append(0, np.cumsum(counts.to_numpy(), dtype=np.int64))
     mask = array.is_null() if array.null_count else None
-    return pa.LargeListArray.from_arrays(offsets, _plain_array(array.flatten()), mask=mask)
+    return pa.LargeListArray.from_arrays(pa.array(offsets), _plain(array.flatten()), mask=mask)
 
 
 def are_lists_of_segments(ids: Any) -> bool:

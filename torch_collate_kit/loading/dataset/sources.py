@@ -16,10 +16,10 @@ from torch_collate_kit.reading.entries import joined
 from torch_collate_kit.reading.keys import (
     KNOWN,
     TOKEN_TYPES,
+    TOKENIZE,
     check_keys,
     column_of,
     first_with,
-    tokenize_hint,
 )
 from torch_collate_kit.reading.packed_elsewhere import refuse_boundaries
 from torch_collate_kit.reading.segments import name_of, opened_column
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     import os
 
 DatasetSource: TypeAlias = "Examples | str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
-_FIRST_ROWS = 1000  # in which boundaries of documents are looked for
 IDS = ("input_ids", "labels")  # tokens; masks may be weights
 
 
@@ -46,16 +45,7 @@ def kept_source(given: Any, columns: Sequence[str] | None, train_all: bool) -> A
     source = Source(given, "source")
     if not source.is_arrow:
         return _copied(source, columns, train_all)
-    return _selected(source, _chosen(source.names, columns, train_all, partial(first_rows, source)))
-
-
-def first_rows(source: Source, name: str) -> Any:
-    """Return a column of the first rows of an Arrow source."""
-    chosen = Source(_selected(source, [name]))
-    return chosen.part(0, min(len(chosen), _FIRST_ROWS))[name]
-
-
-def _selected(source: Source, names: list[str]) -> Any:
+    names = _chosen(source.names, columns, train_all, source.first_rows)
     if is_a(source.data, "datasets", "Dataset"):
         return source.data.with_format(None).select_columns(names)
     return source.data.select(names)
@@ -82,7 +72,7 @@ def _chosen(
             raise ValueError(f"columns names {name!r}, the source has {list(available)}")
     if "input_ids" not in columns:
         given = list(available if "input_ids" not in available else columns)
-        raise DataError(f"no input_ids, got columns {given}; {tokenize_hint(given)}")
+        raise DataError(f"no input_ids, got columns {given}; {TOKENIZE}")
     return list(dict.fromkeys(columns))
 
 

@@ -193,11 +193,6 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
     def __getitem__(self, index: int | slice) -> dict[str, Any]:
         if isinstance(index, slice):
             return self.__getitems__(range(*index.indices(len(self))))
-        if isinstance(index, Sequence | RankPlan):
-            raise TypeError(
-                "an index is an int; rows are ds.__getitems__(indices), and a sampler of whole "
-                "batches is DataLoader(ds, batch_sampler=sampler), not sampler="
-            )
         named, rows = self._rows([index])
         return {
             name: of.row(rows, named)
@@ -337,7 +332,10 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
         """Return the indices, 0 to N - 1, and the rows of the table that they stand for."""
         picked = row_indices(indices)
         if picked.ndim != 1:
-            raise TypeError(f"indices must be a flat list of integers, got shape {picked.shape}")
+            raise TypeError(
+                f"indices must be a flat list of integers, got shape {picked.shape}; a sampler of "
+                "batches is DataLoader(ds, batch_sampler=sampler), not sampler="
+            )
         n = len(self)
         outside = (picked < -n) | (picked >= n)
         if outside.any():
