@@ -32,8 +32,6 @@ from torch_collate_kit.ragged import Ragged, row_indices
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_INSTEAD = 'batch.to("cuda") moves it, dict(batch) has its fields, with_fields() replaces one'
-
 
 class Batch(Counted, ContextParallel, Displayed, Mapping[str, Field]):
     """A training batch: fields with one entry per row, ``row_metadata`` and ``metadata``.
@@ -105,13 +103,9 @@ class Batch(Counted, ContextParallel, Displayed, Mapping[str, Field]):
 
         def __getattr__(self, name: str) -> Any:
             is_field = "_storage" in vars(self) and name in self
-            found = f'a field is an item, batch["{name}"]' if is_field else _INSTEAD
+            found = 'batch.to("cuda") moves it, dict(batch) has its fields, with_fields() replaces'
+            found = f'a field is an item, batch["{name}"]' if is_field else found
             raise AttributeError(f"'Batch' object has no attribute {name!r}; {found}")
-
-        def __setattr__(self, name: str, value: Any) -> None:
-            if "_storage" in vars(self) and name in self:
-                self[name] = value  # raises
-            super().__setattr__(name, value)
 
         def __setitem__(self, name: str, value: Any = None) -> None:
             raise TypeError(f"fields of a Batch stay: batch = batch.with_fields({name}=tensor)")
@@ -144,13 +138,11 @@ class Batch(Counted, ContextParallel, Displayed, Mapping[str, Field]):
         """Return the names of the fields; TypeError in ``model(**batch)`` of packed rows."""
         placement, frame = self.placement, sys._getframe(1)
         is_row = "cu_seq_lens" in self if placement is None else placement.is_packed
-        # dict(batch) and {**batch} have other instructions
-        at = dis.opname[frame.f_code.co_code[frame.f_lasti]]
-        if at == "DICT_MERGE" and (is_row or is_shard(self)):
+        at = frame.f_code.co_code[frame.f_lasti] if is_row or is_shard(self) else 0
+        if dis.opname[at] == "DICT_MERGE":
             raise TypeError(
-                "model(**batch) would pass a mask that tells the model that a packed row is one "
-                "text; call model(**batch.model_inputs(model)), or a function of your own as "
-                "f(**dict(batch))"
+                "model(**batch) would pass a mask with which a packed row is one text; call "
+                "model(**batch.model_inputs(model)), or your own function as f(**dict(batch))"
             )
         return self._storage.names.keys()
 
@@ -171,10 +163,7 @@ class Batch(Counted, ContextParallel, Displayed, Mapping[str, Field]):
     __hash__ = None  # type: ignore[assignment]
 
     def with_fields(self, **fields: Field) -> Batch:
-        """Return the same rows with fields added or replaced; nothing is copied.
-
-        A collator's field is replaced by one of its shape (ValueError); of a ``loss_mask`` also by
-        one of all predicted tokens, ``[R, U - 1]``.
+        """Return the same rows with fields added, or replaced in their shape: a view.
 
         >>> batch = Batch({"input_ids": torch.tensor([[5], [6]])})
         >>> list(batch.with_fields(advantages=torch.zeros(2, 1)))
@@ -193,9 +182,9 @@ class Batch(Counted, ContextParallel, Displayed, Mapping[str, Field]):
         made, placement = self._field(name), self.placement
         if isinstance(field, Ragged) or isinstance(made, Ragged) or placement is None:
             return
-        is_mask = name == "loss_mask" and placement.shard is None
-        widths = {placement.response_length, placement.width - 1} if is_mask else set()
-        shapes = [made.shape, *((len(made), width) for width in widths)]
+        shapes = [made.shape]
+        if name == "loss_mask" and placement.shard is None:  # or of all predicted tokens
+            shapes += [(len(made), placement.response_length), (len(made), placement.width - 1)]
         is_more = name in ("attention_mask", "position_ids") and field.ndim > made.ndim
         if field.shape not in shapes and not (is_more and field.shape[-1] == made.shape[-1]):
             raise ValueError(

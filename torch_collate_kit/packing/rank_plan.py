@@ -266,11 +266,6 @@ class RankPlan:
             "TokenizedDataset(dataset), or give it a __getitems__ as RankPlan's docstring shows"
         )
 
-    def __array__(self, *_: Any, **__: Any) -> NoReturn:
-        raise TypeError("a plan is no index: pass DataLoader(batch_sampler=sampler), not sampler=")
-
-    __index__ = __array__
-
 
 @dataclass(frozen=True)
 class PlannedExamples:

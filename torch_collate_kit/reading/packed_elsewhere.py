@@ -65,23 +65,22 @@ def _are_numbers(entry: Any) -> bool:
 
 def check_one_text(key: str, column: Ragged) -> None:
     """Check that a mask is 1 at all tokens, or that positions are 0, 1, 2, ... in each example."""
-    values, wanted, rest = column.values, "a token of one text has 1", ""
-    is_wrong = values != 1
+    values, expected, wanted = column.values, np.ones(1), "a token of one text has 1"
     if key == "position_ids":
-        wanted, rest = "those of one text are 0, 1, 2, ...", ", or remove position_ids"
-        is_wrong = values != np.arange(len(values)) - column.offsets[:-1].repeat(column.lengths)
-    elif (values[is_wrong] == 0).all() and is_wrong.any():
-        i = int(np.searchsorted(column.offsets, is_wrong.argmax(), side="right")) - 1
+        expected = np.arange(len(values)) - column.offsets[:-1].repeat(column.lengths)
+        wanted = "those of one text are 0, 1, 2, ..."
+    wrong = np.flatnonzero(values != expected)
+    if not len(wrong):
+        return
+    others = wrong if key == "position_ids" else wrong[values[wrong] != 0]
+    entry = int((others if len(others) else wrong)[0])
+    i = int(np.searchsorted(column.offsets, entry, side="right")) - 1
+    if not len(others):
         raise DataError(
             f"example {i}: attention_mask contains a 0, so the example is padded already; "
             "tokenize without padding, collators pad"
         )
-    else:
-        is_wrong &= values != 0
-    if is_wrong.any():
-        entry = int(is_wrong.argmax())
-        i = int(np.searchsorted(column.offsets, entry, side="right")) - 1
-        raise DataError(
-            f"example {i}: {key} is {values[entry]:g} at token {entry - column.offsets[i]}, and "
-            f"{wanted}: {_AS_ONE_TEXT}{rest}"
-        )
+    raise DataError(
+        f"example {i}: {key} is {values[entry]:g} at token {entry - column.offsets[i]}, and "
+        f"{wanted}: {_AS_ONE_TEXT}, or remove {key} if it means something else"
+    )

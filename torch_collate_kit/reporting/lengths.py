@@ -65,8 +65,9 @@ def data_lengths(data: Any) -> DataLengths:
         lengths = checked_lengths(data)
     else:
         source = Source(data, "data", "lengths, or ")
+        if source.is_arrow or isinstance(source.data, Mapping):
+            refuse_boundaries(source.names, source.first_rows, (), lambda _: "data")
         if source.is_arrow and "input_ids" in source.names:
-            _refuse_boundaries(source)
             names = [name for name in ("input_ids", *CHECKED) if name in source.names]
             data = TokenizedDataset(data, columns=names)
         if isinstance(data, TokenizedDataset) and data.vision is not None:
@@ -131,7 +132,6 @@ def _check_columns(source: Source, name: str) -> None:
             f"no input_ids among the columns {sorted(map(str, source.names))}; tokenize first "
             "(tokenize_chat_dataset), or pass lengths"
         )
-    _refuse_boundaries(source)
     if source.is_arrow:
         return
     columns = source.data
@@ -141,10 +141,6 @@ def _check_columns(source: Source, name: str) -> None:
             "list: [example]"
         )
     check_even(columns, name)
-
-
-def _refuse_boundaries(source: Source) -> None:
-    refuse_boundaries(source.names, source.first_rows, (), lambda _: "data")
 
 
 def _as_columns(examples: Sequence[Any], names: Sequence[str], start: int) -> dict[str, list[Any]]:

@@ -332,10 +332,7 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
         """Return the indices, 0 to N - 1, and the rows of the table that they stand for."""
         picked = row_indices(indices)
         if picked.ndim != 1:
-            raise TypeError(
-                f"indices must be a flat list of integers, got shape {picked.shape}; a sampler of "
-                "batches is DataLoader(ds, batch_sampler=sampler), not sampler="
-            )
+            raise TypeError(f"indices must be a flat list of integers, got shape {picked.shape}")
         n = len(self)
         outside = (picked < -n) | (picked >= n)
         if outside.any():
