@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.collators.test_keys import READERS
+from tests.command import run_command
 from torch_collate_kit import (
     PackedCollator,
     PaddedCollator,
@@ -20,7 +21,6 @@ from torch_collate_kit import (
     audit,
     packing_report,
 )
-from torch_collate_kit.__main__ import main
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.rl import merge_steps
 
@@ -135,5 +135,5 @@ def test_the_commands_refuse_them(tmp_path, capsys):
     path = str(tmp_path / "rows.jsonl")
     datasets.Dataset.from_list([ROW | {"seq_lengths": [3, 2]}] * 2).to_json(path)
     for command in (["report", path], ["audit", path]):
-        assert main(command) == 2
+        assert run_command(*command) == 2
         assert "has 'seq_lengths': another tool has packed" in capsys.readouterr().err

@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from tests.command import run_command
 from torch_collate_kit import (
     PackedCollator,
     PerExample,
@@ -17,7 +18,6 @@ from torch_collate_kit import (
     audit,
     packing_report,
 )
-from torch_collate_kit.__main__ import main
 from torch_collate_kit.errors import DataError
 
 ROWS = [[5, 6, 7], [8, 9], [4], [1, 2, 3]]
@@ -89,7 +89,7 @@ def test_parquet_files_without_rows(tmp_path, capsys):
             read(empty)
     assert len(TokenizedDataset([empty, full])) == 4
     for command in ("report", "audit"):
-        assert main([command, empty]) == 2
+        assert run_command(command, empty) == 2
         assert "empty.parquet: there are no rows in it (0 ex" in capsys.readouterr().err
 
 
@@ -100,5 +100,5 @@ def test_a_report_of_a_file_of_lengths_that_lies(tmp_path, capsys, old, new):
     path = tmp_path / "lengths.npy"
     np.save(path, np.array([3, 4, 5]))
     path.write_bytes(path.read_bytes().replace(old, new))
-    assert main(["report", str(path)]) == 2
+    assert run_command("report", str(path)) == 2
     assert "lengths.npy: not a file of lengths that np.save wrote" in capsys.readouterr().err
