@@ -120,7 +120,7 @@ def test_random_changes_and_operations(data: Any, kind: str, inference: bool) ->
             elif operation == "pickle":
                 batch = pickle.loads(pickle.dumps(batch))
             elif operation == "with":
-                new = torch.full((count, 2), 7)
+                new = torch.full_like(model["attention_mask"], 7)
                 batch = batch.with_fields(attention_mask=new)
                 model = {**model, "attention_mask": new.clone()}
             elif operation == "deep":

@@ -20,6 +20,7 @@ from tests.tiny_models import tiny_model
 from torch_collate_kit import (
     Batch,
     PackedCollator,
+    PaddedCollator,
     ParallelLayout,
     PerExample,
     PerToken,
@@ -326,3 +327,25 @@ def test_tensors_alone_are_refused(name: str) -> None:
         return
     with pytest.raises(ValueError, match=r"share_prefixes\) tensors alone do not say"):
         FUNCTIONS[name](alone)
+
+
+def test_fields_of_another_shape_are_refused():
+    """A mask of one column per cell would be read as one per token: the loss was 3.61."""
+    trees = collated(True)
+    packed = PackedCollator(0, max_tokens=16)([{"input_ids": [5, 6, 7]}] * 2)
+    padded = PaddedCollator(0)([{"input_ids": [5, 6, 7], "labels": [-100, -100, 7]}])
+    cells, tokens = trees["input_ids"].shape[1], trees["labels"].shape[1]
+    for batch, name, *right in [
+        (trees, "loss_mask", tokens - 1), (trees, "labels", tokens), (trees, "old", tokens),
+        (trees, "input_ids", cells), (packed, "loss_mask", 5), (packed, "labels", 6),
+        (packed, "position_ids", 6), (padded, "loss_mask", 1, 2), (padded, "attention_mask", 3),
+    ]:  # fmt: skip
+        for width in range(tokens + 3):
+            field = torch.ones(len(batch), width, dtype=batch[name].dtype)
+            if width in right:
+                assert batch.with_fields(**{name: field})[name] is field
+                continue
+            with pytest.raises(ValueError, match=f"{name} has shape .*, and of these rows it is"):
+                batch.with_fields(**{name: field})
+    block = torch.ones(1, 1, 3, 3, dtype=torch.bool)
+    assert padded.with_fields(attention_mask=block)["attention_mask"] is block

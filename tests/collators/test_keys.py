@@ -19,7 +19,7 @@ from torch_collate_kit.loading import TokenizedDataset
 IDS = [5, 6, 7]
 UNDERSTOOD = (
     "understood are input_ids, loss_mask, labels, assistant_masks, completion_mask, num_actions, "
-    "attention_mask, weight: give a target among these (or remove the rest), or pass "
+    "attention_mask, position_ids, weight: give a target among these (or remove the rest), or pass "
     "train_all=True to train every token"
 )
 

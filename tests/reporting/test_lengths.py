@@ -68,13 +68,13 @@ def test_padded_rows_of_a_dataset_and_of_a_table():
     padded = [*rows, {"input_ids": [5, 0], "attention_mask": [1, 0]}]
     for made in (datasets.Dataset.from_list, pa.Table.from_pylist, TokenizedDataset):
         assert lengths_of(made(rows)) == [2, 2, 2]
-        with pytest.raises(DataError, match="example 3 is padded"):
+        with pytest.raises(DataError, match="example 3: attention_mask contains a 0"):
             packing_report(made(padded))
     left = [*rows[:1], {"input_ids": [0, 5], "attention_mask": [0, 1]}, *rows]
-    with pytest.raises(DataError, match="example 1 is padded"):
+    with pytest.raises(DataError, match="example 1: attention_mask contains a 0"):
         packing_report(TokenizedDataset(left))
     shuffled = datasets.Dataset.from_list(padded).select([3, 0])
-    with pytest.raises(DataError, match="example 0 is padded"):
+    with pytest.raises(DataError, match="example 0: attention_mask contains a 0"):
         packing_report(shuffled)
 
 
@@ -138,12 +138,12 @@ def test_patches_that_are_given_replace_those_of_the_dataset(images):
         (
             [*EXAMPLES, {"input_ids": [5, 0], "attention_mask": [1, 0]}],
             DataError,
-            "example 3 is padded: its attention_mask has a 0.*tokenize without padding",
+            "example 3: attention_mask contains a 0.*tokenize without padding",
         ),
         (
             {"input_ids": torch.ones(2, 2), "attention_mask": torch.tensor([[1, 1], [1, 0]])},
             DataError,
-            "example 1 is padded",
+            "example 1: attention_mask contains a 0",
         ),
         ({"input_ids": "hello"}, DataError, "there are no examples"),
         ([{"input_ids": "hello"}], DataError, "got str; tokenize it first, or drop the example"),

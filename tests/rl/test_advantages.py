@@ -219,7 +219,11 @@ STEPS = {"is_last_step": [False, True]}
         (STEPS, DataError, "row 0 is not the last step of its trajectory, but has reward 1.0 at"),
         ({**STEPS, "estimator": "reinforce++"}, ValueError, "one time axis, but row 0 is not the"),
         ({**STEPS, "estimator": "gae", "values": R}, ValueError, "not the last .*merge_steps, or"),
-        ({"estimator": "maxrl", "rewards": -R}, DataError, "reward of uid 'a' is -1.5, and maxrl"),
+        (
+            {"estimator": "maxrl", "rewards": -R},
+            DataError,
+            "a reward of uid 'a' is -1.0, and maxrl",
+        ),
     ],
 )
 def test_errors(changes: dict[str, Any], error: type[Exception], message: str) -> None:

@@ -25,6 +25,40 @@ def test_equal_scores_teach_nothing(estimator: str, reward: float, size: int) ->
     assert found.tolist() == [[0.0, 0.0]] * size
 
 
+@pytest.mark.parametrize("scores", [[1.0, -1.0], [1.0, -0.99999], [-1.0, 3.0], [0.0, 0.0, -1e-9]])
+def test_maxrl_refuses_rewards_below_0_whose_mean_may_be_0(scores: list[float]) -> None:
+    """Divided by a mean near 0, advantages were a million."""
+    rewards = torch.tensor(scores)[:, None]
+    ones, uids = torch.ones_like(rewards), ["a"] * len(scores)
+    with pytest.raises(DataError, match=r"a reward of uid 'a' is -.*give it rewards of 0 or more"):
+        compute_advantages(rewards, ones, uids, estimator="maxrl")
+    penalized = torch.cat([rewards - 5, 5 - rewards.clamp(max=0)], 1)  # tokens below 0, no score
+    found = compute_advantages(penalized, torch.ones(len(uids), 2), uids, estimator="maxrl")
+    assert found.abs().max() <= 1
+
+
+@pytest.mark.parametrize("estimator", OUTCOME)
+def test_no_advantage_is_larger_than_its_group(estimator: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for scale in (1e-9, 1e-6, 1.0, 1e6):
+        rewards = torch.rand(64, 1, generator=generator) * scale
+        rewards[torch.rand(64, 1, generator=generator) < 0.7] = 0
+        found = compute_advantages(rewards, torch.ones(64, 1), [*range(8)] * 8, estimator=estimator)
+        assert found.abs().max() <= 8 * max(1, scale)
+
+
+def test_a_mask_that_leaves_one_score_is_named() -> None:
+    rewards, mask = torch.tensor([[5.0], [1.0], [3.0], [2.0]]), torch.tensor([[1], [0], [1], [1]])
+    message = "^uid 'x' has only one score, as response_mask is 0 in all of its other rows, "
+    with pytest.raises(DataError, match=message):
+        compute_advantages(rewards, mask, list("xxyy"), estimator="grpo")
+    message = r"row 0 of uid 'x' is not a last step, but no .*\(rows whose response_mask is 0 do"
+    with pytest.raises(DataError, match=message):
+        compute_advantages(
+            0 * rewards[:2], mask[:2], ["x"] * 2, estimator="grpo", is_last_step=[False, True]
+        )
+
+
 @pytest.mark.parametrize("estimator", OUTCOME)
 def test_a_group_of_one_is_said(estimator: str) -> None:
     """It got 0 without a word: a rollout whose peers were filtered out taught nothing."""

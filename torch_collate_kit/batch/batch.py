@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dis
+import sys
 from collections.abc import ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
 from dataclasses import replace
 from operator import index
@@ -15,7 +17,7 @@ from torch_collate_kit._checks import checked_int
 from torch_collate_kit.batch import rows
 from torch_collate_kit.batch.buffer import tensor_of, version_of
 from torch_collate_kit.batch.columns import Columns
-from torch_collate_kit.batch.context import ContextParallel
+from torch_collate_kit.batch.context import ContextParallel, is_shard
 from torch_collate_kit.batch.context_shards import instead_of
 from torch_collate_kit.batch.counts import Counted
 from torch_collate_kit.batch.dense import make_field
@@ -101,8 +103,14 @@ class Batch(Counted, ContextParallel, Displayed, Mapping[str, Field]):
 
         def __getattr__(self, name: str) -> Any:
             is_field = "_storage" in vars(self) and name in self
-            found = f'; a field is an item, batch["{name}"]' if is_field else ""
-            raise AttributeError(f"'Batch' object has no attribute {name!r}{found}")
+            found = 'batch.to("cuda") moves it, dict(batch) has its fields, with_fields() replaces'
+            found = f'a field is an item, batch["{name}"]' if is_field else found
+            raise AttributeError(f"'Batch' object has no attribute {name!r}; {found}")
+
+        def __setitem__(self, name: str, value: Any = None) -> None:
+            raise TypeError(f"fields of a Batch stay: batch = batch.with_fields({name}=tensor)")
+
+        __delitem__ = __setitem__
 
     def _field(self, name: str) -> Field:
         storage = self._storage
@@ -127,7 +135,15 @@ class Batch(Counted, ContextParallel, Displayed, Mapping[str, Field]):
         return key in self._storage.names
 
     def keys(self) -> KeysView[str]:  # Mapping's views would count rows
-        """Return the names of the fields."""
+        """Return the names of the fields; TypeError in ``model(**batch)`` of packed rows."""
+        placement, frame = self.placement, sys._getframe(1)
+        is_row = "cu_seq_lens" in self if placement is None else placement.is_packed
+        at = frame.f_code.co_code[frame.f_lasti] if is_row or is_shard(self) else 0
+        if dis.opname[at] == "DICT_MERGE":
+            raise TypeError(
+                "model(**batch) would pass a mask with which a packed row is one text; call "
+                "model(**batch.model_inputs(model)), or your own function as f(**dict(batch))"
+            )
         return self._storage.names.keys()
 
     def _ipython_key_completions_(self) -> list[str]:
@@ -150,17 +166,34 @@ class Batch(Counted, ContextParallel, Displayed, Mapping[str, Field]):
     __hash__ = None  # type: ignore[assignment]
 
     def with_fields(self, **fields: Field) -> Batch:
-        """Return the same rows with fields added or replaced; nothing is copied.
+        """Return the same rows with fields added, or replaced in their shape: a view.
 
         >>> batch = Batch({"input_ids": torch.tensor([[5], [6]])})
         >>> list(batch.with_fields(advantages=torch.zeros(2, 1)))
         ['input_ids', 'advantages']
         """
+        for name in fields.keys() & self._storage.columns.names:
+            self._check_shape(name, fields[name])
         storage = self.stored().with_given(Batch(fields)._storage.given if fields else {})
         batch = Batch.of_storage(storage)
         batch._made = {k: made for k, made in self._made.items() if k not in storage.given}
         batch._shared = self._shared
         return batch
+
+    def _check_shape(self, name: str, field: Field) -> None:
+        """Check that a field in place of a collator's fits the rows: else it is read elsewhere."""
+        made, placement = self._field(name), self.placement
+        if isinstance(field, Ragged) or isinstance(made, Ragged) or placement is None:
+            return
+        shapes = [made.shape]
+        if name == "loss_mask" and placement.shard is None:  # or of all predicted tokens
+            shapes += [(len(made), placement.response_length), (len(made), placement.width - 1)]
+        is_more = name in ("attention_mask", "position_ids") and field.ndim > made.ndim
+        if field.shape not in shapes and not (is_more and field.shape[-1] == made.shape[-1]):
+            raise ValueError(
+                f"{name} has shape {[*field.shape]}, and of these rows it is {[*made.shape]}; give "
+                "a value for each of its cells, or build another Batch of tensors"
+            )
 
     def chunk(self, num_chunks: int) -> list[Batch]:
         """Return the rows in ``num_chunks`` equal runs: chunk ``r`` is the part of rank ``r``.

@@ -106,14 +106,17 @@ def _model_config(options: argparse.Namespace) -> Any:
 
 def _lengths(options: argparse.Namespace) -> Any:
     try:
-        lengths = np.load(options.data, allow_pickle=False)
+        # mapped, not read: a header that lies about its size must not take that much memory
+        lengths = np.load(options.data, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError:
         raise DataError(f"{options.data}: there is no such file") from None
-    except (ValueError, EOFError):
+    except (ValueError, EOFError, OSError, OverflowError):
+        lengths = None
+    if not isinstance(lengths, np.ndarray):
         raise DataError(
             f"{options.data}: not a file of lengths that np.save wrote; write it with "
             'np.save("lengths.npy", lengths)'
-        ) from None
+        )
     note_unused(options, _OF_RECORDS, "lengths")
     if lengths.dtype.kind not in "iu":
         raise DataError(

@@ -86,7 +86,7 @@ def token_loss(
     logits: Tensor,
     batch_or_labels: Batch | Tensor,
     *,
-    num_loss_tokens: float | Tensor,
+    num_loss_tokens: float | Tensor | None = None,
     head: torch.nn.Linear | None = None,
     logit_softcap: float | None = None,
     return_per_token_outputs: bool = False,
@@ -131,7 +131,7 @@ def token_loss(
     >>> round(token_loss(logits, labels, num_loss_tokens=2).item(), 4)  # log(4)
     1.3863
     """
-    _check_types(logits, batch_or_labels, num_loss_tokens)
+    num_loss_tokens = _checked_types(logits, batch_or_labels, num_loss_tokens)
     check_head(logits, head, logit_softcap)
     checked_bool("return_per_token_outputs", return_per_token_outputs)
     if isinstance(batch_or_labels, Tensor):
@@ -217,7 +217,7 @@ def _divided(total: Tensor, num_loss_tokens: float | Tensor) -> Tensor:
     return total / (num_loss_tokens or 1)
 
 
-def _check_types(logits: Any, batch_or_labels: Any, num_loss_tokens: Any) -> None:
+def _checked_types(logits: Any, batch_or_labels: Any, num_loss_tokens: Any) -> float | Tensor:
     check_floats("logits", logits)
     if not isinstance(batch_or_labels, Batch | Tensor):
         raise TypeError(
@@ -232,3 +232,4 @@ def _check_types(logits: Any, batch_or_labels: Any, num_loss_tokens: Any) -> Non
     if isinstance(num_loss_tokens, Tensor) and num_loss_tokens.numel() != 1:
         shape = list(num_loss_tokens.shape)
         raise ValueError(f"num_loss_tokens must be one number, got shape {shape}; {_COUNT}")
+    return num_loss_tokens

@@ -21,6 +21,7 @@ from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged, unchecked
 from torch_collate_kit.reading.source import is_sequence
 
+ROW_OF_DATASETS = "PackedRows.to_datasets() row"  # and its number, in place of token ids
 Kind = Literal["ids", "labels", "numbers", "whole numbers"]
 _INT, _FLOAT = ("q", "iu"), ("d", "iufb")  # type code of lists, kinds of dtypes that are accepted
 _KINDS: dict[Kind, tuple[str, str, str]] = {
@@ -226,6 +227,8 @@ def _bad_entry(name: str, index: int, row: list[Any], typecode: str) -> DataErro
                 hint = ", and examples are lists of segments all or none"
                 hint = hint if name == "input_ids" else ""
                 return DataError(f"{where}, so {name} is nested; a segment is one flat list{hint}")
+            if isinstance(entry, str) and entry.startswith(ROW_OF_DATASETS):
+                return DataError(f"{where}, whose format was changed; read to_datasets() as it is")
             wanted = "an integer that fits 64 bits" if typecode == "q" else "a number"
             return DataError(f"{where} ({type(entry).__name__}); it must be {wanted}")
     raise AssertionError("the row converts one by one but not as a whole")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -12,10 +12,12 @@ from numpy.ma import MaskedArray
 from torch import Tensor
 
 from torch_collate_kit._checks import bare_key, respelt, type_name
+from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.fields import PerToken
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing.mixed_examples import SourceName
 from torch_collate_kit.ragged import Nested, Ragged
+from torch_collate_kit.reading.packed_elsewhere import CHECKED, refuse_boundaries
 from torch_collate_kit.reading.source import (
     Examples,
     Source,
@@ -28,18 +30,28 @@ from torch_collate_kit.vision import VisionLayout
 from torch_collate_kit.vision.families import IMAGE_FIELDS
 
 TARGETS = ("loss_mask", "labels", "assistant_masks", "completion_mask")
-PER_TOKEN = ("input_ids", *TARGETS, "num_actions", "attention_mask")
+PER_TOKEN = ("input_ids", *TARGETS, "num_actions", *CHECKED)
 TOGETHER = "keep_together"  # of examples whose segments are never parted, such as pairs
 _OF_LOSS = (*PER_TOKEN, "weight")
 KNOWN = (*_OF_LOSS, TOGETHER)
 PER_EXAMPLE = {"num_actions", "weight", TOGETHER}  # a number of each example, not lists
 _REQUIRED = ("prompt_ids", "response_ids", "rewards", "loss_mask")
 _OPTIONAL = ("logprobs", "advantages", "uid", "trajectory_id", "is_last_step", "weight")
-ROLLOUT_KEYS = (*_REQUIRED, *_OPTIONAL, "rollout_expert_indices")
+ROLLOUT_KEYS = (*_REQUIRED, *_OPTIONAL, "rollout_expert_indices", *CHECKED)
 IMAGES = ("pixel_values", "image_grid_thw")
 VIDEOS = ("pixel_values_videos", "video_grid_thw")
 MEDIA = (*IMAGE_FIELDS, *VIDEOS)
 TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")  # follow from the ids
+TOKENIZE = (
+    "tokenize the text first (chats by tokenize_chat_dataset or tokenize_chat, pairs by "
+    "preference.tokenize_preferences)"
+)
+_NO_EXAMPLES: dict[type, str] = {
+    str: "transformers.Trainer iterates over columns of a TokenizedDataset: give it PackedRows("
+    "dataset, collate), or for a padded collator TrainingArguments(remove_unused_columns=False)",
+    Batch: "it is collated already: pass DataLoader(dataset, batch_size=None, "
+    "collate_fn=dataset.as_is) of a dataset that yields batches",
+}
 # What others call the weight of an example; one slip away from it is also "height".
 _OTHER_WEIGHTS = ("weight", "sampleweight", "exampleweight")
 
@@ -71,6 +83,7 @@ def raw_columns(
     else:
         known, ids = (*KNOWN, *fields), "input_ids"
     owners = first_with(given)
+    refuse_boundaries(owners, column_of(given), (*fields, *media))
     if isinstance(given, Mapping):
         vectors = [key for key, spec in fields.items() if getattr(spec, "shape", ())]
         if vectors and not are_nested(given.get(ids, ())):  # then lists of lists are vectors
@@ -123,16 +136,22 @@ def added_keys(examples: Any, owners: Mapping[str, int]) -> list[str]:
     return [k for k, i in owners.items() if is_list and isinstance(examples[i][k], SourceName)]
 
 
+def column_of(examples: Any) -> Callable[[str], Any]:
+    """Return a function that returns a column of examples, a list of mappings or columns."""
+    if isinstance(examples, Mapping):
+        return examples.__getitem__
+    return lambda key: [example.get(key) for example in examples]
+
+
 def _first_example(examples: Sequence[Any], ids: str) -> Mapping[str, Any]:
     if not len(examples):
         raise DataError("the batch is empty (0 examples); give at least one")
     if set(map(type, examples)) != {dict}:
         for i, example in enumerate(examples):
-            if not isinstance(example, Mapping):
-                raise DataError(
-                    f"example {i} is {type_name(example)}; an example is a mapping with "
-                    f"{ids} (of a pandas row pass row.to_dict())"
-                )
+            if not isinstance(example, Mapping) or isinstance(example, Batch):
+                hint = f"an example is a mapping with {ids} (of a pandas row pass row.to_dict())"
+                hint = _NO_EXAMPLES.get(type(example), hint)
+                raise DataError(f"example {i} is {type_name(example)}; {hint}")
     first: Mapping[str, Any] = examples[0]
     return first
 
@@ -206,7 +225,7 @@ def _transposed(
 
 
 def _without_ids(given: list[str], ids: str) -> DataError:
-    hint = "tokenize the text first"
+    hint = TOKENIZE
     if ids == "response_ids":
         hint = f"a rollout has {', '.join(_REQUIRED)}"
         if "input_ids" in given:
@@ -283,9 +302,10 @@ def _check_rollout_keys(raw: Mapping[str, Any], given: list[str]) -> None:
 
 
 def _looks_like(owner: str, name: str, key: str) -> DataError:
-    return DataError(
-        f"{owner} has no {name}, but {key!r} looks like it; rename it to {name}, or remove it"
-    )
+    way_out = f"rename it to {name}, or remove it"
+    if key.lower() == "label":  # perhaps of the example
+        way_out += f", or if it is one number declare fields={{{key!r}: PerExample(torch.int64)}}"
+    return DataError(f"{owner} has no {name}, but {key!r} looks like it; {way_out}")
 
 
 def _token_types(

@@ -40,6 +40,7 @@ from torch_collate_kit.reading.keys import (
     TOGETHER,
     raw_columns,
 )
+from torch_collate_kit.reading.packed_elsewhere import CHECKED, check_one_text
 from torch_collate_kit.reading.segments import name_of, opened
 from torch_collate_kit.reading.source import Examples, are_nested
 from torch_collate_kit.reading.values import (
@@ -53,13 +54,14 @@ from torch_collate_kit.reading.vectors import shape_of, vector_column
 from torch_collate_kit.vision import VisionLayout
 
 _SFT_FIELDS: Mapping[str, FieldSpec] = {
-    **dict.fromkeys((*TARGETS, "attention_mask"), PerToken(torch.float32)),
+    **dict.fromkeys((*TARGETS, *CHECKED), PerToken(torch.float32)),
     "labels": PerToken(torch.int64, IGNORE_INDEX),
 }
 _ROLLOUT_FIELDS: Mapping[str, FieldSpec] = {
     **dict.fromkeys(
         ("rewards", "loss_mask", "logprobs", "advantages"), PerResponseToken(torch.float32)
     ),
+    **dict.fromkeys(CHECKED, PerToken(torch.float32)),
     "rollout_expert_indices": PerRoutedToken(torch.int16),
 }
 # rollouts with images of an unknown model: they are carried along
@@ -125,8 +127,9 @@ def _per_token(
         columns[key] = FieldColumn(key, spec, values, key if key in own else None)
     if "logprobs" in own:  # at most 0, and rounding
         columns["logprobs"] = replace(columns["logprobs"], name="rollout_logprobs", most=1e-3)
-    if "attention_mask" in own:
-        _check_attention_mask(joined(columns.pop("attention_mask").values))
+    for key in CHECKED:
+        if own.pop(key, None) is not None:
+            check_one_text(key, joined(columns.pop(key).values))
     targets = [key for key in TARGETS if key in own]
     if len(targets) > 1:
         raise DataError(
@@ -291,16 +294,6 @@ def _wanted_entries(key: str, expected: int, is_response: bool, are_rollouts: bo
     numbers = {"rewards": "one number for the last token, or ", "advantages": "one number, or "}
     wanted = f"{numbers.get(key, '')}one entry per response token"
     return f"response_ids has {expected} tokens; give {wanted}"
-
-
-def _check_attention_mask(mask: Ragged) -> None:
-    if not mask.values.all():
-        first = np.flatnonzero(mask.values == 0)[0]
-        i = int(np.searchsorted(mask.offsets, first, side="right")) - 1
-        raise DataError(
-            f"example {i}: attention_mask contains a 0, so the example is padded already; "
-            "tokenize without padding, collators pad"
-        )
 
 
 def _row_metadata(raw: Mapping[str, Any]) -> dict[str, list[Any]]:

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 _CHAT_KEYS = ("messages", "conversations", "instruction", "prompt")
 _FORMS = (
-    "a list of examples, a mapping of columns, a DataFrame, a datasets.Dataset (of a DatasetDict "
-    "one split), a pyarrow Table, a TokenizedDataset or another map-style dataset, or paths of "
-    "Arrow or Parquet files"
+    "a list of examples, a mapping of columns, a pandas DataFrame, a datasets.Dataset (of a "
+    "DatasetDict one split), a pyarrow Table, a TokenizedDataset or another map-style dataset, or "
+    "paths of Arrow or Parquet files"
 )
 
 
@@ -80,16 +80,21 @@ class Source:
             data = sys.modules["pyarrow"].Table.from_batches([data])
         elif is_sequence(paths) and paths and all(isinstance(p, str | os.PathLike) for p in paths):
             data = ArrowFiles([os.fspath(path) for path in paths])
-        no_examples = bytes | np.ndarray | Tensor | Ragged | Batch
-        is_other = isinstance(data, no_examples) or is_a(data, "datasets", "DatasetDict")
-        is_map_style = hasattr(data, "__len__") and hasattr(data, "__getitem__")
-        if is_other or not (is_map_style or isinstance(data, ArrowFiles)):
-            raise TypeError(f"{name} is {type_name(data)}; pass {others}{_FORMS}")
         self.data = data
         self.is_arrow = isinstance(data, ArrowFiles) or (
             is_a(data, "pyarrow", "Table")
             or (is_a(data, "datasets", "Dataset") and data.format["type"] == "arrow")
         )
+        no_examples = bytes | np.ndarray | Tensor | Ragged | Batch
+        is_other = isinstance(data, no_examples) or is_a(data, "datasets", "DatasetDict")
+        is_map_style = hasattr(data, "__len__") and hasattr(data, "__getitem__")
+        is_lazy = is_a(data, "polars", "LazyFrame")
+        if is_lazy or (hasattr(data, "__arrow_c_stream__") and not self.is_arrow):  # polars, duckdb
+            of = f"{name}.collect()" if is_lazy else name
+            package = type(data).__module__.partition(".")[0]
+            raise TypeError(f"{name} is {type_name(data)} of {package}; pass pyarrow.table({of})")
+        if is_other or not (is_map_style or isinstance(data, ArrowFiles)):
+            raise TypeError(f"{name} is {type_name(data)}; pass {others}{_FORMS}")
 
     @property
     def names(self) -> list[str]:
@@ -119,6 +124,10 @@ class Source:
         if isinstance(data, Sequence) or hasattr(data, "column_names"):
             return data[start:stop]
         return [data[i] for i in range(start, stop)]
+
+    def first_rows(self, name: str) -> Any:
+        """Return the first rows of a column."""
+        return Source(self.data).part(0, 1000)[name]
 
     def records(self, start: int, stop: int) -> Sequence[Any]:
         """Return the examples ``start`` to ``stop`` as a list of dicts of Python objects."""
@@ -278,6 +287,12 @@ class ArrowFiles:
         (self._is_parquet,) = are_parquet
         if self._is_parquet:
             parquet = needed_package("pyarrow.parquet", "reading Parquet files")
+            filled = [path for path in self._paths if parquet.read_metadata(path).num_rows]
+            if not filled:
+                raise DataError(
+                    f"there are no rows in {paths[0]!r} (0 examples); give at least one"
+                )
+            self._paths = paths = filled
             self._names = [parquet.read_schema(path).names for path in paths]
         else:
             self._names = [_mapped(path).column_names for path in paths]

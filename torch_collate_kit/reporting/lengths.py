@@ -10,15 +10,25 @@ import numpy as np
 
 from torch_collate_kit._checks import checked_lengths
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.errors import DataError
+from torch_collate_kit.errors import DataError, examples_named
 from torch_collate_kit.loading import TokenizedDataset
 from torch_collate_kit.packing.pieces import Patches
 from torch_collate_kit.packing.rows import running_sum
 from torch_collate_kit.packing.segments import checked_segments
 from torch_collate_kit.packing.trees import depths_of
-from torch_collate_kit.ragged import Nested, Ragged, unchecked
+from torch_collate_kit.ragged import Ragged, unchecked
+from torch_collate_kit.reading.columns import number_column
+from torch_collate_kit.reading.entries import joined
+from torch_collate_kit.reading.keys import column_of, first_with
+from torch_collate_kit.reading.packed_elsewhere import CHECKED, check_one_text, refuse_boundaries
 from torch_collate_kit.reading.segments import opened_column
-from torch_collate_kit.reading.source import Source, are_nested, check_even, is_sequence
+from torch_collate_kit.reading.source import (
+    Source,
+    are_nested,
+    check_even,
+    is_list_of_rows,
+    is_sequence,
+)
 
 _IDS = (("input_ids",), ("prompt_ids", "response_ids"))
 _NO_NUMBERS = (Mapping, str, os.PathLike)
@@ -55,8 +65,10 @@ def data_lengths(data: Any) -> DataLengths:
         lengths = checked_lengths(data)
     else:
         source = Source(data, "data", "lengths, or ")
+        if source.is_arrow or isinstance(source.data, Mapping):
+            refuse_boundaries(source.names, source.first_rows, (), lambda _: "data")
         if source.is_arrow and "input_ids" in source.names:
-            names = [name for name in ("input_ids", "attention_mask") if name in source.names]
+            names = [name for name in ("input_ids", *CHECKED) if name in source.names]
             data = TokenizedDataset(data, columns=names)
         if isinstance(data, TokenizedDataset) and data.vision is not None:
             patches, smallest = data.patches, data.vision.smallest_tokens
@@ -76,7 +88,7 @@ def data_lengths(data: Any) -> DataLengths:
 def _of_dataset(data: TokenizedDataset) -> np.ndarray | Ragged:
     for start in range(0, len(data), _ROWS):
         rows = np.arange(start, min(start + _ROWS, len(data)))
-        _check_masks(data._column_at("attention_mask", rows), start)
+        _check_whole(data._take(rows, {*CHECKED} & {*data.column_names}), start)
     return data.lengths
 
 
@@ -92,6 +104,7 @@ def _of_source(source: Source) -> tuple[np.ndarray | Ragged, np.ndarray | None]:
         part = source.part(start, min(start + _ROWS, len(source)))
         if not isinstance(part, Mapping):
             part = _as_columns(part, names, start)
+        _check_whole(part, start)
         if are_nested(part[names[0]]):
             flat, per_example = opened_column(names[0], part[names[0]])
             lengths = _lengths(names[0], flat, start)
@@ -101,7 +114,6 @@ def _of_source(source: Source) -> tuple[np.ndarray | Ragged, np.ndarray | None]:
                 depths_of(np.asarray(ids), running_sum(lengths), running_sum(per_example))
             )
             continue
-        _check_masks(part.get("attention_mask"), start)
         counts.append(np.sum([_lengths(name, part[name], start) for name in names], axis=0))
     if nested and len(counts) > 1:
         raise DataError(
@@ -142,7 +154,10 @@ def _as_columns(examples: Sequence[Any], names: Sequence[str], start: int) -> di
                 "pass lengths"
             )
     columns = {name: [example[name] for example in examples] for name in names}
-    return columns | {"attention_mask": [example.get("attention_mask") for example in examples]}
+    refuse_boundaries(
+        first_with(examples), column_of(examples), (), lambda i: f"example {start + i}"
+    )
+    return columns | {name: [example.get(name) for example in examples] for name in CHECKED}
 
 
 def _lengths(name: str, column: Any, start: int) -> np.ndarray:
@@ -158,15 +173,14 @@ def _lengths(name: str, column: Any, start: int) -> np.ndarray:
     return np.array([len(ids) for ids in column], dtype=np.int64)
 
 
-def _check_masks(masks: Any, start: int) -> None:
-    """Check that no example is padded; ``start`` is the number of the first one."""
-    if isinstance(masks, Nested):
-        masks = masks.rows
-    if isinstance(masks, Ragged) and masks.values.all():
-        return
-    for i, mask in enumerate(() if masks is None else masks, start):
-        if mask is not None and 0 in mask:
-            raise DataError(
-                f"example {i} is padded: its attention_mask has a 0, and pads would count as "
-                "tokens; tokenize without padding"
-            )
+def _check_whole(columns: Mapping[str, Any], start: int) -> None:
+    """Check that no row is padded or packed already; ``start`` is the number of the first one."""
+    for key in CHECKED:
+        column = columns.get(key, ())
+        given = [(i, row) for i, row in enumerate(column, start) if row is not None]
+        if given and is_list_of_rows(given[0][1]):
+            given = [(i, of) for i, row in given for of in row]
+        with examples_named([f"example {i}" for i, _ in given].__getitem__):
+            if given:
+                rows = number_column(key, [row for _, row in given], "numbers")
+                check_one_text(key, joined(rows))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Sequence, Set
 from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
@@ -83,7 +83,7 @@ def compute_advantages(
         DataError: a reward or value that is not finite, or a reward that no token or trajectory
             would get; a mask that is negative or not finite; a uid that is None or NaN;
             trajectories that do not end, have several uids, are interrupted or contradict
-            ``is_last_step``; a uid with one score; a negative mean reward with "maxrl".
+            ``is_last_step``; a uid with one score; a reward below 0 with "maxrl".
         ValueError: shapes that do not fit; an option that is unknown, missing or not read by the
             estimator; a token estimator with trajectories of several steps.
         TypeError: not tensors.
@@ -106,7 +106,8 @@ def compute_advantages(
     last = last_steps(is_last_step, trajectory_ids, keys, rows)
     if estimator in _OUTCOME:
         scores, names, trajectory_of = _scores(given, last, rows, keys)
-        outcomes = _group_advantages(scores, names, estimator, epsilon, group_of_one)
+        masked = {keys[i] for i in set(range(len(keys))).difference(rows.tolist())}
+        outcomes = _group_advantages(scores, names, estimator, epsilon, group_of_one, masked)
         per_row = np.zeros(len(rewards))
         per_row[rows] = outcomes[trajectory_of]
         advantages = torch.where(valid, torch.from_numpy(per_row).to(given)[:, None], 0)
@@ -177,25 +178,28 @@ def _group_advantages(
     estimator: str,
     epsilon: float,
     group_of_one: str,
+    masked: Set[Hashable],
 ) -> np.ndarray:
-    """Compare every score with the scores of its uid: float64 [N], as ``scores``."""
+    """Compare every score with those of its uid: float64 [N]; ``masked`` uids have other rows."""
     groups, names = group_numbers(uids)
     sizes = np.bincount(groups, minlength=len(names))
     is_alone = sizes == 1
     if group_of_one == "raise" and is_alone.any():
+        uid = names[int(is_alone.argmax())]
+        why = ", as response_mask is 0 in all of its other rows," if uid in masked else ""
         raise DataError(
-            f"uid {names[int(is_alone.argmax())]!r} has only one score (as have "
+            f"uid {uid!r} has only one score{why} (as have "
             f"{np.count_nonzero(is_alone)} of {len(sizes)} uids), and {estimator=} compares the "
             "scores of a uid; sample its prompt more than once, filter such rows out, or pass "
             'group_of_one="zero" (advantage 0) or "score" (the score itself)'
         )
     means = np.bincount(groups, weights=scores, minlength=len(names)) / np.maximum(sizes, 1)
-    negative = (means < 0) & ~is_alone
-    if estimator == "maxrl" and negative.any():
-        worst = int(negative.argmax())
+    negative = (scores < 0) & ~is_alone[groups]
+    if estimator == "maxrl" and negative.any():  # of both signs, their mean could be 0
+        i = int(negative.argmax())
         raise DataError(
-            f"the mean reward of uid {names[worst]!r} is {means[worst]}, and maxrl divides by it; "
-            'give it rewards of 0 or more, or use estimator="grpo"'
+            f"a reward of uid {uids[i]!r} is {scores[i]}, and maxrl divides by their mean; give it "
+            'rewards of 0 or more, or use estimator="grpo"'
         )
     deviation = scores - means[groups]  # exactly 0 in a group of one
     others = np.maximum(sizes - 1, 1)

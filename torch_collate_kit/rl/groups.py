@@ -182,6 +182,7 @@ def trajectories(last: np.ndarray, uids: Sequence[Hashable], rows: np.ndarray) -
             after = "no step follows" if ends else f"row {rows[i + 1]} is of uid {uids[i + 1]!r}"
             raise DataError(
                 f"row {rows[i]} of uid {uids[i]!r} is not a last step, but {after}; the rows of a "
-                "trajectory lie next to each other and end with is_last_step=True"
+                "trajectory lie next to each other and end with is_last_step=True (rows whose "
+                "response_mask is 0 do not count)"
             )
     return np.cumsum(last) - last

@@ -75,7 +75,11 @@ BAD_SOURCES = [
     (_rows(loss_mask="abc"), DataError, "example 1: loss_mask is str; give a list"),
     (_rows(labels=[1]), DataError, "example 0 has no labels, other examples have; give"),
     ([*ROWS, {"input_ids": [1]}], DataError, "example 5 has no loss_mask, other examples have"),
-    (7, TypeError, "source is an int; pass a list of examples, a mapping of columns, a DataFrame"),
+    (
+        7,
+        TypeError,
+        "source is an int; pass a list of examples, a mapping of columns, a pandas DataFrame",
+    ),
     ([1, 2], DataError, "example 0 is an int; an example is a mapping with input_ids"),
     (Ragged.from_rows([[1]]), TypeError, "source is a Ragged; pass"),
     (datasets.DatasetDict(), TypeError, "source is a DatasetDict; .*of a DatasetDict one"),

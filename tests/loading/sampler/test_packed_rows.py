@@ -5,8 +5,11 @@ from __future__ import annotations
 import logging
 import pickle
 import re
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 from torch.utils.data import DataLoader
@@ -20,6 +23,8 @@ from torch_collate_kit import (
     PrefetchingSampler,
     PrefetchLoader,
     TokenizedDataset,
+    audit,
+    packing_report,
 )
 from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.packing import ParallelLayout
@@ -136,6 +141,33 @@ def test_a_mixture_and_a_datasets_dataset() -> None:
     trainers = PackedRows(DATA, PackedCollator(0, max_tokens=64, train_all=True).for_trainer())
     inputs: Any = PackedCollator(0, max_tokens=64, train_all=True).for_trainer()
     assert inputs([trainers[0], trainers[1]])["labels"].shape[0] == 2
+
+
+def test_rows_whose_format_was_changed_are_refused_by_name(tmp_path) -> None:
+    """A collator took the number of the row for a token, and ``save_to_disk`` ended inside json."""
+    collate = packed_collator(0, max_tokens=32)
+    table = PackedRows(SHORT, collate).to_datasets()
+    plain = table.with_format(None)
+    reads: list[Callable[[Any], Any]] = [
+        collate, TokenizedDataset, packing_report, partial(audit, tokenizer=None),
+        lambda of: collate([of[0]]), lambda of: collate(of[:2]), lambda of: collate(of[:1].copy()),
+    ]  # fmt: skip
+    plain.save_to_disk(tmp_path / "plain")
+    for given in (plain, table.with_format("torch"), datasets.load_from_disk(tmp_path / "plain")):
+        for read in reads:
+            with pytest.raises(DataError, match=r"input_ids.* row 0"):
+                read(given)
+    for given in (
+        table,
+        table.select([1]),
+        table.shuffle(seed=0),
+        pickle.loads(pickle.dumps(table)),
+    ):
+        with pytest.raises(
+            TypeError, match=r"to_datasets\(\) has numbers of rows and cannot be sav"
+        ):
+            given.save_to_disk(tmp_path / "rows")
+        assert len(collate([given[0]])) == 1
 
 
 def test_a_fingerprint_is_of_examples_and_rows() -> None:

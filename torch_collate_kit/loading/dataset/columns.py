@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -103,9 +104,10 @@ def column_of(name: str, column: Any, *, of_segments: bool) -> AnyColumn:
     most = 2 if name in KNOWN or not of_segments else 3
     if not is_number or depth > most or (depth == 2 and name in KNOWN and not of_segments):
         raise DataError(
-            f"column {name} has the Arrow type {column.type}; a column holds one list of numbers "
-            "per row (or of vectors, for fields with a shape; or of several segments a list of "
-            "such lists), one number, or one string: cast it, or leave it out with columns="
+            f"column {name} has the Arrow type {column.type} ({column[:1].to_pylist()!r:.60}); a "
+            "column holds one list of numbers per row (or of vectors, for fields with a shape; or "
+            "of several segments a list of such lists), one number, or one string: cast it, or "
+            "leave it out with columns="
         )
     # null is what Arrow infers when every list is empty
     dtype = np.int64 if is_null(kind) else kind.to_pandas_dtype()
@@ -115,6 +117,32 @@ def column_of(name: str, column: Any, *, of_segments: bool) -> AnyColumn:
     if of_segments and depth > 1:
         return NestedColumn(name, dtype, chunks, of_vectors=depth == 3)
     return (ListColumn if depth == 1 else VectorColumn)(name, dtype, chunks)
+
+
+def plain(column: Any) -> Any:
+    """Return an Arrow column without views and dictionaries, as polars and pandas write them."""
+    if not hasattr(column, "chunks"):
+        return column
+    import pyarrow as pa
+
+    return pa.chunked_array([*map(_plain, column.chunks or [column.combine_chunks()])])
+
+
+def _plain(array: Any) -> Any:
+    import pyarrow as pa
+
+    kind = array.type
+    if isinstance(kind, pa.DictionaryType):
+        values = _plain(array.dictionary)
+        return pa.DictionaryArray.from_arrays(array.indices, values).dictionary_decode()
+    if kind == pa.string_view():
+        return array.cast(pa.large_string())
+    if not re.search("_view<|dictionary<", str(kind)) or not hasattr(array, "value_lengths"):
+        return array
+    counts = array.value_lengths().fill_null(0)  # no cast: pyarrow 26 returns wrong rows
+    offsets = np.append(0, np.cumsum(counts.to_numpy(), dtype=np.int64))
+    mask = array.is_null() if array.null_count else None
+    return pa.LargeListArray.from_arrays(pa.array(offsets), _plain(array.flatten()), mask=mask)
 
 
 def are_lists_of_segments(ids: Any) -> bool:

@@ -72,6 +72,10 @@ def _read_file(datasets: Any, path: Path) -> Dataset:
     if kind == "json":
         _check_depth(path, _SAFE_DEPTH)
     try:
+        if kind == "parquet":
+            parquet = needed_package("pyarrow.parquet", "reading Parquet files")
+            if not parquet.read_metadata(path).num_rows:
+                raise ValueError("there are no rows in it (0 examples); give at least one")
         return datasets.load_dataset(kind, data_files=glob.escape(str(path)), split="train")
     except Exception as error:  # of many types, as the file is broken
         if kind == "json":

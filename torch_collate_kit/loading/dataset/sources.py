@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -13,7 +13,16 @@ from torch_collate_kit.errors import DataError, examples_named
 from torch_collate_kit.ragged import Nested, Ragged
 from torch_collate_kit.reading.columns import number_column
 from torch_collate_kit.reading.entries import joined
-from torch_collate_kit.reading.keys import KNOWN, TOKEN_TYPES, added_keys, check_keys, first_with
+from torch_collate_kit.reading.keys import (
+    KNOWN,
+    TOKEN_TYPES,
+    TOKENIZE,
+    added_keys,
+    check_keys,
+    column_of,
+    first_with,
+)
+from torch_collate_kit.reading.packed_elsewhere import refuse_boundaries
 from torch_collate_kit.reading.segments import name_of, opened_column
 from torch_collate_kit.reading.source import Examples, Source, are_nested, is_a, is_sequence
 from torch_collate_kit.reading.values import is_number, scalar_column
@@ -37,13 +46,18 @@ def kept_source(given: Any, columns: Sequence[str] | None, train_all: bool) -> A
     source = Source(given, "source")
     if not source.is_arrow:
         return _copied(source, columns, train_all)
-    names = _chosen(source.names, columns, train_all)
+    names = _chosen(source.names, columns, train_all, source.first_rows)
     if is_a(source.data, "datasets", "Dataset"):
         return source.data.with_format(None).select_columns(names)
     return source.data.select(names)
 
 
-def _chosen(available: Sequence[str], columns: Sequence[str] | None, train_all: bool) -> list[str]:
+def _chosen(
+    available: Sequence[str],
+    columns: Sequence[str] | None,
+    train_all: bool,
+    column: Callable[[str], Any],
+) -> list[str]:
     """Return the columns to keep: without ``columns`` those that the collators read."""
     if isinstance(columns, str):
         raise TypeError(f"columns must be a list of names, got {columns!r}; pass [{columns!r}]")
@@ -51,6 +65,7 @@ def _chosen(available: Sequence[str], columns: Sequence[str] | None, train_all: 
         if "input_ids" in available:
             images = tuple(name for name in IMAGE_FIELDS if name in available)
             known = (*images, *TOKEN_TYPES) if images else ()
+            refuse_boundaries(available, column, known, lambda _: "the source")
             check_keys(dict.fromkeys(available, "the source"), train_all=train_all, declared=known)
         columns = [name for name in (*KNOWN, *IMAGE_FIELDS, "num_cut_tokens") if name in available]
     for name in columns:
@@ -58,7 +73,7 @@ def _chosen(available: Sequence[str], columns: Sequence[str] | None, train_all: 
             raise ValueError(f"columns names {name!r}, the source has {list(available)}")
     if "input_ids" not in columns:
         given = list(available if "input_ids" not in available else columns)
-        raise DataError(f"no input_ids, got columns {given}; tokenize the text first")
+        raise DataError(f"no input_ids, got columns {given}; {TOKENIZE}")
     return list(dict.fromkeys(columns))
 
 
@@ -70,7 +85,7 @@ def _copied(
         raise DataError("the source is empty (0 examples); give at least one")
     examples = source.part(0, len(source))
     if isinstance(examples, Mapping):
-        names = _chosen(list(examples), columns, train_all)
+        names = _chosen(list(examples), columns, train_all, column_of(examples))
         of_segments = are_nested(examples["input_ids"])
         return {name: _column(name, examples[name], of_segments=of_segments) for name in names}
     for i, example in enumerate(examples):
@@ -81,7 +96,8 @@ def _copied(
     copied: dict[str, Any] = {}
     owners = first_with(examples)
     added = [] if columns else added_keys(examples, owners)
-    names = _chosen([key for key in owners if key not in added], columns, train_all)
+    available = [key for key in owners if key not in added]
+    names = _chosen(available, columns, train_all, column_of(examples))
     of_segments = are_nested([examples[0].get("input_ids")])
     for name in names:
         without = next((i for i, example in enumerate(examples) if name not in example), None)

@@ -16,6 +16,7 @@ from torch_collate_kit.loading.dataset.columns import (
     TextColumn,
     are_lists_of_segments,
     column_of,
+    plain,
 )
 from torch_collate_kit.loading.dataset.fingerprints import fingerprint_of
 from torch_collate_kit.loading.dataset.list_columns import (
@@ -109,9 +110,11 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
         elif isinstance(source, ArrowFiles):
             source = source.table()
         names = list(source) if isinstance(source, dict) else source.column_names
-        of_segments = are_lists_of_segments(source["input_ids"])
+        columns = {name: plain(source[name]) for name in names}
+        of_segments = are_lists_of_segments(columns["input_ids"])
         self._columns = {
-            name: column_of(name, source[name], of_segments=of_segments) for name in names
+            name: column_of(name, column, of_segments=of_segments)
+            for name, column in columns.items()
         }
         tokens = self._columns["input_ids"]
         if not isinstance(tokens, ListColumn | NestedColumn):

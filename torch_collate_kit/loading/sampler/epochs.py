@@ -227,6 +227,11 @@ class EpochSampler(DividedOnce, ABC):
         An iterator from which nothing was drawn does not count: a DataLoader with workers calls
         ``iter()`` twice for its first epoch.
         """
+        if type(sys._getframe(1).f_locals.get("self")).__name__ == "BatchSampler":  # of torch
+            raise TypeError(
+                f"{type(self).__name__} yields whole batches and was passed as sampler=; pass "
+                "DataLoader(dataset, batch_sampler=sampler, collate_fn=collate), no batch_size"
+            )
         epoch, step = self._position()
         latest = self._latest
         budget = self._budget if latest is None or latest.drawn else latest.budget

@@ -8,7 +8,7 @@ import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from torch.utils.data import Dataset, Sampler
@@ -28,6 +28,7 @@ from torch_collate_kit.packing.planner import plan_rows
 from torch_collate_kit.packing.rank_plan import PlannedExamples, PlannedRow, RankPlan
 from torch_collate_kit.packing.rows import Rows, running_sum
 from torch_collate_kit.packing.segments import Segments
+from torch_collate_kit.reading.columns import ROW_OF_DATASETS
 
 _BLOCK = (
     2000  # examples planned together: more fill 0.5% better, and the rows are less alike in cost
@@ -209,26 +210,40 @@ class PackedRows(Dataset[PlannedRow]):
     def to_datasets(self) -> Any:
         """Return the rows as a ``datasets.Dataset``, for trainers that accept nothing else.
 
-        Its column ``input_ids`` has the number of the row; reading it returns the row. What
-        ``datasets`` caches of it is found again for the same :meth:`fingerprint`. Needs the
-        ``datasets`` package.
+        Its column ``input_ids`` has a text with the number of the row; reading it returns the row,
+        as long as the format stays, and it cannot be saved. What ``datasets`` caches of it is found
+        again for the same :meth:`fingerprint`. Needs the ``datasets`` package.
         """
         from datasets import Dataset as ArrowDataset
 
-        numbers = np.arange(len(self))[:, None]
-        dataset = ArrowDataset.from_dict({"input_ids": numbers}).with_transform(self._read)
+        names = [[f"{ROW_OF_DATASETS} {number}"] for number in range(len(self))]
+        dataset = ArrowDataset.from_dict({"input_ids": names}).with_transform(_Read(rows=self))
         own = json.dumps(self.fingerprint(), sort_keys=True)
         dataset._fingerprint = hashlib.sha256(own.encode()).hexdigest()[:16]
         return dataset
-
-    def _read(self, batch: dict[str, Any]) -> dict[str, Any]:
-        return {"input_ids": [self[number] for (number,) in batch["input_ids"]]}
 
     def __repr__(self) -> str:
         seed = {"seed": self._seed} if self._seed else {}
         examples = self._examples
         shown = repr(examples if isinstance(examples, Mixture) else KindAndSize(examples))
         return call_repr(self, shown, repr(self._collate), **seed)
+
+
+class _Read(dict[str, PackedRows]):
+    """Transform of ``to_datasets``; a dict, so that ``save_to_disk``, which wants JSON, asks it."""
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        rows, names = self["rows"], batch["input_ids"]
+        return {"input_ids": [rows[int(name.split()[-1])] for (name,) in names]}
+
+    def items(self) -> NoReturn:
+        raise TypeError(
+            "rows.to_datasets() has numbers of rows and cannot be saved; save the examples, and "
+            "make PackedRows of them again"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Read, ({"rows": self["rows"]},)
 
 
 def _joined(blocks: list[tuple[Indices, PackingPlan]], segments: Segments | None) -> PackingPlan:

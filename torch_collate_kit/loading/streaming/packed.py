@@ -122,6 +122,11 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
         self._next_pass = 0  # its number, if shuffled
 
     def __iter__(self) -> Iterator[Batch | dict[str, Any]]:
+        if sys._getframe(1).f_locals.get("auto_collation"):  # of the DataLoader
+            raise TypeError(
+                "a PackedIterableDataset yields whole batches, and the DataLoader has a "
+                "batch_size; pass DataLoader(dataset, batch_size=None, collate_fn=dataset.as_is)"
+            )
         own = self._own_shards()
         current = _Pass(own.start(), own.first_pass(), self._stream.epoch)
         self._saved, self._pass = None, current
