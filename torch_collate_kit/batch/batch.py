@@ -185,7 +185,7 @@ class Batch(Counted, ContextParallel, Displayed, Mapping[str, Field]):
         made, placement = self._field(name), self.placement
         if isinstance(field, Ragged) or isinstance(made, Ragged) or placement is None:
             return
-        shapes = [made.shape]
+        shapes: list[tuple[int, ...]] = [made.shape]
         if name == "loss_mask" and placement.shard is None:  # or of all predicted tokens
             shapes += [(len(made), placement.response_length), (len(made), placement.width - 1)]
         is_more = name in ("attention_mask", "position_ids") and field.ndim > made.ndim

@@ -121,9 +121,9 @@ def _with_system(messages: list[dict[str, Any]], system: Any) -> tuple[list[dict
 
 def _is_selected(message: Mapping[str, Any], turn: int) -> bool:
     """Return whether its flags, or those that all of its parts have, let a message be trained."""
-    content = message.get("content")
+    content: Any = message.get("content")
     parts = [p if isinstance(p, Mapping) else {} for p in content] if _is_list(content) else []
-    values, *of_parts = (
+    own, *of_parts = (
         {key: of[key] for key in _SELECTORS if of.get(key) is not None} for of in (message, *parts)
     )
     if any(of != of_parts[0] for of in of_parts):
@@ -131,7 +131,8 @@ def _is_selected(message: Mapping[str, Any], turn: int) -> bool:
             f"messages[{turn}] has parts of which {of_parts} says what is trained, but a turn is "
             "trained in full or not at all; give the message one flag, or split it"
         )
-    values = {**values, **{f"{key} of its parts": of for key, of in dict(*of_parts[:1]).items()}}
+    shared: dict[str, Any] = of_parts[0] if of_parts else {}
+    values = {**own, **{f"{key} of its parts": flag for key, flag in shared.items()}}
     for key, value in values.items():
         if value not in (0, 1):  # True is 1
             raise DataError(
