@@ -20,15 +20,11 @@ def main() -> None:
 
     matplotlib.use("Agg")
     matplotlib.rcParams["savefig.bbox"] = "tight"
-    pages = {
-        name: (DOCS / "guide" / name).read_text(encoding="utf-8")
-        for name in ("reports.md", "context.md")
-    }
+    page = (DOCS / "guide" / "reports.md").read_text(encoding="utf-8")
     folder = DOCS / "assets" / "plots"
     folder.mkdir(exist_ok=True)
     os.chdir(folder)
-    for name, page in pages.items():
-        run(page, name)
+    run(page, "reports.md")
     names = run((DOCS.parent / "README.md").read_text(encoding="utf-8"), "README.md")
     draw_layouts(names["chats"])
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torch_collate_kit._checks import checked_choice, checked_int
+from torch_collate_kit._checks import checked_choice
 
 LAYOUTS = ("zigzag", "contiguous", "head_tail")
 
@@ -92,49 +92,3 @@ def local_bounds(segments: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     is_first = np.diff(segments, prepend=-1) != 0
     before = np.cumsum(sizes) - sizes
     return np.append(before[is_first], sizes.sum())
-
-
-def attention_work(bounds: np.ndarray, num_rows: int, size: int, layout: str) -> np.ndarray:
-    """Return how many keys the queries of each rank see in each row, int64 ``[num_rows, size]``.
-
-    Causal attention within segments; its floating-point operations are proportional. ``bounds``,
-    and what is refused, are those of :func:`slices_of_rank`.
-
-    >>> [attention_work(np.array([0, 4, 8]), 1, 2, layout).tolist() for layout in LAYOUTS]
-    [[[10, 10]], [[10, 10]], [[10, 10]]]
-    >>> [attention_work(np.array([0, 6, 8]), 1, 2, layout).tolist() for layout in LAYOUTS[1:]]
-    [[[10, 14]], [[6, 18]]]
-    """
-    checked_choice("layout", layout, LAYOUTS)
-    bounds = np.asarray(bounds, dtype=np.int64)
-    num_parts = _num_parts(checked_int("size", size), layout)
-    rows = np.arange(num_rows + 1) * (int(bounds[-1]) // max(num_rows, 1))
-    whole = bounds if layout == "zigzag" else rows
-    lengths = np.diff(whole)
-    _check_divides(lengths, num_parts, layout, size)
-    inside = (lengths // num_parts)[:, None] * np.arange(num_parts + 1)
-    if layout == "zigzag":
-        seen = _triangle(inside)
-    else:
-        edges = whole[:-1, None] + inside
-        segments = np.searchsorted(bounds, edges, side="right") - 1
-        before = np.append(0, np.cumsum(_triangle(np.diff(bounds))))
-        seen = before[segments] + _triangle(edges - bounds[segments])
-    of_parts: np.ndarray = np.diff(seen, axis=1)
-    of_ranks = of_parts
-    if num_parts > size:
-        of_ranks = of_parts[:, :size] + of_parts[:, : -size - 1 : -1]
-    if layout == "zigzag" and num_rows:
-        of_ranks = np.add.reduceat(of_ranks, np.searchsorted(bounds, rows[:-1]))
-    return of_ranks
-
-
-def busiest_over_mean(work: np.ndarray) -> float:
-    """Return the work of the busiest rank of each row over the mean: the others wait for it."""
-    return int(work.max(axis=1).sum()) * work.shape[1] / int(work.sum())
-
-
-def _triangle(cells: np.ndarray) -> np.ndarray:
-    """Return how many keys the first cells of a segment see in all."""
-    seen: np.ndarray = cells * (cells + 1) // 2
-    return seen

@@ -83,10 +83,10 @@ def axes_of_rows(ax: Axes | None, cells: Cells) -> Any:
     return ax
 
 
-def draw_examples(ax: Any, stored: Storage, cells: Cells, *, border: float = 0.8) -> None:
-    """Draw where examples and padding begin, ``border`` points wide, and the examples' numbers."""
+def draw_examples(ax: Any, stored: Storage, cells: Cells) -> None:
+    """Draw where examples and padding begin, and the examples' numbers."""
     runs, (drawn, width) = cells.runs(), cells.kinds.shape
-    _draw_borders(ax, runs, width, border)
+    _draw_borders(ax, runs, width)
     if drawn <= _NUMBERED_ROWS:
         _draw_numbers(ax, stored, runs, width)
 
@@ -136,14 +136,14 @@ def draw_runs(ax: Any, runs: Runs, chosen: np.ndarray, name: str, **look: Any) -
     return True
 
 
-def _draw_borders(ax: Any, runs: Runs, width: int, border: float) -> None:
+def _draw_borders(ax: Any, runs: Runs, width: int) -> None:
     """Draw a line where an example or padding begins, unless the block is too narrow."""
     begins = np.ones(len(runs.rows), dtype=bool)
     begins[1:] = (runs.segments[1:] != runs.segments[:-1]) | (runs.rows[1:] != runs.rows[:-1])
     first = np.flatnonzero(begins)
     is_wide = np.add.reduceat(runs.lengths, first) >= _BORDERED * width
     x, y = runs.starts[first[is_wide]], runs.rows[first[is_wide]]
-    ax.vlines(x, y - _HEIGHT / 2, y + _HEIGHT / 2, color="black", linewidth=border)
+    ax.vlines(x, y - _HEIGHT / 2, y + _HEIGHT / 2, color="black", linewidth=0.8)
 
 
 def _draw_numbers(ax: Any, stored: Storage, runs: Runs, width: int) -> None:
