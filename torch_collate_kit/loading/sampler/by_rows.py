@@ -315,7 +315,7 @@ class ByRows(Budget):
             lengths, load = self._sizes(self.order.take(epoch, start, start + num_read))
             more_follow = self.tail == "wrap" or num_read < most
             number = num_that_fit(lengths, self._packing, rows, load, more_follow=more_follow)
-            ahead *= 2
+            ahead *= 4
             if number is None and num_read == most:
                 raise ValueError(
                     f"tail='wrap' joins epochs, and {_MOST_EPOCHS} of {size} examples do not fill "
