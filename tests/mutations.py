@@ -268,7 +268,7 @@ FAULTS = [
     Fault("loading/prefetch/async_collator.py", "if slot.step != step:", "if slot.step > step:", "loading/prefetch"),
     Fault("loading/prefetch/reader.py", "named = copy.copy(batch)", "named = batch", "loading/prefetch"),
     # collators
-    Fault("collators/packed.py", "return self.packing.capacity if self.fixed_width", "return self.packing.max_tokens if self.fixed_width", "collators"),
+    Fault("collators/packed.py", "fixed = plan.max_tokens // plan.row_align * plan.row_align", "fixed = plan.max_tokens", "collators"),
     Fault("collators/packed_checks.py", "if len(too_long) and packing.overflow != \"drop\":", "if len(too_long) and False:", "collators"),
     Fault("collators/packed.py", "num_loss_tokens_elsewhere=part.num_loss_tokens_elsewhere(int(placed.num_trained.sum()))", "num_loss_tokens_elsewhere=0", "collators loading/sampler"),
     # chat
@@ -303,7 +303,7 @@ FAULTS = [
     Fault("commands/dataset.py", "train_on=options.train_on", "train_on='all'", "test_command_line.py test_command_options.py test_command_errors.py"),
     Fault("commands/dataset.py", "model=_model_config(options)", "model=None", "test_command_options.py"),
     Fault("commands/dataset.py", "image_root=options.image_root", "image_root=None", "test_command_line.py test_command_options.py test_command_errors.py"),
-    Fault("commands/dataset.py", "cp=options.cp", "cp=1", "test_command_line.py test_command_options.py"),
+    Fault("commands/dataset.py", "options.cp, options.fp8", "1, options.fp8", "test_command_line.py test_command_options.py"),
     Fault("commands/dataset.py", "lengths[: options.limit]", "lengths", "test_command_line.py test_command_options.py"),
     Fault("commands/arguments.py", "min(80, shutil", "min(120, shutil", "test_command_line.py"),
     Fault("chat/dataset.py", "get(\"RANK\", \"0\") != \"0\"", "get(\"RANK\", \"0\") == \"0\"", "chat/test_dataset.py"),

@@ -315,7 +315,7 @@ class ByRows(Budget):
             if len(lengths) < num_read:  # a Mixture with max_passes ends: its last steps are full
                 most, more_follow = len(lengths), False
             number = num_that_fit(lengths, self._packing, rows, load, more_follow=more_follow)
-            ahead *= 2
+            ahead *= 4
             if number is None and num_read == most:
                 raise ValueError(
                     f"tail='wrap' joins epochs, and {_MOST_EPOCHS} of {size} examples do not fill "
