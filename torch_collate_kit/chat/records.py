@@ -121,9 +121,10 @@ def _with_system(messages: list[dict[str, Any]], system: Any) -> tuple[list[dict
 
 def _is_selected(message: Mapping[str, Any], turn: int) -> bool:
     """Return whether its flags, or those that all of its parts have, let a message be trained."""
-    content: Any = message.get("content")
-    parts = [p if isinstance(p, Mapping) else {} for p in content] if _is_list(content) else []
-    own, *of_parts = (
+    content = message.get("content")
+    of_content = content if isinstance(content, (list, tuple)) else ()
+    parts = [part if isinstance(part, Mapping) else {} for part in of_content]
+    values, *of_parts = (
         {key: of[key] for key in _SELECTORS if of.get(key) is not None} for of in (message, *parts)
     )
     if any(of != of_parts[0] for of in of_parts):
@@ -131,8 +132,7 @@ def _is_selected(message: Mapping[str, Any], turn: int) -> bool:
             f"messages[{turn}] has parts of which {of_parts} says what is trained, but a turn is "
             "trained in full or not at all; give the message one flag, or split it"
         )
-    shared: dict[str, Any] = of_parts[0] if of_parts else {}
-    values = {**own, **{f"{key} of its parts": flag for key, flag in shared.items()}}
+    values |= {f"{key} of its parts": of for key, of in (of_parts or [{}])[0].items()}
     for key, value in values.items():
         if value not in (0, 1):  # True is 1
             raise DataError(
