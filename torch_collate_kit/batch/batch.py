@@ -182,11 +182,11 @@ class Batch(Counted, ContextParallel, Displayed, Mapping[str, Field]):
         made, placement = self._field(name), self.placement
         if isinstance(field, Ragged) or isinstance(made, Ragged) or placement is None:
             return
-        shapes = [made.shape]
+        shapes = [tuple(made.shape)]
         if name == "loss_mask" and placement.shard is None:  # or of all predicted tokens
             shapes += [(len(made), placement.response_length), (len(made), placement.width - 1)]
         is_more = name in ("attention_mask", "position_ids") and field.ndim > made.ndim
-        if field.shape not in shapes and not (is_more and field.shape[-1] == made.shape[-1]):
+        if tuple(field.shape) not in shapes and not (is_more and field.shape[-1] == made.shape[-1]):
             raise ValueError(
                 f"{name} has shape {[*field.shape]}, and of these rows it is {[*made.shape]}; give "
                 "a value for each of its cells, or build another Batch of tensors"
