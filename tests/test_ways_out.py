@@ -108,7 +108,7 @@ CALLS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: token_loss(LOGITS, BATCH["labels"]), TypeError, LOSS),
     (lambda: BATCH.cuda(), AttributeError, 'batch.to("cuda") moves it'),
     (lambda: BATCH.cpu(), AttributeError, 'batch.to("cuda") moves it'),
-    (lambda: BATCH.copy(), AttributeError, "dict(batch) has its fields"),
+    (lambda: BATCH.copy(), AttributeError, "dict(batch) reads"),
     (lambda: BATCH.pop("labels"), AttributeError, "with_fields() replaces"),
     (lambda: BATCH.update(x=1), AttributeError, "with_fields() replaces"),
     (lambda: BATCH.labels, AttributeError, 'a field is an item, batch["labels"]'),

@@ -102,10 +102,11 @@ class Batch(Counted, ContextParallel, Displayed, Mapping[str, Field]):
     if not TYPE_CHECKING:  # a type checker would take every name for an attribute
 
         def __getattr__(self, name: str) -> Any:
-            is_field = "_storage" in vars(self) and name in self
-            found = 'batch.to("cuda") moves it, dict(batch) has its fields, with_fields() replaces'
-            found = f'a field is an item, batch["{name}"]' if is_field else found
-            raise AttributeError(f"'Batch' object has no attribute {name!r}; {found}")
+            is_field, found = "_storage" in vars(self) and name in self, ""
+            if hasattr(dict, name) or hasattr(Tensor, name):
+                found = '; batch.to("cuda") moves it, dict(batch) reads, with_fields() replaces'
+            found = f'; a field is an item, batch["{name}"]' if is_field else found
+            raise AttributeError(f"'Batch' object has no attribute {name!r}{found}")
 
         def __setitem__(self, name: str, value: Any = None) -> None:
             raise TypeError(f"fields of a Batch stay: batch = batch.with_fields({name}=tensor)")
@@ -182,11 +183,11 @@ class Batch(Counted, ContextParallel, Displayed, Mapping[str, Field]):
         made, placement = self._field(name), self.placement
         if isinstance(field, Ragged) or isinstance(made, Ragged) or placement is None:
             return
-        shapes = [tuple(made.shape)]
+        shapes: list[tuple[int, ...]] = [made.shape]
         if name == "loss_mask" and placement.shard is None:  # or of all predicted tokens
             shapes += [(len(made), placement.response_length), (len(made), placement.width - 1)]
         is_more = name in ("attention_mask", "position_ids") and field.ndim > made.ndim
-        if tuple(field.shape) not in shapes and not (is_more and field.shape[-1] == made.shape[-1]):
+        if field.shape not in shapes and not (is_more and field.shape[-1] == made.shape[-1]):
             raise ValueError(
                 f"{name} has shape {[*field.shape]}, and of these rows it is {[*made.shape]}; give "
                 "a value for each of its cells, or build another Batch of tensors"

@@ -65,8 +65,8 @@ def _are_numbers(entry: Any) -> bool:
 
 def check_one_text(key: str, column: Ragged) -> None:
     """Check that a mask is 1 at all tokens, or that positions are 0, 1, 2, ... in each example."""
-    values, wanted = column.values, "a token of one text has 1"
-    expected: np.ndarray | int = 1
+    values: Any = column.values
+    expected, wanted = np.ones(1, dtype=np.int64), "a token of one text has 1"
     if key == "position_ids":
         expected = np.arange(len(values)) - column.offsets[:-1].repeat(column.lengths)
         wanted = "those of one text are 0, 1, 2, ..."
