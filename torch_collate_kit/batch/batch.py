@@ -102,10 +102,11 @@ class Batch(Counted, ContextParallel, Displayed, Mapping[str, Field]):
     if not TYPE_CHECKING:  # a type checker would take every name for an attribute
 
         def __getattr__(self, name: str) -> Any:
-            is_field = "_storage" in vars(self) and name in self
-            found = 'batch.to("cuda") moves it, dict(batch) has its fields, with_fields() replaces'
-            found = f'a field is an item, batch["{name}"]' if is_field else found
-            raise AttributeError(f"'Batch' object has no attribute {name!r}; {found}")
+            is_field, found = "_storage" in vars(self) and name in self, ""
+            if hasattr(dict, name) or hasattr(Tensor, name):
+                found = '; batch.to("cuda") moves it, dict(batch) reads, with_fields() replaces'
+            found = f'; a field is an item, batch["{name}"]' if is_field else found
+            raise AttributeError(f"'Batch' object has no attribute {name!r}{found}")
 
         def __setitem__(self, name: str, value: Any = None) -> None:
             raise TypeError(f"fields of a Batch stay: batch = batch.with_fields({name}=tensor)")
