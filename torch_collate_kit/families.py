@@ -212,6 +212,17 @@ FAMILIES = (
 )
 _BY_TYPE = {name: family for family in FAMILIES for name in family.model_types}
 NO_FAMILY = Family("other", ())
+
+# Of models whose modules do not have ``is_causal``: their attention sees later tokens, too.
+_TWO_WAY = (
+    *("big_bird", "bros", "canine", "convbert", "deberta", "deberta-v2", "esm", "flaubert", "fnet"),
+    *("funnel", "ibert", "layoutlm", "layoutlmv2", "layoutlmv3", "lilt", "longformer", "longt5"),
+    *("luke", "lxmert", "markuplm", "megatron-bert", "mpnet", "mra", "mt5", "nystromformer"),
+    *("perceiver", "reformer", "rembert", "roformer", "splinter", "squeezebert"),
+    *("switch_transformers", "t5", "tapas", "umt5", "visual_bert", "xlm", "xlnet", "yoso"),
+)
+# Causal by their mask, or for text alone, whatever their modules say.
+_CAUSAL = ("aimv2", "clip", "groupvit", "metaclip_2", "owl", "paligemma", "pi0", "x_clip", "xclip")
 _LAYER_LISTS = ("layer_types", "layers_block_type", "block_types")
 _LAYER_KINDS = ("linear", "conv", "recurrent", "mamba", "ssm", "rwkv", "delta", "hybrid")
 _CLASS_ENDINGS = (
@@ -238,6 +249,21 @@ def sliding_window(config: Any) -> tuple[int | None, bool]:
     if layers is None:
         return (window if getattr(config, "use_sliding_window", True) else None), True
     return (window if "sliding_attention" in layers else None), set(layers) == {"sliding_attention"}
+
+
+def length_to_check(config: Any, shortest: int, longest: int) -> int | None:
+    """Return a length of segments that shows all that layers do; None: every length counts.
+
+    Windows and chunks of the ``longest`` segment and above do nothing.
+    """
+    text = text_config(config)
+    scaling = f"{getattr(text, 'rope_parameters', '')}{getattr(text, 'rope_scaling', '')}"
+    odd = [kind for kind in odd_layers(config) if not any(part in kind for part in _LAYER_KINDS)]
+    if odd or "dynamic" in scaling or "longrope" in scaling:
+        return None
+    names = ("index_topk", "chunk_size", "mamba_chunk_size")
+    reach = [getattr(text, name, None) for name in names] + [sliding_window(config)[0]]
+    return max([shortest, *(n + 32 for n in reach if isinstance(n, int) and n < longest)])
 
 
 def attention_dropout(config: Any) -> float:
@@ -275,6 +301,22 @@ def family_of(config: Any, class_names: Collection[str] = ()) -> Family:
         return NO_FAMILY
     reason = f"its {sorted(layers)} layers carry state, and it is not in the table of families"
     return Family(str(types[0]), (), refused=reason)
+
+
+def is_two_way(config: Any, flags: Collection[bool], class_names: Collection[str]) -> bool:
+    """Return whether tokens see those after them; ``flags`` are ``is_causal`` of text modules."""
+    text = text_config(config)
+    name = str(getattr(text, "model_type", ""))
+    if getattr(text, "is_causal", None) is not None:
+        return not text.is_causal
+    if str(getattr(config, "model_type", "")).startswith(_CAUSAL) or name.startswith(_CAUSAL):
+        return False
+    if flags:
+        return not any(flags)
+    is_causal = getattr(text, "is_decoder", False) or getattr(text, "causal", False)
+    return not is_causal and (
+        name in _TWO_WAY or any(n.endswith("ForMaskedLM") for n in class_names)
+    )
 
 
 def left_padding_fault(config: Any) -> str:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from torch_collate_kit.attention.gradients import NoGradientError, groups_of, largest_gradients
 from torch_collate_kit.attention.models import logits_of, lowest_precision, vocabulary
-from torch_collate_kit.attention.packed_inputs import PackedInputs, RowSegments, read_inputs
+from torch_collate_kit.attention.packed_inputs import PackedInputs, RowSegments
+from torch_collate_kit.attention.part import read_part
 from torch_collate_kit.attention.reasons import reason_of_difference, reason_of_leak
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.errors import IsolationError
@@ -96,7 +97,7 @@ def check_isolation(
             "check_isolation needs a model and a Batch or model inputs, got "
             f"{type(model).__name__} and {type(batch).__name__}"
         )
-    packed = read_inputs(model, batch, vision)
+    packed = read_part(model, batch, vision)
     modes = [(module, module.training) for module in model.modules()]
     try:
         model.eval()
