@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from torch_collate_kit.batch import Batch
@@ -34,7 +35,7 @@ class ModelWithLoss(nn.Module):
         ValueError: in forward passes, a model that scales its logits (Cohere, Granite), or prompts
             that PEFT adds.
 
-    >>> import torch, transformers
+    >>> import transformers
     >>> from torch_collate_kit import PackedCollator
     >>> config = transformers.LlamaConfig(
     ...     vocab_size=11, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
@@ -65,7 +66,8 @@ class ModelWithLoss(nn.Module):
 
         ``inputs`` stand for ``batch.model_inputs(model)``, such as those of a shard with its group.
         """
-        inputs = batch.model_inputs(self.model, labels=False) if inputs is None else inputs
+        if inputs is None:
+            inputs = _eager(batch.model_inputs, self.model, labels=False)
         model, config = inside(self.model), text_config(config_of(self.model))
         scales = [name for name in _SCALES if getattr(config, name, None) not in (None, 1)]
         if scales or getattr(
@@ -81,4 +83,10 @@ class ModelWithLoss(nn.Module):
         if cap is not None:
             options = {"logit_softcap": cap, **options}
         hidden = model.base_model(**inputs)[0]
-        return self.loss(hidden, batch, head=model.get_output_embeddings(), **options)
+        return _eager(self.loss, hidden, batch, head=model.get_output_embeddings(), **options)
+
+
+@torch.compiler.disable
+def _eager(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Call a function that is not compiled: it reads the batch in host memory."""
+    return function(*args, **options)
