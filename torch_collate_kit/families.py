@@ -14,6 +14,7 @@ ISOLATED = "_isolated_by_segment"
 """The attribute of the mixers of a model under ``isolate_mixers``."""
 _WITHOUT_BOUNDARIES = "no kernel of its {} takes boundaries"
 _MAMBA_1 = _WITHOUT_BOUNDARIES.format("Mamba-1 scan")
+_RECURRENCE = _WITHOUT_BOUNDARIES.format("recurrence")
 _NOT_PASSED = "its layers do not hand boundaries to their convolutions"
 _NO_MASK = "it has no use for the mask, so pads on the left enter its state"
 
@@ -79,6 +80,12 @@ def _convolutions(name: str, mixer: str, *parts: str) -> Family:
     )
 
 
+def _apart(types: str, mixers: str, reason: str, **others: Any) -> Family:
+    """Return a family that needs ``isolate_mixers``; its name is the first of its types."""
+    names = tuple(types.split())
+    return Family(names[0], names, tuple(mixers.split()), needs_isolation=reason, **others)
+
+
 FAMILIES = (
     _delta("qwen3_next", "Qwen3NextGatedDeltaNet"),
     _delta(
@@ -101,48 +108,22 @@ FAMILIES = (
     _mamba_2("granitemoehybrid", "GraniteMoeHybridMambaLayer", "mamba_proj_bias", blind_mask=True),
     _convolutions("lfm2", "Lfm2ShortConv", "lfm2_vl"),
     _convolutions("lfm2_moe", "Lfm2MoeShortConv"),
-    Family(
+    _apart(
         "mamba2",
-        ("mamba2",),
-        ("Mamba2Mixer",),
-        packages=_SSM,
-        needs_isolation="Mamba2ForCausalLM does not hand seq_idx to its backbone; "
+        "Mamba2Mixer",
+        "Mamba2ForCausalLM does not hand seq_idx to its backbone; "
         "model.backbone(input_ids, seq_idx=...) and model.lm_head do",
+        packages=_SSM,
         bias_before_mixing="use_bias",
     ),
-    Family(
-        "mamba",
-        ("mamba",),
-        ("MambaMixer",),
-        needs_isolation=_MAMBA_1,
-        bias_before_mixing="use_bias",
-    ),
-    Family(
-        "falcon_mamba",
-        ("falcon_mamba",),
-        ("FalconMambaMixer",),
-        needs_isolation=_MAMBA_1,
-        bias_before_mixing="use_bias",
-    ),
-    Family(
-        "jamba",
-        ("jamba",),
-        ("JambaMambaMixer",),
-        needs_isolation=_MAMBA_1,
-        bias_before_mixing="mamba_proj_bias",
-    ),
-    Family(
-        "zamba",
-        ("zamba",),
-        ("ZambaMambaMixer",),
-        needs_isolation=_MAMBA_1,
-        bias_before_mixing="mamba_proj_bias",
-    ),
-    Family(
-        "lfm3",
-        ("lfm3", "lfm3_vl"),
-        ("Lfm3ShortConv",),
-        needs_isolation=_WITHOUT_BOUNDARIES.format("convolution of width 7"),
+    _apart("mamba", "MambaMixer", _MAMBA_1, bias_before_mixing="use_bias"),
+    _apart("falcon_mamba", "FalconMambaMixer", _MAMBA_1, bias_before_mixing="use_bias"),
+    _apart("jamba", "JambaMambaMixer", _MAMBA_1, bias_before_mixing="mamba_proj_bias"),
+    _apart("zamba", "ZambaMambaMixer", _MAMBA_1, bias_before_mixing="mamba_proj_bias"),
+    _apart(
+        "lfm3 lfm3_vl",
+        "Lfm3ShortConv",
+        _WITHOUT_BOUNDARIES.format("convolution of width 7"),
         bias_before_mixing="conv_bias",
     ),
     Family(
@@ -151,50 +132,27 @@ FAMILIES = (
         ("InklingShortConvolution",),
         needs_isolation=_NOT_PASSED,
     ),
-    Family(
-        "inkling2",
-        ("inkling2", "inkling2_text", "inkling2_vision"),
-        ("Inkling2ShortConvolution", "Inkling2DynamicShortConvolution"),
-        needs_isolation=_NOT_PASSED,
+    _apart(
+        "inkling2 inkling2_text inkling2_vision",
+        "Inkling2ShortConvolution Inkling2DynamicShortConvolution",
+        _NOT_PASSED,
     ),
-    Family(
-        "minimax",
-        ("minimax",),
-        ("MiniMaxLightningAttention",),
-        needs_isolation=_WITHOUT_BOUNDARIES.format("lightning attention"),
+    _apart(
+        "minimax", "MiniMaxLightningAttention", _WITHOUT_BOUNDARIES.format("lightning attention")
     ),
-    Family(
+    _apart(
         "recurrent_gemma",
-        ("recurrent_gemma",),
-        ("RecurrentGemmaRecurrentBlock",),
-        needs_isolation="its recurrence begins anew at position 0, its convolution does not",
+        "RecurrentGemmaRecurrentBlock",
+        "its recurrence begins anew at position 0, its convolution does not",
         left_padding="its recurrent layers ignore the mask, so pads on the left enter their state",
     ),
-    Family(
-        "rwkv",
-        ("rwkv",),
-        ("RwkvSelfAttention", "RwkvFeedForward"),
-        needs_isolation=_WITHOUT_BOUNDARIES.format("recurrence"),
-        left_padding=_NO_MASK,
-    ),
-    Family(
-        "xlstm",
-        ("xlstm",),
-        ("xLSTMLayer",),
-        needs_isolation=_WITHOUT_BOUNDARIES.format("recurrence"),
-        left_padding=_NO_MASK,
-    ),
-    Family(
-        "zaya",
-        ("zaya",),
-        ("ZayaCCAProjection",),
-        needs_isolation=_WITHOUT_BOUNDARIES.format("convolutional attention"),
-    ),
-    Family(
-        "qwen4_exp",
-        ("qwen4_exp", "qwen4_exp_text", "qwen4_exp_vision"),
-        ("Qwen4ExpTextGatedDeltaNet", "Qwen4ExpTextPLELayer"),
-        needs_isolation="its dilated convolutions and n-grams of tokens take no boundaries",
+    _apart("rwkv", "RwkvSelfAttention RwkvFeedForward", _RECURRENCE, left_padding=_NO_MASK),
+    _apart("xlstm", "xLSTMLayer", _RECURRENCE, left_padding=_NO_MASK),
+    _apart("zaya", "ZayaCCAProjection", _WITHOUT_BOUNDARIES.format("convolutional attention")),
+    _apart(
+        "qwen4_exp qwen4_exp_text qwen4_exp_vision",
+        "Qwen4ExpTextGatedDeltaNet Qwen4ExpTextPLELayer",
+        "its dilated convolutions and n-grams of tokens take no boundaries",
     ),
     Family(
         "glm5_next",

@@ -45,7 +45,7 @@ def read_part(
     length = length_to_check(config_of(model), _LENGTH, max(lengths))
     rows = _rows(packed, lengths, length or _LENGTH)
     can_cut = length is not None and images is None and segments.sees is None and not is_2d(mask)
-    if can_cut and (isinstance(batch, Batch) or _is_known(packed)):
+    if can_cut and (isinstance(batch, Batch) or _is_known(inputs, max(lengths))):
         return _cut(packed, rows, length or _LENGTH)
     if not isinstance(batch, Batch) or len(batch) != num_rows or len(rows) == num_rows:
         return packed
@@ -65,32 +65,33 @@ def _counts_from_0(packed: PackedInputs) -> bool:
     return torch.equal(positions[real], cells[real] - firsts[ids[real]])
 
 
-def _is_known(packed: PackedInputs) -> bool:
+def _is_known(inputs: Mapping[str, Any], longest: int) -> bool:
     """Return whether model inputs hold only what follows from their segments."""
-    inputs, lengths = packed.inputs, Counter(packed.segments.ids_RW.flatten().tolist())
-    longest = max(lengths.values())
-    of_keys = inputs.get("cu_seq_lens_k", inputs.get("cu_seq_lens_q"))
+    bounds = [inputs[name] for name in ("cu_seq_lens_q", "cu_seq_lens_k") if name in inputs]
+    shape = inputs["input_ids"].shape
     return (
         inputs.keys() <= _KNOWN
         and all(inputs.get(name, longest) == longest for name in _LONGEST)
-        and (of_keys is None or torch.equal(of_keys, inputs["cu_seq_lens_q"]))
-        and inputs.get("position_ids", inputs["input_ids"]).shape == inputs["input_ids"].shape
+        and all(torch.equal(bounds[0], each) for each in bounds)
+        and inputs.get("position_ids", inputs["input_ids"]).shape == shape
     )
 
 
 def _rows(packed: PackedInputs, lengths: list[int], length: int) -> list[int]:
     """Return two rows: with images, several segments, a long one; of padded rows both ends."""
     segments, images = packed.segments, packed.images
-    numbers = Counter(segments.rows)
-    longest = dict.fromkeys(numbers, 0)
+    numbers, longest = Counter(segments.rows), dict.fromkeys(segments.rows, 0)
     for row, number in zip(segments.rows, lengths, strict=True):
-        longest[row] = max(longest[row], min(number, length))
-    shown = set() if images is None else {segments.rows[s] for s in images.segments}
-    best = sorted(numbers, key=lambda r: (r not in shown, numbers[r] < 2, -longest[r], r))
+        longest[row] = max(longest[row], number)
     if images is None and len(segments.rows) == len(numbers):  # one segment a row
-        best = sorted(numbers, key=lambda r: lengths[segments.rows.index(r)])
-        best = [best[0], best[-1]]
-    return sorted(best[:2])
+        best = sorted(numbers, key=longest.__getitem__)
+        return sorted({best[0], best[-1]})
+    shown = set() if images is None else {segments.rows[s] for s in images.segments}
+    return sorted(
+        sorted(
+            numbers, key=lambda r: (r not in shown, numbers[r] < 2, -min(longest[r], length), r)
+        )[:2]
+    )
 
 
 def _cut(packed: PackedInputs, rows: list[int], length: int) -> PackedInputs:
@@ -132,8 +133,7 @@ def _value(
     if name in _LONGEST:
         return max(lengths)
     if isinstance(value, Mapping):
-        of = {key: _value(name, mask, lengths, cells_RW, segments) for key, mask in value.items()}
-        return of
+        return {k: _value(name, mask, lengths, cells_RW, segments) for k, mask in value.items()}
     if not isinstance(value, Tensor):
         return value
     if name == "attention_mask":  # [R, 1, W, W]
