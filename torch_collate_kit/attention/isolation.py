@@ -129,7 +129,7 @@ def check_isolation(
 
 
 def _say_slow(rows: int, width: int) -> None:
-    text = "check_isolation still runs after %g s, on %d rows of %d cells; pass fewer rows"
+    text = "check_isolation still runs after %g s, on %d rows of %d cells of the batch"
     _logger.warning(text, _PATIENCE_SECONDS, rows, width)
 
 

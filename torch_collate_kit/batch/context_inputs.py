@@ -126,9 +126,9 @@ def _check_model(kind: ModelKind, framework: str, known: _Framework) -> None:
     """Refuse a model that the framework would run wrongly."""
     family = kind.family
     if family.keywords or family.needs_isolation or family.refused or kind.is_isolated:
-        kind = f"are refused ({family.refused})" if family.refused else "carry state along a row"
+        reason = f"are refused ({family.refused})" if family.refused else "carry state along a row"
         raise ValueError(
-            f"{family.name} models {kind}, which {framework} cuts without passing "
+            f"{family.name} models {reason}, which {framework} cuts without passing "
             "it on, so outputs and gradients would be wrong; train them on whole rows"
         )
     if kind.attention not in known.attentions:

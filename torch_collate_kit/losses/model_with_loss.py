@@ -70,9 +70,8 @@ class ModelWithLoss(nn.Module):
             inputs = _eager(batch.model_inputs, self.model, labels=False)
         model, config = inside(self.model), text_config(config_of(self.model))
         scales = [name for name in _SCALES if getattr(config, name, None) not in (None, 1)]
-        if scales or getattr(
-            getattr(self.model, "active_peft_config", None), "is_prompt_learning", 0
-        ):
+        adapter = getattr(self.model, "active_peft_config", None)
+        if scales or getattr(adapter, "is_prompt_learning", False):
             found = f"config.{scales[0]}" if scales else "prompts that PEFT adds"
             raise ValueError(
                 f"the logits of the model are not those of its head alone ({found}); compute "
@@ -86,7 +85,8 @@ class ModelWithLoss(nn.Module):
         return _eager(self.loss, hidden, batch, head=model.get_output_embeddings(), **options)
 
 
-@torch.compiler.disable
-def _eager(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Call a function that is not compiled: it reads the batch in host memory."""
+def _call(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
     return function(*args, **options)
+
+
+_eager: Any = torch.compiler.disable(_call)  # what reads the batch in host memory has no graph
