@@ -89,4 +89,5 @@ def _call(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
     return function(*args, **options)
 
 
-_eager: Any = torch.compiler.disable(_call)  # what reads the batch in host memory has no graph
+_disable: Any = torch.compiler.disable  # what reads the batch in host memory has no graph
+_eager = _disable(_call)
