@@ -36,7 +36,7 @@ from tqdm import tqdm
 import torch_collate_kit as kit
 from torch_collate_kit import preference
 from torch_collate_kit.loading import map_segments, read_records
-from torch_collate_kit.losses import global_num_examples, segment_ends
+from torch_collate_kit.losses import ModelWithLoss, global_num_examples, segment_ends
 
 # Options that must be 1 or more; other numbers must be 0 or more.
 COUNTS = {"num_pairs", "max_tokens", "batch_size", "rows_per_micro_batch", "epochs", "threads"}
@@ -126,8 +126,8 @@ def make_loader(data: Any, tokenizer: Any, accelerator: Any, args: Any) -> kit.P
 # --- the model and its loss
 
 
-class Scorer(torch.nn.Module):
-    """A model that returns one number per segment: log-probability of an answer, or its reward."""
+class Rewarder(torch.nn.Module):
+    """A model that returns one number per segment: its reward, by a head of one score."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -135,13 +135,19 @@ class Scorer(torch.nn.Module):
         self._no_split_modules = model._no_split_modules  # FSDP2 shards these layers one by one
 
     def forward(self, batch: kit.Batch) -> torch.Tensor:
-        inputs = batch.model_inputs(self.model, labels=False)
-        hidden = self.model.base_model(**inputs).last_hidden_state
-        if hasattr(self.model, "score"):
-            ends = hidden.flatten(0, 1)[segment_ends(batch)]
-            return self.model.score(ends)[:, 0].float()
-        logps = kit.token_logps(hidden, batch, head=self.model.get_output_embeddings())
-        return kit.segment_sums(logps, batch)
+        hidden = self.model.base_model(**batch.model_inputs(self.model, labels=False))[0]
+        ends = hidden.flatten(0, 1)[segment_ends(batch)]
+        return self.model.score(ends)[:, 0].float()
+
+
+def segment_logps(hidden: torch.Tensor, batch: kit.Batch, **options: Any) -> torch.Tensor:
+    """Return one number per segment: the log-probability of an answer."""
+    return kit.segment_sums(kit.token_logps(hidden, batch, **options), batch)
+
+
+def scorer_of(model: Any) -> torch.nn.Module:
+    """Return the module that is trained, whose forward pass returns one number per segment."""
+    return Rewarder(model) if hasattr(model, "score") else ModelWithLoss(model, segment_logps)
 
 
 def with_score(model: Any) -> Any:
@@ -308,7 +314,7 @@ def run(args: argparse.Namespace, accelerator: Accelerator) -> None:
         tokenizer = synthetic_chat.train_tokenizer(said)
     parts = pairs[args.num_held_out :], pairs[: args.num_held_out]
     model = prepare_model(parts[0], tokenizer, accelerator, args)
-    scorer = Scorer(model)
+    scorer = scorer_of(model)
     optimizer = torch.optim.AdamW(scorer.parameters(), args.learning_rate, betas=(0.9, 0.98))
     scorer, optimizer = accelerator.prepare(scorer, optimizer)
     with accelerator.main_process_first():  # the others find its result in the cache of datasets

@@ -93,14 +93,21 @@ def divide_ranks(args: argparse.Namespace) -> None:
     args.context = Context(rank, size, dist.new_subgroups(size)[0]) if size > 1 else None
 
 
-class ModelWithLoss(torch.nn.Module):
+def loss_or_logps(values: torch.Tensor, batch: kit.Batch, **options: Any) -> torch.Tensor:
+    """Return the loss, or without a number to divide by the log-prob of each trained token."""
+    if options["num_loss_tokens"] is None:
+        del options["num_loss_tokens"]
+        return kit.token_logps(values, batch, **options)
+    return kit.token_loss(values, batch, **options)
+
+
+class ModelWithLoss(kit.losses.ModelWithLoss):
     """A model and its loss; checkpoints save its trained weights, with LoRA the adapters alone."""
 
     def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model, self.through_head = model, True
+        super().__init__(model, loss_or_logps)
+        self.through_head = True
         self.context: Context | None = None  # ranks that compute the same rows
-        self._no_split_modules = model._no_split_modules  # FSDP2 shards these layers one by one
         named = self.named_parameters(remove_duplicate=False)
         self.frozen = tuple(name for name, value in named if not value.requires_grad)
         self.register_state_dict_post_hook(ModelWithLoss._leave_out_frozen)
@@ -122,16 +129,10 @@ class ModelWithLoss(torch.nn.Module):
         return found
 
     def of_rows(self, batch: kit.Batch, inputs: dict, num_loss_tokens: int | None) -> torch.Tensor:
-        options: dict[str, Any] = {"num_loss_tokens": num_loss_tokens}
-        compute: Any = kit.token_loss
-        if num_loss_tokens is None:
-            compute, options = kit.token_logps, {}
+        options = {"num_loss_tokens": num_loss_tokens}
         if not self.through_head:
-            return compute(self.model(**inputs).logits, batch, **options)
-        config = self.model.config.get_text_config()
-        options["logit_softcap"] = getattr(config, "final_logit_softcapping", None)
-        hidden = self.model.base_model(**inputs).last_hidden_state
-        return compute(hidden, batch, head=self.model.get_output_embeddings(), **options)
+            return self.loss(self.model(**inputs).logits, batch, **options)
+        return super().forward(batch, inputs=inputs, **options)
 
     @torch.no_grad()
     def check_head(self, batch: kit.Batch) -> None:
@@ -139,7 +140,7 @@ class ModelWithLoss(torch.nn.Module):
         was_training, losses = self.training, []
         self.eval()
         for self.through_head in (False, True):
-            with contextlib.suppress(TypeError):  # a head that is not a plain Linear
+            with contextlib.suppress(TypeError, ValueError):  # no plain Linear, or scaled logits
                 losses.append(self(batch, batch.metadata["num_loss_tokens"]))
         self.through_head = len(losses) == 2 and torch.allclose(*losses, rtol=1e-2)
         self.train(was_training)

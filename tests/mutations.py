@@ -189,6 +189,11 @@ FAULTS = [
     Fault("attention/gradients.py", "range((num_segments - 1).bit_length())", "range(1)", "test_isolation_gradients.py"),
     Fault("attention/gradients.py", "for side in (1, 0):", "for side in (1,):", "test_isolation_gradients.py"),
     Fault("attention/gradients.py", "            parameter.requires_grad_()\n", "            pass\n", "test_isolation_gradients.py"),
+    Fault("families.py", "return not any(flags)", "return False", "test_encoders.py"),
+    Fault("batch/model_kind.py", "if name in _SECOND_POSITION or any(", "if name in _SECOND_POSITION and any(", "test_encoders.py"),
+    Fault("attention/part.py", " or not _counts_from_0(packed):", ":", "test_isolation_part.py"),
+    Fault("attention/part.py", "return sorted({best[0], best[-1]})", "return [best[-1]]", "test_isolation_part.py"),
+    Fault("losses/model_with_loss.py", 'options = {"logit_softcap": cap, **options}', "pass", "test_model_with_loss.py"),
     Fault("attention/packed_inputs.py", "ModelKind.of(model).refuse_left_padding()", "pass", "test_isolation_padding.py"),
     Fault("batch/unpacking.py", "if num_rows > 1 and tuple(given.shape[:2])", "if False and tuple(given.shape[:2])", "test_losses.py test_batch_unpack.py"),
     # rl

@@ -305,8 +305,12 @@ def test_cells_without_a_token_are_in_no_segment():
 
 
 def test_other_outputs_are_refused():
-    with pytest.raises(TypeError, match=r"BaseModelOutputWithPast without logits.*head"):
-        check_isolation(tiny_model("llama").model, packed_inputs(*ONE_ROW))
+    class Other(Toy):
+        def forward(self, *args: Any, **inputs: Any) -> Any:
+            return SimpleNamespace(scores=super().forward(*args, **inputs).logits)
+
+    with pytest.raises(TypeError, match=r"SimpleNamespace without logits or last hidden.*head"):
+        check_isolation(Other(), toy_inputs([3, 3]))
     message = r"logits are \[1, 1, 61\] for input_ids \[1, 13\].*no log"
     with pytest.raises(ValueError, match=message):
         check_isolation(tiny_model("llama"), packed_inputs(*ONE_ROW) | {"logits_to_keep": 1})

@@ -14,6 +14,7 @@ ISOLATED = "_isolated_by_segment"
 """The attribute of the mixers of a model under ``isolate_mixers``."""
 _WITHOUT_BOUNDARIES = "no kernel of its {} takes boundaries"
 _MAMBA_1 = _WITHOUT_BOUNDARIES.format("Mamba-1 scan")
+_RECURRENCE = _WITHOUT_BOUNDARIES.format("recurrence")
 _NOT_PASSED = "its layers do not hand boundaries to their convolutions"
 _NO_MASK = "it has no use for the mask, so pads on the left enter its state"
 
@@ -79,6 +80,12 @@ def _convolutions(name: str, mixer: str, *parts: str) -> Family:
     )
 
 
+def _apart(types: str, mixers: str, reason: str, **others: Any) -> Family:
+    """Return a family that needs ``isolate_mixers``; its name is the first of its types."""
+    names = tuple(types.split())
+    return Family(names[0], names, tuple(mixers.split()), needs_isolation=reason, **others)
+
+
 FAMILIES = (
     _delta("qwen3_next", "Qwen3NextGatedDeltaNet"),
     _delta(
@@ -101,48 +108,22 @@ FAMILIES = (
     _mamba_2("granitemoehybrid", "GraniteMoeHybridMambaLayer", "mamba_proj_bias", blind_mask=True),
     _convolutions("lfm2", "Lfm2ShortConv", "lfm2_vl"),
     _convolutions("lfm2_moe", "Lfm2MoeShortConv"),
-    Family(
+    _apart(
         "mamba2",
-        ("mamba2",),
-        ("Mamba2Mixer",),
-        packages=_SSM,
-        needs_isolation="Mamba2ForCausalLM does not hand seq_idx to its backbone; "
+        "Mamba2Mixer",
+        "Mamba2ForCausalLM does not hand seq_idx to its backbone; "
         "model.backbone(input_ids, seq_idx=...) and model.lm_head do",
+        packages=_SSM,
         bias_before_mixing="use_bias",
     ),
-    Family(
-        "mamba",
-        ("mamba",),
-        ("MambaMixer",),
-        needs_isolation=_MAMBA_1,
-        bias_before_mixing="use_bias",
-    ),
-    Family(
-        "falcon_mamba",
-        ("falcon_mamba",),
-        ("FalconMambaMixer",),
-        needs_isolation=_MAMBA_1,
-        bias_before_mixing="use_bias",
-    ),
-    Family(
-        "jamba",
-        ("jamba",),
-        ("JambaMambaMixer",),
-        needs_isolation=_MAMBA_1,
-        bias_before_mixing="mamba_proj_bias",
-    ),
-    Family(
-        "zamba",
-        ("zamba",),
-        ("ZambaMambaMixer",),
-        needs_isolation=_MAMBA_1,
-        bias_before_mixing="mamba_proj_bias",
-    ),
-    Family(
-        "lfm3",
-        ("lfm3", "lfm3_vl"),
-        ("Lfm3ShortConv",),
-        needs_isolation=_WITHOUT_BOUNDARIES.format("convolution of width 7"),
+    _apart("mamba", "MambaMixer", _MAMBA_1, bias_before_mixing="use_bias"),
+    _apart("falcon_mamba", "FalconMambaMixer", _MAMBA_1, bias_before_mixing="use_bias"),
+    _apart("jamba", "JambaMambaMixer", _MAMBA_1, bias_before_mixing="mamba_proj_bias"),
+    _apart("zamba", "ZambaMambaMixer", _MAMBA_1, bias_before_mixing="mamba_proj_bias"),
+    _apart(
+        "lfm3 lfm3_vl",
+        "Lfm3ShortConv",
+        _WITHOUT_BOUNDARIES.format("convolution of width 7"),
         bias_before_mixing="conv_bias",
     ),
     Family(
@@ -151,50 +132,27 @@ FAMILIES = (
         ("InklingShortConvolution",),
         needs_isolation=_NOT_PASSED,
     ),
-    Family(
-        "inkling2",
-        ("inkling2", "inkling2_text", "inkling2_vision"),
-        ("Inkling2ShortConvolution", "Inkling2DynamicShortConvolution"),
-        needs_isolation=_NOT_PASSED,
+    _apart(
+        "inkling2 inkling2_text inkling2_vision",
+        "Inkling2ShortConvolution Inkling2DynamicShortConvolution",
+        _NOT_PASSED,
     ),
-    Family(
-        "minimax",
-        ("minimax",),
-        ("MiniMaxLightningAttention",),
-        needs_isolation=_WITHOUT_BOUNDARIES.format("lightning attention"),
+    _apart(
+        "minimax", "MiniMaxLightningAttention", _WITHOUT_BOUNDARIES.format("lightning attention")
     ),
-    Family(
+    _apart(
         "recurrent_gemma",
-        ("recurrent_gemma",),
-        ("RecurrentGemmaRecurrentBlock",),
-        needs_isolation="its recurrence begins anew at position 0, its convolution does not",
+        "RecurrentGemmaRecurrentBlock",
+        "its recurrence begins anew at position 0, its convolution does not",
         left_padding="its recurrent layers ignore the mask, so pads on the left enter their state",
     ),
-    Family(
-        "rwkv",
-        ("rwkv",),
-        ("RwkvSelfAttention", "RwkvFeedForward"),
-        needs_isolation=_WITHOUT_BOUNDARIES.format("recurrence"),
-        left_padding=_NO_MASK,
-    ),
-    Family(
-        "xlstm",
-        ("xlstm",),
-        ("xLSTMLayer",),
-        needs_isolation=_WITHOUT_BOUNDARIES.format("recurrence"),
-        left_padding=_NO_MASK,
-    ),
-    Family(
-        "zaya",
-        ("zaya",),
-        ("ZayaCCAProjection",),
-        needs_isolation=_WITHOUT_BOUNDARIES.format("convolutional attention"),
-    ),
-    Family(
-        "qwen4_exp",
-        ("qwen4_exp", "qwen4_exp_text", "qwen4_exp_vision"),
-        ("Qwen4ExpTextGatedDeltaNet", "Qwen4ExpTextPLELayer"),
-        needs_isolation="its dilated convolutions and n-grams of tokens take no boundaries",
+    _apart("rwkv", "RwkvSelfAttention RwkvFeedForward", _RECURRENCE, left_padding=_NO_MASK),
+    _apart("xlstm", "xLSTMLayer", _RECURRENCE, left_padding=_NO_MASK),
+    _apart("zaya", "ZayaCCAProjection", _WITHOUT_BOUNDARIES.format("convolutional attention")),
+    _apart(
+        "qwen4_exp qwen4_exp_text qwen4_exp_vision",
+        "Qwen4ExpTextGatedDeltaNet Qwen4ExpTextPLELayer",
+        "its dilated convolutions and n-grams of tokens take no boundaries",
     ),
     Family(
         "glm5_next",
@@ -212,6 +170,17 @@ FAMILIES = (
 )
 _BY_TYPE = {name: family for family in FAMILIES for name in family.model_types}
 NO_FAMILY = Family("other", ())
+
+# Of models whose modules do not have ``is_causal``: their attention sees later tokens, too.
+_TWO_WAY = (
+    *("big_bird", "bros", "canine", "convbert", "deberta", "deberta-v2", "esm", "flaubert", "fnet"),
+    *("funnel", "ibert", "layoutlm", "layoutlmv2", "layoutlmv3", "lilt", "longformer", "longt5"),
+    *("luke", "lxmert", "markuplm", "megatron-bert", "mpnet", "mra", "mt5", "nystromformer"),
+    *("perceiver", "reformer", "rembert", "roformer", "splinter", "squeezebert"),
+    *("switch_transformers", "t5", "tapas", "umt5", "visual_bert", "xlm", "xlnet", "yoso"),
+)
+# Causal by their mask, or for text alone, whatever their modules say.
+_CAUSAL = ("aimv2", "clip", "groupvit", "metaclip_2", "owl", "paligemma", "pi0", "x_clip", "xclip")
 _LAYER_LISTS = ("layer_types", "layers_block_type", "block_types")
 _LAYER_KINDS = ("linear", "conv", "recurrent", "mamba", "ssm", "rwkv", "delta", "hybrid")
 _CLASS_ENDINGS = (
@@ -238,6 +207,21 @@ def sliding_window(config: Any) -> tuple[int | None, bool]:
     if layers is None:
         return (window if getattr(config, "use_sliding_window", True) else None), True
     return (window if "sliding_attention" in layers else None), set(layers) == {"sliding_attention"}
+
+
+def length_to_check(config: Any, shortest: int, longest: int) -> int | None:
+    """Return a length of segments that shows all that layers do; None: every length counts.
+
+    Windows and chunks of the ``longest`` segment and above do nothing.
+    """
+    text = text_config(config)
+    scaling = f"{getattr(text, 'rope_parameters', '')}{getattr(text, 'rope_scaling', '')}"
+    odd = [kind for kind in odd_layers(config) if not any(part in kind for part in _LAYER_KINDS)]
+    if odd or "dynamic" in scaling or "longrope" in scaling:
+        return None
+    names = ("index_topk", "chunk_size", "mamba_chunk_size")
+    reach = [getattr(text, name, None) for name in names] + [sliding_window(config)[0]]
+    return max([shortest, *(n + 32 for n in reach if isinstance(n, int) and n < longest)])
 
 
 def attention_dropout(config: Any) -> float:
@@ -275,6 +259,22 @@ def family_of(config: Any, class_names: Collection[str] = ()) -> Family:
         return NO_FAMILY
     reason = f"its {sorted(layers)} layers carry state, and it is not in the table of families"
     return Family(str(types[0]), (), refused=reason)
+
+
+def is_two_way(config: Any, flags: Collection[bool], class_names: Collection[str]) -> bool:
+    """Return whether tokens see those after them; ``flags`` are ``is_causal`` of text modules."""
+    text = text_config(config)
+    name = str(getattr(text, "model_type", ""))
+    if getattr(text, "is_causal", None) is not None:
+        return not text.is_causal
+    if str(getattr(config, "model_type", "")).startswith(_CAUSAL) or name.startswith(_CAUSAL):
+        return False
+    if flags:
+        return not any(flags)
+    is_causal = getattr(text, "is_decoder", False) or getattr(text, "causal", False)
+    return not is_causal and (
+        name in _TWO_WAY or any(n.endswith("ForMaskedLM") for n in class_names)
+    )
 
 
 def left_padding_fault(config: Any) -> str:

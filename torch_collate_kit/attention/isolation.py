@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import warnings
 from collections.abc import Iterator, Mapping
+from threading import Timer
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,11 +15,15 @@ from torch import Tensor, nn
 
 from torch_collate_kit.attention.gradients import NoGradientError, groups_of, largest_gradients
 from torch_collate_kit.attention.models import logits_of, lowest_precision, vocabulary
-from torch_collate_kit.attention.packed_inputs import PackedInputs, RowSegments, read_inputs
+from torch_collate_kit.attention.packed_inputs import PackedInputs, RowSegments
+from torch_collate_kit.attention.part import read_part
 from torch_collate_kit.attention.reasons import reason_of_difference, reason_of_leak
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.errors import IsolationError
 from torch_collate_kit.vision import VisionLayout
+
+_logger = logging.getLogger("torch_collate_kit.attention")
+_PATIENCE_SECONDS = 5.0
 
 # With deterministic kernels isolated logits do not move at all. These tolerances allow for rounding
 # in other kernels (a mixture of experts groups its tokens differently). A leak is far larger.
@@ -48,11 +54,16 @@ def check_isolation(
     Of rows that share prefixes the branches of their trees take the place of segments: one sees
     those on its path and no other, and each path is run alone.
 
+    Of a large batch a part is checked that shows the same: two rows of two or three segments, cut
+    to 72 tokens, or to a little more than windows and chunks of the model. Rows with images or
+    shared prefixes and padded rows are not cut, nor are those of models with chunked attention or
+    rope that depends on the length; model inputs that are not as the kit makes them are whole. A
+    part takes less time than a training step of the batch. After 5 s a line is logged.
+
     A call takes about ``rows + 3`` forward passes without gradients, about as many again for
     images, ``2 * ceil(log2(segments))`` passes (one for each branch) with a backward pass to the
     embeddings, all of them twice in training mode, because some leaks exist in one mode only; and a
-    pass of one example for each segment. One or two rows are enough, and short ones take little
-    memory.
+    pass of one example for each segment.
 
     Args:
         model: run in eval mode, and in training mode too if it is in training mode, with the same
@@ -76,7 +87,7 @@ def check_isolation(
             ``isolate_mixers`` to keep them apart are missing, or images are not kept apart.
         ValueError: fewer than two segments; inputs that do not define segments, or images that do
             not fit the placeholders; a 4-D mask that loses the model's sliding windows.
-        TypeError: the model's output has no ``logits``.
+        TypeError: the model's output has neither ``logits`` nor last hidden states of each token.
 
     >>> import transformers
     >>> config = transformers.LlamaConfig(
@@ -96,19 +107,30 @@ def check_isolation(
             "check_isolation needs a model and a Batch or model inputs, got "
             f"{type(model).__name__} and {type(batch).__name__}"
         )
-    packed = read_inputs(model, batch, vision)
+    packed = read_part(model, batch, vision)
     modes = [(module, module.training) for module in model.modules()]
+    slow = Timer(_PATIENCE_SECONDS, _say_slow, packed.segments.ids_RW.shape)
+    slow.daemon = True
+    slow.start()
     try:
         model.eval()
         logits = _check_leaks(model, packed, tolerance)
         _check_gradients(model, packed)
         _check_alone(model, packed, logits, tolerance)
-    finally:
         for module, was_training in modes:
             module.training = was_training
-    if model.training:
-        _check_leaks(model, packed, tolerance)
-        _check_gradients(model, packed)
+        if model.training:
+            _check_leaks(model, packed, tolerance)
+            _check_gradients(model, packed)
+    finally:
+        slow.cancel()
+        for module, was_training in modes:
+            module.training = was_training
+
+
+def _say_slow(rows: int, width: int) -> None:
+    text = "check_isolation still runs after %g s, on %d rows of %d cells of the batch"
+    _logger.warning(text, _PATIENCE_SECONDS, rows, width)
 
 
 class _Change(NamedTuple):

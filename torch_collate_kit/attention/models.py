@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_collate_kit.batch.model_kind import ModelKind, config_of, unwrap
+from torch_collate_kit.batch.model_kind import ModelKind, config_of, inside, unwrap
 from torch_collate_kit.errors import IsolationError
 from torch_collate_kit.families import sliding_window
 from torch_collate_kit.vision import VisionLayout
@@ -78,7 +78,12 @@ def refuse_lost_window(model: nn.Module, inputs: Mapping[str, Any], segments_RW:
 
 
 def logits_of(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
-    """Return logits [R, W, V]; the random state is restored, so dropout is the same each time."""
+    """Return logits [R, W, V]; the random state is restored, so dropout is the same each time.
+
+    Of a model without logits per token they are the last hidden states, [R, W, H].
+    """
+    if type(inside(model)).__name__.endswith("ForSequenceClassification"):
+        model = inside(model).base_model  # its head may need a pad token
     with keep_random_state(), warnings.catch_warnings():
         # reentrant checkpointing warns that no input requires a gradient, which is intended here
         warnings.filterwarnings("ignore", message="None of the inputs have requires_grad")
@@ -96,11 +101,15 @@ def logits_of(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
                 f"the model fails with the attention_mask {shape_of(mask)} "
                 f"({type(error).__name__}: {error}); if it accepts {hint}"
             ) from error
-    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
-    if not isinstance(logits, Tensor):
+    of_model = getattr(output, "logits", getattr(output, "last_hidden_state", None))
+    logits = output if isinstance(output, Tensor) else of_model
+    if not isinstance(logits, Tensor) or logits.ndim < 3:
+        base = getattr(inside(model), "base_model", model)
+        if base is not inside(model) and isinstance(base, nn.Module):
+            return logits_of(base, inputs)
         raise TypeError(
-            f"the model returns {type(output).__name__} without logits; pass it with its "
-            "language-model head"
+            f"the model returns {type(output).__name__} without logits or last hidden states of "
+            "every token; pass it with its language-model head"
         )
     if logits.shape[:-1] != inputs["input_ids"].shape:
         raise ValueError(

@@ -25,7 +25,7 @@ from torch_collate_kit.vision import VisionLayout
 from torch_collate_kit.vision.families import PIXEL_FIELDS
 from torch_collate_kit.vision.layout import ImageUnits
 
-_BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "cu_seqlens_cpu")
+BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "cu_seqlens_cpu")
 
 
 class PackedInputs(NamedTuple):
@@ -46,7 +46,7 @@ class PackedInputs(NamedTuple):
                 images is not None and name in images.fields
             ):
                 continue
-            if name in _BOUNDARIES:
+            if name in BOUNDARIES:
                 alone[name] = value.new_tensor([0, len(ids_T)])
                 continue
             if name in ("max_length_q", "max_length_k"):
@@ -143,9 +143,13 @@ class RowSegments(NamedTuple):
     rows: list[int]
     sees: np.ndarray | None = None
     """bool [S, S], whether a segment sees another, or itself; None: only itself."""
+    names: list[str] | None = None
+    """Names of the segments of a part in the whole batch."""
 
     def name(self, segment: int) -> str:
         """Return the name of a segment for messages."""
+        if self.names is not None:
+            return self.names[segment]
         row = self.rows[segment]
         number = segment - self.rows.index(row)
         if self.sees is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +16,24 @@ from torch_collate_kit.families import (
     attention_dropout,
     attention_of,
     family_of,
+    is_two_way,
     left_padding_fault,
     odd_layers,
     sliding_window,
+    text_config,
 )
 
 _VARLEN_ATTENTION = ("torch_varlen", *(f"flash_attention_{version}" for version in (2, 3, 4)))
 _MASK_ATTENTION = ("sdpa", "eager", "flex_attention")
+_TWO_WAY = "its attention is not causal, and inputs of packed rows are for causal models"
+_HEADS_OF_CELL_0 = (
+    "Pooler",
+    "pooler",
+    "ClassificationHead",
+    "ForSequenceClassification",
+    "ForMultipleChoice",
+)
+_SECOND_POSITION = ("mra", "nystromformer", "yoso")
 _PAD_ON_THE_RIGHT = 'use PaddedCollator(..., padding_side="right")'
 
 
@@ -58,15 +69,22 @@ class ModelKind:
                 f"{type(model).__name__} has no config, so its inputs are unknown; pass the name "
                 "of its attention"
             )
+        _refuse_kind(config, model)
         modules = list(model.modules())
+        names = {type(module).__name__ for module in modules}
+        family, fault = family_of(config, names), left_padding_fault(config)
+        if is_two_way(config, _causal_flags(config, modules), names):
+            family = Family(str(getattr(config, "model_type", None)), (), refused=_TWO_WAY)
+            parts = {path.rpartition(".")[2] for path, _ in model.named_modules()}
+            fault = fault or _pooling_fault(config, names | parts)
         window, all_slide = sliding_window(config)
         return cls(
             _checked_attention(attention_of(config) or "sdpa"),
-            family_of(config, {type(module).__name__ for module in modules}),
+            family,
             any(hasattr(module, ISOLATED) for module in modules),
             window,
             is_known=True,
-            left_padding_fault=left_padding_fault(config),
+            left_padding_fault=fault,
             all_slide=all_slide,
             dropout=attention_dropout(config),
             odd_layers=odd_layers(config),
@@ -130,10 +148,52 @@ class ModelKind:
             )
 
 
+def _causal_flags(config: Any, modules: Iterable[Any]) -> set[bool]:
+    """Return ``is_causal`` of the text model's modules: a vision tower does not count."""
+    text = text_config(config)
+    kinds = (None, getattr(text, "model_type", None))
+    of_text = [
+        m for m in modules if getattr(getattr(m, "config", None), "model_type", None) in kinds
+    ]
+    return {bool(m.is_causal) for m in of_text if getattr(m, "is_causal", None) is not None}
+
+
+def _pooling_fault(config: Any, names: Collection[str]) -> str:
+    """Return why rows padded on the left are wrong: a head that reads cell 0; or nothing."""
+    is_head = any(name.endswith(_HEADS_OF_CELL_0) for name in names)
+    if is_head and getattr(config, "classifier_pooling", "cls") not in ("mean", "late"):
+        return "its head reads the first cell of a row, which is a pad"
+    return ""
+
+
+def _refuse_kind(config: Any, model: nn.Module) -> None:
+    """Refuse models for which the inputs of any batch are wrong."""
+    name = getattr(config, "model_type", None)
+    has_two = getattr(config, "is_encoder_decoder", False)
+    if has_two or getattr(text_config(config), "is_encoder_decoder", False):
+        raise IsolationError(
+            f"{name} is an encoder-decoder, and batches are of decoders or encoders alone: its "
+            "decoder reads tokens of its own; use DataCollatorForSeq2Seq of transformers"
+        )
+    tables = [m for path, m in model.named_modules() if path.endswith("position_embeddings")]
+    if name in _SECOND_POSITION or any(getattr(m, "padding_idx", None) is not None for m in tables):
+        raise IsolationError(
+            f"the positions of {name} models do not begin at 0, those of a batch do; pad, and pass "
+            "input_ids and attention_mask alone: the model then makes its own positions"
+        )
+
+
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the model inside DistributedDataParallel and similar wrappers."""
     inner = getattr(model, "module", model)
     return inner if isinstance(inner, nn.Module) else model
+
+
+def inside(model: nn.Module) -> Any:
+    """Return the model of transformers inside wrappers, ``torch.compile`` and adapters."""
+    inner = unwrap(getattr(model, "_orig_mod", model))
+    base = getattr(inner, "get_base_model", None)
+    return inner if base is None else base()
 
 
 def config_of(model: nn.Module) -> Any:

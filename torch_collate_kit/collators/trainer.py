@@ -36,7 +36,7 @@ class ForTrainer(ABC):
         Raises:
             ValueError: the collator declares fields, which model inputs do not have, or shares
                 prefixes.
-            IsolationError: in calls, if packed rows, or pads on the left, are wrong in the model.
+            IsolationError: packed rows are wrong in the model, or in calls pads on the left.
 
         >>> from torch_collate_kit import PackedCollator
         >>> collate = PackedCollator(0, max_tokens=6).for_trainer()
@@ -75,6 +75,8 @@ class TrainerCollator:
         self.collate = collate
         # not the model itself, which would be sent to the workers of a DataLoader
         self._kind = ModelKind.of("torch_varlen" if model is None else model)
+        if packing is not None:
+            self._kind.refuse_packed()
 
     def __repr__(self) -> str:
         return f"{self.collate!r}.for_trainer()"

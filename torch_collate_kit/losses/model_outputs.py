@@ -73,6 +73,13 @@ def check_head(hidden: Tensor, head: Any, softcap: float | None) -> None:
                 "remove it, or pass hidden states and head=model.lm_head"
             )
         return
+    if (name := type(head).__name__).endswith("DataParallel") or hasattr(
+        getattr(head, "weight", None), "full_tensor"
+    ):
+        raise TypeError(
+            f"head is a {name} or has weights in parts, so the loss would not reach all ranks: "
+            "wrap losses.ModelWithLoss(model), and call what DDP or FSDP returns"
+        )
     is_plain = isinstance(head, torch.nn.Linear) and "forward" not in vars(head)
     is_plain = is_plain and type(head).forward is torch.nn.Linear.forward
     if not is_plain or head._forward_hooks or head._forward_pre_hooks:

@@ -103,8 +103,8 @@ def token_loss(
     predicting cells are. Nothing waits for the device.
 
     With ``head`` the logits of at most 1,024 tokens exist at a time, here and in the backward pass:
-    ``token_loss(model.model(**inputs).last_hidden_state, batch, head=model.lm_head, ...)``. The
-    backward pass then runs once (no ``retain_graph``), and no change that the model makes to its
+    :class:`~torch_collate_kit.losses.ModelWithLoss` passes hidden states and head. The backward
+    pass then runs once (no ``retain_graph``), and no change that the model makes to its
     logits is applied but ``logit_softcap``.
 
     Args:
