@@ -102,10 +102,10 @@ class Batch(Counted, ContextParallel, Displayed, Mapping[str, Field]):
     if not TYPE_CHECKING:  # a type checker would take every name for an attribute
 
         def __getattr__(self, name: str) -> Any:
-            is_field, found = "_storage" in vars(self) and name in self, ""
-            if hasattr(dict, name) or hasattr(Tensor, name):
-                found = '; batch.to("cuda") moves it, dict(batch) reads, with_fields() replaces'
-            found = f'; a field is an item, batch["{name}"]' if is_field else found
+            found = '; batch.to("cuda") moves it, dict(batch) reads, with_fields() replaces'
+            found = found if hasattr(dict, name) or hasattr(Tensor, name) else ""
+            if "_storage" in vars(self) and name in self:
+                found = f'; a field is an item, batch["{name}"]'
             raise AttributeError(f"'Batch' object has no attribute {name!r}{found}")
 
         def __setitem__(self, name: str, value: Any = None) -> None:
@@ -182,10 +182,9 @@ class Batch(Counted, ContextParallel, Displayed, Mapping[str, Field]):
         return batch
 
     def _check_shape(self, name: str, field: Field) -> None:
-        """Check that a field in place of a collator's fits the rows: else it is read elsewhere."""
         made, placement = self._field(name), self.placement
         if isinstance(field, Ragged) or isinstance(made, Ragged) or placement is None:
-            return
+            return  # else entries of another width would be read as other tokens
         shapes: list[tuple[int, ...]] = [made.shape]
         if name == "loss_mask" and placement.shard is None:  # or of all predicted tokens
             shapes += [(len(made), placement.response_length), (len(made), placement.width - 1)]
