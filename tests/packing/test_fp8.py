@@ -141,6 +141,15 @@ def test_rows_with_images_have_the_multiple() -> None:
     assert (plan.width, packing.capacity, packing.capacity - packing.reserved) == (256, 256, 236)
 
 
+def test_a_plan_without_the_multiple_is_refused() -> None:
+    plain = PackedCollator(0, max_tokens=300)
+    fp8 = PackedCollator(0, max_tokens=300, parallel=ParallelLayout(fp8="mxfp8"))
+    for made, reads in ((plain, fp8), (fp8, plain)):
+        part = next(iter(PackedBatchSampler([20], made, batch_rows=1, num_loss_tokens=[19])))
+        with pytest.raises(ValueError, match=r"planned for .*'row_align': .*'row_align': "):
+            reads(part.with_examples([{"input_ids": [5] * 20}]))
+
+
 @pytest.mark.parametrize(
     ("fp8", "words"), [(True, "got True: "), (False, "got False"), ("fp8", "'fp8'"), (16, "16")]
 )

@@ -223,7 +223,7 @@ class PackedCollator(Collator, ForTrainer):
         plan, own = part.plan, self.packing
         given: dict[str, Any] = {"max_tokens": plan.max_tokens, "align": plan.align}
         mine: dict[str, Any] = {"max_tokens": own.max_tokens, "align": own.parallel.align}
-        if plan.row_align != own.parallel.row_align:
+        if plan.row_align != plan.align or own.parallel.fp8:
             given["row_align"], mine["row_align"] = plan.row_align, own.parallel.row_align
         is_by_rows = plan.rows_multiple_of == own.parallel.dp
         multiple = own.parallel.dp if is_by_rows else own.row_multiple
