@@ -24,6 +24,7 @@ from torch_collate_kit.vision import VisionLayout
 
 _logger = logging.getLogger("torch_collate_kit.attention")
 _PATIENCE_SECONDS = 5.0
+_SLOW = "check_isolation still runs after 5 s, on %d rows of %d cells of the batch"
 
 # With deterministic kernels isolated logits do not move at all. These tolerances allow for rounding
 # in other kernels (a mixture of experts groups its tokens differently). A leak is far larger.
@@ -109,7 +110,7 @@ def check_isolation(
         )
     packed = read_part(model, batch, vision)
     modes = [(module, module.training) for module in model.modules()]
-    slow = Timer(_PATIENCE_SECONDS, _say_slow, packed.segments.ids_RW.shape)
+    slow = Timer(_PATIENCE_SECONDS, _logger.warning, (_SLOW, *packed.segments.ids_RW.shape))
     slow.daemon = True
     slow.start()
     try:
@@ -126,11 +127,6 @@ def check_isolation(
         slow.cancel()
         for module, was_training in modes:
             module.training = was_training
-
-
-def _say_slow(rows: int, width: int) -> None:
-    text = "check_isolation still runs after %g s, on %d rows of %d cells of the batch"
-    _logger.warning(text, _PATIENCE_SECONDS, rows, width)
 
 
 class _Change(NamedTuple):

@@ -67,14 +67,11 @@ def _counts_from_0(packed: PackedInputs) -> bool:
 
 def _is_known(inputs: Mapping[str, Any], longest: int) -> bool:
     """Return whether model inputs hold only what follows from their segments."""
+    values = [inputs[name] for name in ("input_ids", "position_ids") if name in inputs]
     bounds = [inputs[name] for name in ("cu_seq_lens_q", "cu_seq_lens_k") if name in inputs]
-    shape = inputs["input_ids"].shape
-    return (
-        inputs.keys() <= _KNOWN
-        and all(inputs.get(name, longest) == longest for name in _LONGEST)
-        and all(torch.equal(bounds[0], each) for each in bounds)
-        and inputs.get("position_ids", inputs["input_ids"]).shape == shape
-    )
+    numbers = [inputs.get(name, longest) == longest for name in _LONGEST]
+    equal = [torch.equal(bounds[0], each) for each in bounds]
+    return inputs.keys() <= _KNOWN and values[0].shape == values[-1].shape and all(numbers + equal)
 
 
 def _rows(packed: PackedInputs, lengths: list[int], length: int) -> list[int]:

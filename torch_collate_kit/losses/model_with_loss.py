@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,9 +22,8 @@ class ModelWithLoss(nn.Module):
 
     Wrap this in DistributedDataParallel, FSDP2 or ``torch.compile``, and call what they return:
     a part of a wrapped model that is called by itself (``ddp.module.model(...)``) exchanges no
-    gradients, and nothing says so. The model may have adapters of PEFT; its weights are named
-    ``model.*``. With a loss that returns log-probs (``token_logps``, or a function of yours around
-    it), the losses of preferences are computed from what it returns.
+    gradients, and nothing says so. The model may have adapters of PEFT. With ``token_logps``, or a
+    function of yours around it, as the loss, losses of preferences follow from what is returned.
 
     Args:
         model: of transformers, with ``base_model`` and ``get_output_embeddings()``.
@@ -56,6 +56,7 @@ class ModelWithLoss(nn.Module):
                 f"{type(model).__name__} has no head (base_model and get_output_embeddings()), "
                 "through which the loss is computed; pass a causal language model of transformers"
             )
+        _keep_out_of_graphs()
         self.model, self.loss = model, loss
         self._no_split_modules = getattr(model, "_no_split_modules", None)  # read for FSDP2
 
@@ -85,9 +86,13 @@ class ModelWithLoss(nn.Module):
         return _eager(self.loss, hidden, batch, head=model.get_output_embeddings(), **options)
 
 
-def _call(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+def _eager(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Call what reads the batch in host memory, which has no graph."""
     return function(*args, **options)
 
 
-_disable: Any = torch.compiler.disable  # what reads the batch in host memory has no graph
-_eager = _disable(_call)
+@functools.cache
+def _keep_out_of_graphs() -> None:
+    """Disable compilation of such calls; on first use, since it loads the compiler."""
+    compiler: Any = torch.compiler  # whose functions have no types
+    globals()["_eager"] = compiler.disable(_eager)
