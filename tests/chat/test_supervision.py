@@ -78,7 +78,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (TWO, writes("{{ m.content[1:] }}"), r"changes messages\[0\] content"),
     (TWO, writes("{{ m.content ~ m.content }}"), r"messages\[1\]: .* writes its content twice"),
     (TWO, writes("{{ m.content if m.role == 'user' }}"), r"messages\[1\]: .* drops its content"),
-    (TWO, writes("{{ m.content if m.role != 'user' }}"), r"drops messages\[0\] content of the role 'user'"),
+    (TWO, writes("{{ m.content if m.role != 'user' }}"), r"content of the role 'user'"),
     (TWO, writes("{{ messages[0].content }}{{ m.content if not loop.first }}"),
      r"messages\[1\]: the prompt before it ends inside another text"),
     (chat("user: hi", 'assistant: "yo" <|im_end|>'), writes("{{ m.content.strip('\"') }}"),
