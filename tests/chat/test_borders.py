@@ -292,7 +292,7 @@ ENDS_WITH_HEADER = (
 def test_a_template_that_ends_every_text_with_the_header_is_told_so() -> None:
     tokenizer = tokenizer_for(ENDS_WITH_HEADER, "<|end|>")
     refused(SAID, tokenizer, r"adds no header after a message of the user: it ends every text with "
-            r"'.*<\|turn\|>assistant:'; set a tokenizer.chat_template")  # fmt: skip
+            r"'<\|turn\|>assistant:'; set a tokenizer.chat_template")  # fmt: skip
 
 
 APERTUS = (

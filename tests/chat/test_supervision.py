@@ -78,7 +78,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (TWO, writes("{{ m.content[1:] }}"), r"changes messages\[0\] content"),
     (TWO, writes("{{ m.content ~ m.content }}"), r"messages\[1\]: .* writes its content twice"),
     (TWO, writes("{{ m.content if m.role == 'user' }}"), r"messages\[1\]: .* drops its content"),
-    (TWO, writes("{{ m.content if m.role != 'user' }}"), r"drops messages\[0\] content; set a tok"),
+    (TWO, writes("{{ m.content if m.role != 'user' }}"), r"content of the role 'user'"),
     (TWO, writes("{{ messages[0].content }}{{ m.content if not loop.first }}"),
      r"messages\[1\]: the prompt before it ends inside another text"),
     (chat("user: hi", 'assistant: "yo" <|im_end|>'), writes("{{ m.content.strip('\"') }}"),
@@ -99,8 +99,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({**TWO, "tools": [CALL]}, CHATML, "drops the tool 'f'; remove `tools`"),
     # ---- where a turn begins
     (TWO, OPENS, r"messages\[1\]: .* the model would see '.*<think>\\n', the text has '.*yo"),
-    (TWO, CHATML[: CHATML.index(ADD)], r"messages\[1\]: .* no header after a .* the user; merge"),
-    (TWO, f"{{% for m in messages %}}{SAYS}{{% endfor %}}", "no header after a .* user; merge"),
+    (TWO, CHATML[: CHATML.index(ADD)], r"messages\[1\]: .* no header after a .* the user; set a"),
+    (TWO, f"{{% for m in messages %}}{SAYS}{{% endfor %}}", "no header after a .* user; set a"),
     (messages(USER, YO, YO), SILENT, r"messages\[2\]: .* no header after a .* assistant; merge"),
     (messages(USER, YO, TOOL_SAID, YO), SILENT, r"messages\[3\]: .* no header after .* tool"),
     # ---- where it ends

@@ -136,8 +136,8 @@ def _start(rendering: Rendering, turn: int, first: int | None) -> int:
             way_out = (
                 "merge messages that follow each other, or set another tokenizer.chat_template"
             )
-        elif not plain.header:
-            cause = f": it ends every text with {prompt[-40:]!r}"
+        elif plain.end and rendering.template.added_token.search(prompt.rpartition(plain.end)[2]):
+            cause = f": it ends every text with {prompt.rpartition(plain.end)[2]!r}"
             way_out = "set a tokenizer.chat_template that does so if add_generation_prompt is true"
         raise Refusal(
             f"messages[{turn}]: the generation prompt of the chat template adds no header after a "
