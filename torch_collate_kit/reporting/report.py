@@ -169,7 +169,8 @@ def packing_report(
 
     Recommended is the smallest ``max_tokens`` of those that drop and cut the fewest examples and
     leave at most 2% padding; if they all leave more, the smallest within half a point of the least.
-    The strategy is the first one within half a point of the least padding.
+    The strategy is the first one within half a point of the least padding, or "balanced", the
+    default of collators, where that has as few rows.
 
     Args:
         data: lengths, a TokenizedDataset, a datasets.Dataset, the path of an Arrow or Parquet file,
@@ -177,7 +178,7 @@ def packing_report(
             ``attention_mask``, to refuse padded examples, and the tokens of lists of segments.
         max_tokens: one or several. None tries powers of two, and a few numbers between them, from
             what holds 99 of 100 examples to twice what holds all.
-        strategies: of ``pack``. None: best fit, balanced and sequential, but best fit alone if
+        strategies: of ``pack``. None: best fit, balanced and sequential, but balanced alone if
             ``max_tokens`` is None.
         parallel: the layout; its ``dp`` ranks share the rows, and its ``align`` pads examples. With
             ``cp`` a further table compares layouts of context ranks in the recommended rows.
@@ -210,7 +211,7 @@ def packing_report(
     >>> report = packing_report([5, 3, 9, 2], [10, 20], show=False)
     >>> best = report["recommended"]
     >>> best["max_tokens"], best["strategy"]
-    (20, 'best_fit_decreasing')
+    (20, 'balanced')
     >>> best["reason"]
     'the smallest of those that drop and cut nothing and leave at most 2% padding'
     """
