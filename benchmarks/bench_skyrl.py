@@ -7,8 +7,8 @@ for padded arrays, and 1.5 for lists, columns and rollouts.
 
     SKYRL_MAIN=path/of/a/checkout python benchmarks/bench_skyrl.py
 
-Both get the same examples in the form that SkyRL reads: arrays or lists with ``num_actions`` and the
-mask of these; it takes no columns, so columns are compared with its arrays. Seconds are CPU seconds
+Both get the same examples, each in its own form: SkyRL reads ``num_actions`` and the
+mask of these, and no columns, so ours are compared with its arrays. Seconds are CPU seconds
 of the process, which other work on the machine moves less. Three things of ours are timed:
 
 - **all fields**: the call, and the fields that SkyRL makes, on the CPU;

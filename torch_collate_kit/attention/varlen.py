@@ -112,7 +112,7 @@ class _DeferredMask:
         self.has_padding = options.get("attention_mask") is not None
         self._built: tuple[Tensor | None] | None = None
         functions = list(_mask_parts(options["mask_function"]))
-        parts = [(getattr(part, "__qualname__", repr(part)), part) for part in functions]
+        parts = [(_name_of(part), part) for part in functions]
         self.unknown_parts = sorted({name for name, _ in parts} - _KNOWN_MASK_PARTS)
         windows = [inspect.getclosurevars(p).nonlocals for name, p in parts if name == _WINDOW_PART]
         self.windows: set[int] = {of_part["sliding_window"] for of_part in windows}
@@ -143,6 +143,12 @@ def _mask_parts(mask_function: Any) -> Iterator[Any]:
         for part in content if isinstance(content, tuple) else (content,):
             if callable(part):
                 yield from _mask_parts(part)
+
+
+def _name_of(part: Any) -> str:
+    """Return a function's qualified name; a compiled model of torch 2.14 has it in its code only."""
+    name: Any = getattr(getattr(part, "__code__", None), "co_qualname", None)  # from Python 3.11 on
+    return getattr(part, "__qualname__", type(part).__name__) if name is None else name
 
 
 def _attention_mask(**options: Any) -> Any:
