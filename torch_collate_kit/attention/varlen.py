@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -114,8 +113,8 @@ class _DeferredMask:
         functions = list(_mask_parts(options["mask_function"]))
         parts = [(_name_of(part), part) for part in functions]
         self.unknown_parts = sorted({name for name, _ in parts} - _KNOWN_MASK_PARTS)
-        windows = [inspect.getclosurevars(p).nonlocals for name, p in parts if name == _WINDOW_PART]
-        self.windows: set[int] = {of_part["sliding_window"] for of_part in windows}
+        windows = [part.__closure__ for name, part in parts if name == _WINDOW_PART]
+        self.windows: set[int] = {window.cell_contents for (window,) in windows}
 
     def build(self) -> Tensor | None:
         from transformers.masking_utils import sdpa_mask
