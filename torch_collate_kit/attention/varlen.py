@@ -145,7 +145,7 @@ def _mask_parts(mask_function: Any) -> Iterator[Any]:
 
 
 def _name_of(part: Any) -> str:
-    """Return a function's qualified name; a compiled model of torch 2.14 has it in its code only."""
+    """Return a function's qualified name, which torch 2.14 compiles from its code alone."""
     name: Any = getattr(getattr(part, "__code__", None), "co_qualname", None)  # from Python 3.11 on
     return getattr(part, "__qualname__", type(part).__name__) if name is None else name
 
