@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: venv sft dpo grpo vlm kills chains notebooks test test-bare test-oldest test-sdist dropin dist why bench gpu docs check format clean
+.PHONY: venv sft dpo grpo vlm kills chains notebooks test test-bare test-oldest test-newest test-sdist dropin dist why bench gpu docs check format clean
 
 # Launched once per GPU, or once on a CPU; all options are given, or the launcher prints a page about its defaults.
 GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c GPU)
@@ -62,17 +62,28 @@ test-bare: build/bare/.installed
 	build/bare/bin/python -m tests.bare_environment
 
 # The lowest versions that setup.cfg promises; torch and what only tests use as in constraints.txt.
-build/oldest/.installed: setup.cfg constraints.txt
-	$(PYTHON) -m venv build/oldest
-	sed -nE 's/^ +(numpy|datasets|transformers|accelerate)>=/\1==/p' setup.cfg > build/oldest/versions.txt
+# With another interpreter, in an environment of its own: make test-oldest PYTHON=python3.12
+OLDEST := build/oldest-$(notdir $(PYTHON))
+$(OLDEST)/.installed: setup.cfg constraints.txt
+	$(PYTHON) -m venv $(OLDEST)
+	sed -nE 's/^ +(numpy|datasets|transformers|accelerate)>=/\1==/p' setup.cfg > $(OLDEST)/versions.txt
 	grep -E '^(torch|torchdata|pyarrow|matplotlib|pillow|pytest|pytest-xdist|hypothesis|mypy)==' constraints.txt \
-		>> build/oldest/versions.txt
-	build/oldest/bin/pip install --quiet -c build/oldest/versions.txt -e '.[test,plots]'
-	build/oldest/bin/pip install --quiet --no-deps -c constraints.txt trl
+		>> $(OLDEST)/versions.txt
+	$(OLDEST)/bin/pip install --quiet -c $(OLDEST)/versions.txt -e '.[test,plots]'
+	$(OLDEST)/bin/pip install --quiet --no-deps -c constraints.txt trl
 	touch $@
 
-test-oldest: build/oldest/.installed
-	build/oldest/bin/python -m pytest -n 2 --dist worksteal $(ARGS)
+test-oldest: $(OLDEST)/.installed
+	$(OLDEST)/bin/python -m pytest -n 2 --dist worksteal $(ARGS)
+
+# The newest versions that pip installs: nothing is pinned, so an environment that is there is updated.
+NEWEST := build/newest-$(notdir $(PYTHON))
+test-newest:
+	$(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/pip install --quiet --upgrade --upgrade-strategy eager -e '.[test,plots]'
+	$(NEWEST)/bin/pip install --quiet --upgrade --no-deps trl
+	$(NEWEST)/bin/pip list | grep -iE '^(torch|transformers|accelerate|datasets|numpy|peft) '
+	$(NEWEST)/bin/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 # A source archive and a wheel made from it, in dist/.
 dist: $(VENV)/.installed

@@ -2,6 +2,11 @@
 
 They are imported as they are, and called as their own trainers call them. SkyRL's package imports
 Ray and more at its top, so its modules are loaded one by one, without the packages around them.
+
+SkyRL is there twice: the release that pip installs, and its main branch, whose collation has been
+vectorised since. Main is loaded from the checkout that the environment variable ``SKYRL_MAIN``
+names; without one its loops stand in, written again from their description (skyrl_main.py), and
+the tables say so.
 """
 
 from __future__ import annotations
@@ -9,25 +14,33 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
+import skyrl_main
 
 __all__ = [
     "axolotl_packers",
     "collators",
+    "skyrl_main_name",
     "skyrl_packed",
     "skyrl_packer",
+    "skyrl_padded",
+    "skyrl_rollouts",
     "trl_packer",
     "trl_vision",
 ]
 
 Packer = Callable[[np.ndarray, int], int]  # lengths and row size in, number of rows out
 Collator = Callable[[Sequence[Mapping[str, Any]]], Any]
+_SKYRL: dict[Path, dict[str, ModuleType]] = {}  # its modules, by the folder of the package
+_SKYRL_NEEDS = ("skyrl.backends.skyrl_train.distributed.megatron.packing_utils",)
 
 
 def trl_packer() -> Packer | None:
@@ -85,10 +98,8 @@ def collators(max_tokens: int) -> dict[str, tuple[str, Collator | None, str]]:
     return {
         "TRL padding-free": ("labels", _trl(True), "ids, labels, positions, seq_idx; one row"),
         "transformers flattening": ("labels", _flattening(), "ids, labels, positions; one row"),
-        "SkyRL packed": ("actions", skyrl_packed(max_tokens), "ids, mask, loss_mask"),
         "TRL padded": ("labels", _trl(False), "ids, labels, mask"),
         "transformers Seq2Seq padded": ("labels", _seq2seq(), "ids, labels, mask"),
-        "SkyRL padded": ("actions", _skyrl_padded(), "ids, mask, loss_mask (int64)"),
     }
 
 
@@ -127,11 +138,13 @@ def _seq2seq() -> Collator:
     return DataCollatorForSeq2Seq(tokenizer, return_tensors="pt")
 
 
-def skyrl_packed(max_tokens: int, *, tp: int = 1, dp: int = 1) -> Collator | None:
+def skyrl_packed(
+    max_tokens: int, *, tp: int = 1, dp: int = 1, main: bool = False
+) -> Collator | None:
     """Its packed collator for the given tensor and data parallelism."""
-    module = _skyrl_module("skyrl.train.dataset.collators")
+    module = _skyrl_module("skyrl.train.dataset.collators", main=main)
     if module is None:
-        return None
+        return partial(skyrl_main.packed, max_tokens=max_tokens) if main else None
     module.logger.remove()  # it logs every batch
     collator = module.PackedDataCollator(
         SimpleNamespace(pad_token_id=0), max_tokens, tp, 1, 1, dp, -1, 1
@@ -139,11 +152,14 @@ def skyrl_packed(max_tokens: int, *, tp: int = 1, dp: int = 1) -> Collator | Non
     return lambda examples: collator(examples, batch_size=-1)
 
 
-def _skyrl_padded() -> Collator | None:
-    """The one function out of a module that imports a whole trainer."""
-    module = _skyrl_module("skyrl.train.dataset.collators")
+def skyrl_padded(*, main: bool = False, normalized: bool = True) -> Collator | None:
+    """The one function out of a module that imports a whole trainer, and the collator around it.
+
+    ``normalized``: with the pass over the loss mask that its ``DefaultCollator`` adds.
+    """
+    module = _skyrl_module("skyrl.train.dataset.collators", main=main)
     if module is None:
-        return None
+        return partial(skyrl_main.padded, normalized=normalized) if main else None
     source = Path(module.__file__ or "").parents[1] / "sft_trainer.py"
     tree = ast.parse(source.read_text())
     tree.body = [
@@ -154,6 +170,7 @@ def _skyrl_padded() -> Collator | None:
     import torch
 
     names = {
+        "np": np,
         "torch": torch,
         "TensorList": module.TensorList,
         "TrainingInputBatch": module.TrainingInputBatch,
@@ -161,40 +178,75 @@ def _skyrl_padded() -> Collator | None:
     exec(compile(tree, str(source), "exec"), names)
     collate: Any = names["collate_sft_batch"]
     tokenizer = SimpleNamespace(pad_token_id=0)
-    return lambda examples: collate(examples, tokenizer)
+    if not normalized:
+        return lambda examples: collate(examples, tokenizer)
+    trainer: Any = SimpleNamespace(collate_sft_batch=collate)
+    default = module.DefaultCollator(tokenizer, 1)
+
+    def collated(examples: Any) -> Any:
+        sys.modules["skyrl.train.sft_trainer"] = trainer  # it is imported in the call
+        return default(examples, batch_size=-1)
+
+    return collated
 
 
-def skyrl_rollouts() -> Collator | None:
-    """Its loops over prompts and responses; lists in."""
-    module = _skyrl_module("skyrl.train.dataset.preprocess")
+def skyrl_rollouts(*, main: bool = False) -> Collator | None:
+    """Its loops over prompts and responses; the release takes lists."""
+    module = _skyrl_module("skyrl.train.dataset.preprocess", main=main)
     if module is None:
-        return None
+        return skyrl_main.rollouts if main else None
     names = ("prompt_ids", "response_ids", "rewards", "loss_mask", "logprobs")
-    tokenizer = SimpleNamespace(pad_token_id=0)
+    # main takes the pad id, the release a tokenizer
+    first: Any = 0 if main else SimpleNamespace(pad_token_id=0)
 
     def collate(examples: Any) -> Any:
         columns = [[example[name] for example in examples] for name in names]
-        return module.convert_prompts_responses_to_batch_tensors(tokenizer, *columns)
+        return module.convert_prompts_responses_to_batch_tensors(first, *columns)
 
     return collate
 
 
-def _skyrl_module(name: str) -> ModuleType | None:
-    """A module of SkyRL; the packages above it become empty ones that only know their folder."""
-    if name in sys.modules:
-        return sys.modules[name]
+def skyrl_main_name() -> str:
+    """What stands for SkyRL's main branch in tables."""
+    if _skyrl_root(main=True) is None:
+        return "SkyRL main (its loops, written again)"
+    return "SkyRL main"
+
+
+def _skyrl_root(*, main: bool) -> Path | None:
+    """The folder of the package: of the checkout in ``SKYRL_MAIN``, or of the release."""
+    if main:
+        checkout = os.environ.get("SKYRL_MAIN")
+        return Path(checkout, "skyrl") if checkout else None
     spec = importlib.util.find_spec("skyrl")
     if spec is None or not spec.submodule_search_locations:
         return None
-    root = Path(next(iter(spec.submodule_search_locations)))
-    megatron = "skyrl.backends.skyrl_train.distributed.megatron"
-    for leaf in (name, f"{megatron}.packing_utils"):
-        parts = leaf.split(".")[:-1]
-        for depth in range(1, len(parts) + 1):
-            package = ModuleType(".".join(parts[:depth]))
-            package.__path__ = [str(root.joinpath(*parts[1:depth]))]
-            sys.modules.setdefault(package.__name__, package)
-    try:
-        return importlib.import_module(name)
-    except ImportError:
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def _skyrl_module(name: str, *, main: bool = False) -> ModuleType | None:
+    """A module of SkyRL; the packages above it become empty ones that only know their folder.
+
+    Its own imports are absolute, so while it is loaded the modules of another SkyRL are away.
+    """
+    if (root := _skyrl_root(main=main)) is None:
         return None
+    loaded = _SKYRL.setdefault(root, {})
+    others = {key: sys.modules.pop(key) for key in [*sys.modules] if key.split(".")[0] == "skyrl"}
+    sys.modules.update(loaded)
+    try:
+        for module in (name, *_SKYRL_NEEDS):
+            parts = module.split(".")[:-1]
+            for depth in range(1, len(parts) + 1):
+                package = ModuleType(".".join(parts[:depth]))
+                package.__path__ = [str(root.joinpath(*parts[1:depth]))]
+                sys.modules.setdefault(package.__name__, package)
+        return importlib.import_module(name)
+    except ImportError as error:
+        if main:  # a checkout that was named and cannot be loaded
+            raise ImportError(f"{name} of {root}: {error}") from error
+        return None
+    finally:
+        found = [key for key in sys.modules if key.split(".")[0] == "skyrl"]
+        loaded.update({key: sys.modules.pop(key) for key in found})
+        sys.modules.update(others)

@@ -12,6 +12,8 @@ from accelerate.utils import parse_flag_from_env
 from checkpoints import fail
 from run_log import TRACKERS
 from trained_model import NAMES
+from transformers.integrations.peft import MIN_PEFT_VERSION
+from transformers.utils.peft_utils import check_peft_version
 
 # Options that a resumed run may change; its losses depend on all others.
 MAY_CHANGE = {
@@ -132,6 +134,11 @@ def check_adapters_and_layout(args: argparse.Namespace) -> None:
         fail(f"--lora-alpha {args.lora_alpha}: there are no adapters without --lora")
     if args.lora and importlib.util.find_spec("peft") is None:
         fail(f'--lora {args.lora}: needs peft; pip install "torch_collate_kit[lora]"')
+    if args.lora:
+        try:  # each transformers has its own: 5.24 needs peft 0.22
+            check_peft_version(min_version=MIN_PEFT_VERSION)
+        except ValueError as error:
+            fail(f"--lora {args.lora}: {error}; pip install -U peft")
 
 
 def check_context_parallel(args: argparse.Namespace) -> None:

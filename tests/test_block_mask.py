@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.tiny_models import WINDOW, packed_inputs, tiny_model, token_ids
+from tests.tiny_models import TRANSFORMERS, WINDOW, packed_inputs, tiny_model, token_ids
 from torch_collate_kit.attention import check_isolation
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators import PackedCollator, PaddedCollator
@@ -22,6 +22,7 @@ BLIND = [
     ("falcon", "eager"),
     ("falcon", "sdpa"),
 ]
+LEAKING = [pair for pair in BLIND if pair[0] != "falcon" or TRANSFORMERS < (5, 24)]
 KINDS = pytest.mark.parametrize(("kind", "attention"), BLIND)
 EXACT = pytest.mark.parametrize(
     ("kind", "attention"), [*BLIND, ("llama", "eager"), ("llama", "sdpa")]
@@ -77,7 +78,8 @@ def test_a_block_mask_equals_one_example_at_a_time(kind: str, attention: str) ->
             torch.testing.assert_close(found, value, atol=2e-5, rtol=0)
         if (kind, attention) in BLIND:  # and without the mask they see each other
             leaking = by_example(model(**batch.model_inputs(attention)).logits, batch)
-            assert max((a - b).abs().max() for a, b in zip(leaking, expected, strict=True)) > 0.1
+            moved = max((a - b).abs().max() for a, b in zip(leaking, expected, strict=True))
+            assert moved > 0.1 if (kind, attention) in LEAKING else moved < 2e-5
 
 
 @KINDS
@@ -142,7 +144,7 @@ def test_what_makes_no_mask_is_refused(
 # --- reasons -------------------------------------------------------------------------------------
 
 
-@KINDS
+@pytest.mark.parametrize(("kind", "attention"), LEAKING)
 def test_the_reason_is_the_mask_and_no_other_layer(kind: str, attention: str) -> None:
     window = f", sliding_window={WINDOW}" if kind == "gpt_oss" else ""
     message = (

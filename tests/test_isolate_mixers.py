@@ -252,11 +252,12 @@ def test_calls_that_could_leak_are_refused(case):
         model(**inputs)
 
 
-def test_a_cache_beside_boundaries_is_refused():
+@pytest.mark.parametrize("name", ["past_key_values", "cache"])  # the second from 5.24 on
+def test_a_cache_beside_boundaries_is_refused(name):
     model = isolated("qwen3_5", training=False)
     cache = model(input_ids=torch.tensor([[3, 4]])).past_key_values
-    with pytest.raises(ValueError, match=r"past_key_values is passed.* pass use_cache=False"):
-        model(**packed_inputs([22]), past_key_values=cache)
+    with pytest.raises(ValueError, match=rf"{name} is passed.* pass use_cache=False"):
+        model(**packed_inputs([22]), **{name: cache})
 
 
 def test_a_mixer_outside_of_its_model_is_refused_where_gradients_are_made():

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from tests.test_isolation import ONE_ROW, TWO_ROWS, Toy, masked, toy_inputs, without
-from tests.tiny_models import MODELS, packed_inputs, tiny_model
+from tests.tiny_models import MODELS, TRANSFORMERS, packed_inputs, tiny_model
 from torch_collate_kit.attention import check_isolation
 from torch_collate_kit.errors import IsolationError
+from torch_collate_kit.families import family_of
 
 LAYOUTS = pytest.mark.parametrize("rows", [ONE_ROW, TWO_ROWS], ids=["one", "two"])
 MODES = pytest.mark.parametrize("training", [False, True], ids=["eval", "training"])
@@ -175,7 +176,9 @@ def test_no_recurrent_model_of_transformers_is_missing():
         has_state = any(part in kind.lower() for kind in layers for part in KINDS_OF_STATE)
         if has_state:
             found += 1
-            assert is_refused(name), name
+            # what came after 5.23 is not in the table, and is refused for its layers
+            is_new = TRANSFORMERS >= (5, 24) and name.startswith(("lara_mini", "inkling2_loop"))
+            assert family_of(text).refused if is_new else is_refused(name), name
         assert is_refused(text.model_type) == is_refused(name), name
     assert found > 10
 

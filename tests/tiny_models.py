@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+TRANSFORMERS = tuple(int(part) for part in version("transformers").split(".")[:2])
+"""The installed version, such as (5, 24)."""
 VOCAB = 61
 WINDOW = 4
 TINY = {

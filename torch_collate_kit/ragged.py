@@ -13,7 +13,7 @@ from torch import Tensor
 
 __all__ = ["Nested", "Ragged"]
 
-_SHORT_SPAN = 100  # entries on average; below it an index gather is the faster one (measured)
+SHORT_SPAN = 100  # entries on average; below it an index gather is the faster one (measured)
 
 
 def row_indices(indices: Sequence[int] | np.ndarray | Tensor) -> np.ndarray:
@@ -39,11 +39,11 @@ def take_spans(values: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> n
     Short ones are gathered by an index, which costs more per entry and nothing per span.
     """
     total, size = int(lengths.sum()), math.prod(values.shape[1:])
-    if values.ndim > 1 and values.flags.c_contiguous and total * size >= _SHORT_SPAN * len(starts):
+    if values.ndim > 1 and values.flags.c_contiguous and total * size >= SHORT_SPAN * len(starts):
         flat = take_spans(values.reshape(-1), starts * size, lengths * size)
         return flat.reshape(total, *values.shape[1:])
     has_view = values.ndim == 1 and values.dtype.kind in "biuf" and values.dtype.isnative
-    if not has_view or total < _SHORT_SPAN * len(starts):
+    if not has_view or total < SHORT_SPAN * len(starts):
         return values[span_indices(starts, lengths)]
     taken = np.empty(total, dtype=values.dtype)
     source, room, end = values.data, taken.data, 0

@@ -18,6 +18,7 @@ import synthetic_chat
 import torch
 import transformers
 from PIL import Image
+from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from tests.command import run_command
 from tests.examples.runs import (
@@ -100,7 +101,7 @@ def test_rows_one_by_one_all_at_once_or_padded_train_alike(
 ) -> None:
     still = f"{TINY} --max-steps 2 --max-tokens 160 --learning-rate 1e-30"  # equal weights
     if trained == "adapters":
-        pytest.importorskip("peft")
+        pytest.importorskip("peft", MIN_PEFT_VERSION)
         still += f" --model {base / 'model'} --lora 2 --gradient-checkpointing"
     if trained == "hybrid":
         still += " --arch qwen3_5"
@@ -277,6 +278,11 @@ def test_packages_that_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(run_log, "get_available_trackers", lambda: [])
     message = '--lora 4: needs peft; pip install "torch_collate_kit[lora]"'
     assert refusal(f"{TINY} --model somewhere --lora 4", tmp_path / "out") == message
+    missing.clear()
+    monkeypatch.setattr("options.MIN_PEFT_VERSION", "99.0")  # transformers 5.24: 0.22
+    message = refusal(f"{TINY} --model somewhere --lora 4", tmp_path / "out")
+    assert message.startswith("--lora 4: The version of PEFT you are using is not compatible")
+    assert message.endswith(">= 99.0; pip install -U peft")
     message = "--log-with wandb: it is not installed; pip install wandb"
     assert refusal(f"{TINY} --log-with wandb", tmp_path / "out") == message
 

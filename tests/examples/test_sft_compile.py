@@ -16,6 +16,7 @@ import trained_model
 import vlm_sft
 from torch._dynamo.exc import RecompileError
 from torch._dynamo.utils import counters
+from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from tests.examples.runs import TINY, Results, run
 
@@ -49,7 +50,7 @@ def test_layers_are_compiled_once(kind: str, base: Path, tmp_path: Path) -> None
     """Whatever segments and images a row has: rows are of one shape, and the last are filled up."""
     arguments, script = (IMAGES, vlm_sft) if kind == "images" else (TEXTS, sft)
     if kind == "adapters":  # the first layer is a graph of its own: its input needs no gradient
-        pytest.importorskip("peft")
+        pytest.importorskip("peft", MIN_PEFT_VERSION)
         arguments += f" --model {base / 'model'} --lora 2 --rows-per-micro-batch 2"
     plain = run(arguments, tmp_path / "plain", script)
     num_graphs = 2 if kind == "adapters" else 1

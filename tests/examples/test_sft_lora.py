@@ -10,10 +10,11 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from tests.examples.runs import run
 
-pytest.importorskip("peft")
+pytest.importorskip("peft", MIN_PEFT_VERSION)
 TINY = "--num-conversations 60 --num-held-out 10 --batch-size 6 --max-tokens 256 --cpu --threads 1"
 
 

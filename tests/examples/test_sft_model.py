@@ -14,6 +14,7 @@ import torch
 import trained_model
 import transformers
 from trained_model import ModelWithLoss, choose_attention
+from transformers.integrations.peft import MIN_PEFT_VERSION
 
 import torch_collate_kit as kit
 from tests.hybrid_models import hybrid_model
@@ -169,7 +170,7 @@ def arguments(patch: pytest.MonkeyPatch, given: str = "", *, gpu: bool = False) 
 def test_defaults_do_not_depend_on_the_machine(
     gpu: bool, given: str, max_tokens: int, learning_rate: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("peft")
+    pytest.importorskip("peft", MIN_PEFT_VERSION)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
     args = arguments(monkeypatch, given, gpu=gpu)
     assert (args.max_tokens, args.learning_rate) == (max_tokens, learning_rate)

@@ -19,6 +19,7 @@ import synthetic_chat
 import torch
 import transformers
 from safetensors.torch import load_file
+from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from tests.examples.rank_server import RankServer, said
 from tests.examples.runs import Results, read_results, scalars_of, wait_for_steps, weights
@@ -332,7 +333,7 @@ trained_model.weight_dtype = lambda args: torch.bfloat16
 @pytest.mark.release
 def test_adapters_in_parts(server: RankServer, short: str, tmp_path: Path) -> None:
     """In fp32 beside frozen weights, which on a GPU are in bf16, are sharded too, and not saved."""
-    pytest.importorskip("peft")
+    pytest.importorskip("peft", MIN_PEFT_VERSION)
     few, before = f"{short} --max-steps 3 --max-grad-norm 1000 --lora 4", BF16 + FROZEN_BF16
     one = finish(server, few, tmp_path / "one", 1, before=before)
     whole = finish(server, few, tmp_path / "whole", 2, before=before)

@@ -26,7 +26,9 @@ REFUSED = {
     family.name: "leak" for family in families.FAMILIES if family.mixers and not family.keywords
 }
 REFUSED["zamba"] = "error"
-"""What the others do with the keywords that transformers documents."""
+"""What the others do with the keywords that transformers documents, up to 5.23."""
+SINCE_5_24 = {"inkling2": "exact", "lfm3": "error"}
+"""What has changed: boundaries reach the convolutions, of which the kernel takes widths up to 4."""
 FLASH = ("llama", "mistral", "gemma3", "qwen3_5", "granitemoehybrid")
 FLASH_CASES = {
     "one row": "exact",
@@ -40,6 +42,7 @@ MESSAGES = {
     "rows kept": "The batch size is expected to be 1 rather than 2",
     "int64": "must be contiguous int32",
     "all keywords": "seq_idx needs the channels last",
+    "lfm3": "width must be between 2 and 4, got 7",
 }
 """What the kernel says in the cases that are errors."""
 _SHOWN = {

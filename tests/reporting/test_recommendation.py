@@ -35,6 +35,21 @@ def test_rule(name, overflow):
         assert (found["max_tokens"], found["reason"]) == (max_tokens, reason)
 
 
+@pytest.mark.parametrize(
+    ("lengths", "options", "strategy"),
+    [  # the default of collators, where it has as few rows and as little padding
+        ([5, 3, 9, 2], {"max_tokens": 10}, "balanced"),
+        ([5, 3, 9, 2], {}, "balanced"),
+        ([5, 3, 9, 2], {"max_tokens": 10, "strategies": ["balanced", "sequential"]}, "balanced"),
+        (MIXED, {"max_tokens": 41, "batch_size": 8}, "balanced"),
+        ([5, 3, 9, 2], {"max_tokens": 10, "strategies": "sequential"}, "sequential"),
+    ],
+)
+def test_the_strategy_is_that_of_collators_where_it_is_as_good(lengths, options, strategy):
+    found = packing_report(lengths, **options, show=False)["recommended"]["strategy"]
+    assert found == strategy
+
+
 def notes(lengths, limits, **options):
     return packing_report(lengths, limits, **options, show=False)["recommended"]["notes"]
 

@@ -134,7 +134,7 @@ def test_html_has_the_same_figures_with_the_recommended_row_bold():
     html = report._repr_html_()
     assert html.count("<tr>") == 4
     bold = html.split('<tr style="font-weight:bold">')[1].split("</tr>")[0]
-    assert '<td style="text-align:left;white-space:pre">best_fit_decreasing</td>' in bold
+    assert '<td style="text-align:left;white-space:pre">balanced</td>' in bold
     assert '<td style="text-align:left;white-space:pre">sequential</td>' in html
     assert "padding 47.2% -&gt; 5.0% at max_tokens=10" in html
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.tiny_models import TRANSFORMERS
 from tests.vision.families import FAMILIES, Example
 from torch_collate_kit.attention import check_isolation
 from torch_collate_kit.batch import Batch
@@ -98,6 +99,33 @@ def test_padded_rows_pass(name: str, side: Any) -> None:
 
 
 # --- what is caught ------------------------------------------------------------------------------
+
+
+def test_images_of_neighbours_that_touch_are_one_block_without_our_mask() -> None:
+    """Up to transformers 5.23 they see each other; later ones lose the second one's block."""
+    image = layout("gemma3").image_token_id
+    examples = make_examples("gemma3", [["text", (56, 56)], [(56, 56), "text"]])
+    for example, is_first in zip(examples, (True, False), strict=True):
+        ids = np.asarray(example["input_ids"])
+        places = np.flatnonzero(ids == image)
+        kept = slice(0, places[-1] + 1) if is_first else slice(places[0], None)
+        for key in ("input_ids", "labels", "token_type_ids"):
+            example[key] = np.asarray(example[key])[kept]
+    collate = PackedCollator(
+        FAMILIES["gemma3"].processor(),
+        max_tokens=64,
+        strategy="sequential",
+        vision=layout("gemma3"),
+    )
+    batch = collate(examples)
+    check("gemma3", inputs := inputs_of("gemma3", batch))
+    del inputs["attention_mask"]
+    joined = r"leaks into.*takes images that touch for one block.*mask=\"block\""
+    message = (
+        joined if TRANSFORMERS < (5, 24) else r"differs from .*and loses them; .*mask=\"block\""
+    )
+    with pytest.raises(IsolationError, match=message):
+        check("gemma3", inputs)
 
 
 @pytest.mark.parametrize("parts", [PARTS, [["text"]] * 4], ids=["images", "text"])

@@ -24,7 +24,7 @@ _PASS = "pass what batch.model_inputs(model) returns"
 _PADDED = "for padded rows pass their attention_mask"
 _BOUNDARIES = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "cu_seqlens_cpu"}
 _OF_KERNELS = _BOUNDARIES | {"seq_idx", "cu_seqlens"}
-_CACHES = ("past_key_values", "cache_params", "state")
+_CACHES = ("past_key_values", "cache", "cache_params", "state")
 _CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")  # of transformers, and of torch
 
 

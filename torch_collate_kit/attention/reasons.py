@@ -14,6 +14,11 @@ from torch_collate_kit.batch.model_kind import ModelKind, config_of
 from torch_collate_kit.errors import IsolationError
 from torch_collate_kit.families import attention_of, sliding_window
 
+_IMAGE_BLOCKS = (
+    'pass Batch.model_inputs("sdpa", mask="block", '
+    "sliding_window=model.config.text_config.sliding_window)"
+)
+
 
 def reason_of_leak(
     model: nn.Module, packed: PackedInputs, leaks: Callable[[PackedInputs], bool]
@@ -29,6 +34,7 @@ def reason_of_leak(
         return f'the attention_mask {shape_of(mask)} itself, or attention "{attention}" misusing it'
     return (
         _lost_boundaries(model, packed, attention)
+        or _joined_images(packed)
         or _blind_mask(model, packed, leaks)
         or "a layer of the model mixes positions; look for layers other than attention"
     )
@@ -60,6 +66,17 @@ def _lost_boundaries(model: nn.Module, packed: PackedInputs, attention: str) -> 
         if positions is None or not torch.equal(find_segments(unread).ids_RW, segments.ids_RW):
             return f'attention "{attention}" ignores cu_seq_lens, and position_ids do not restart'
     return None
+
+
+def _joined_images(packed: PackedInputs) -> str | None:
+    """Return the reason, if the model makes its blocks of images from the types of tokens."""
+    types = "" if packed.images is None else packed.images.layout.family.token_types
+    if not types or types not in packed.inputs:
+        return None
+    return (
+        "transformers up to 5.23 takes images that touch for one block, also where one example "
+        f"ends and the next begins; {_IMAGE_BLOCKS}"
+    )
 
 
 def _blind_mask(
@@ -106,9 +123,8 @@ def reason_of_difference(packed: PackedInputs, segment: int) -> str:
         return f"{types} is not passed; pass what Batch.model_inputs() returns"
     if types and mask is None:
         return (
-            "the model makes blocks of images from positions that restart, and loses them; pass "
-            'Batch.model_inputs("sdpa", mask="block", '
-            "sliding_window=model.config.text_config.sliding_window)"
+            "the model makes blocks of images from positions that restart, and loses them; "
+            + _IMAGE_BLOCKS
         )
     if mask is not None and not is_2d(mask):
         return f"the attention_mask {shape_of(mask)} lets tokens see too much or too little"

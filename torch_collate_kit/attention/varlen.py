@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -112,10 +111,10 @@ class _DeferredMask:
         self.has_padding = options.get("attention_mask") is not None
         self._built: tuple[Tensor | None] | None = None
         functions = list(_mask_parts(options["mask_function"]))
-        parts = [(getattr(part, "__qualname__", repr(part)), part) for part in functions]
+        parts = [(_name_of(part), part) for part in functions]
         self.unknown_parts = sorted({name for name, _ in parts} - _KNOWN_MASK_PARTS)
-        windows = [inspect.getclosurevars(p).nonlocals for name, p in parts if name == _WINDOW_PART]
-        self.windows: set[int] = {of_part["sliding_window"] for of_part in windows}
+        windows = [part.__closure__ for name, part in parts if name == _WINDOW_PART]
+        self.windows: set[int] = {window.cell_contents for (window,) in windows}
 
     def build(self) -> Tensor | None:
         from transformers.masking_utils import sdpa_mask
@@ -143,6 +142,12 @@ def _mask_parts(mask_function: Any) -> Iterator[Any]:
         for part in content if isinstance(content, tuple) else (content,):
             if callable(part):
                 yield from _mask_parts(part)
+
+
+def _name_of(part: Any) -> str:
+    """Return a function's qualified name, which torch 2.14 compiles from its code alone."""
+    name: Any = getattr(getattr(part, "__code__", None), "co_qualname", None)  # from Python 3.11 on
+    return getattr(part, "__qualname__", type(part).__name__) if name is None else name
 
 
 def _attention_mask(**options: Any) -> Any:

@@ -32,6 +32,23 @@ def fresh_bytes(size: int) -> np.ndarray:
     return array[first : first + size]
 
 
+def put_spans(
+    dense: Tensor, values: Tensor, cells: np.ndarray, starts: np.ndarray, lengths: np.ndarray
+) -> None:
+    """Copy ``values[start:start + length]``, or one value, into spans of a tensor in host memory.
+
+    A copy per span takes a third of the time of an index per token, and between memoryviews three
+    quarters of that between arrays.
+    """
+    if len(values) == 1:
+        values, starts = values.repeat_interleave(int(lengths.max()), 0), 0 * starts
+    size, flat = values[:1].nbytes, (dense, values.contiguous().view(-1))
+    room, source = (of.view(torch.uint8).numpy().data for of in flat)
+    bounds = [(size * of).tolist() for of in (cells, cells + lengths, starts, starts + lengths)]
+    for begin, end, start, stop in zip(*bounds, strict=True):
+        room[begin:end] = source[start:stop]
+
+
 class Slot(NamedTuple):
     """Place of a field in the buffer; ``offsets`` is set for a ragged field."""
 

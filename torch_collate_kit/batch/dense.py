@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_collate_kit.batch.buffer import fresh_bytes
+from torch_collate_kit.batch.buffer import fresh_bytes, put_spans
 from torch_collate_kit.batch.columns import Columns
 from torch_collate_kit.batch.fields import (
     IGNORE_INDEX,
@@ -110,16 +110,36 @@ class _Maker:
         self, values: Tensor | int, count: str, pad: Any, dtype: torch.dtype, *, hidden: int = 0
     ) -> Tensor:
         """Return values per counted token, or one for all: new, ``[R, W - hidden, ...]``."""
-        width, cells = self.width - hidden, self.cells(count, hidden)
-        shape = () if isinstance(values, int) else values.shape[1:]
+        width, shape = self.width - hidden, () if isinstance(values, int) else values.shape[1:]
+        spans = self.placement.spans(count, hidden) if self.device.type == "cpu" else None
+        if hidden and count != "responses" and spans is None:
+            return self.dense(values, count, pad, dtype)[:, hidden:].contiguous()
         dense = _full(self.num_rows * width * math.prod(shape), pad, dtype, self.device)
-        if isinstance(values, int):  # scatter_ takes four times as long with a number
-            values = dense.new_full((1,), values).expand(len(cells))
-        if shape:
-            dense.view(-1, *shape).index_copy_(0, cells, _as(values, dtype))
-        else:
-            dense.scatter_(0, cells, _as(values, dtype))
+        if isinstance(values, int):
+            values = dense.new_full((1,), values)
+        if spans is not None:
+            put_spans(dense, _as(values, dtype), *spans)
+        elif shape:
+            dense.view(-1, *shape).index_copy_(0, self.cells(count, hidden), _as(values, dtype))
+        else:  # scatter_ takes four times as long with a number
+            cells = self.cells(count, hidden)
+            dense.scatter_(0, cells, _as(values, dtype).expand(len(cells)))
         return dense.view(self.num_rows, width, *shape)
+
+    def last_cells(self, count: str, *, counted_up: bool = False, hidden: int = 0) -> Tensor | None:
+        """Return 1 (or 0, 1, 2, ...) for counted tokens that end padded rows; None if they do not.
+
+        Every row is a window over the same numbers: int64 [R, W - hidden], 0 at pads.
+        """
+        placement, width = self.placement, self.width - hidden
+        ends = placement.first_counted(count) + placement.segments[count].values
+        is_last = np.array_equal(ends, np.arange(1, self.num_rows + 1) * self.width)
+        if placement.is_packed or placement.shard or not is_last:
+            return None
+        steps = torch.zeros(2 * width, dtype=torch.int64, device=self.device)
+        steps[width:] = torch.arange(width, device=self.device) if counted_up else 1
+        dense = _empty(self.num_rows * width, steps.dtype, self.device).view(-1, width)
+        return torch.index_select(steps.unfold(0, width, 1), 0, self.per_segment[count], out=dense)
 
     def in_cells(self, values: Tensor | int, pad: Any) -> Tensor:
         """Return values per token, or one for all, in the cells of the tokens: int64 [R, W].
@@ -164,11 +184,13 @@ class _Maker:
             starts, size = self.starts(), self.num_rows * self.width
             shifts = self.per_segment.get("depths", 0) - starts
             return _counted_up(shifts, starts, size).view(self.num_rows, self.width)
+        if (positions := self.last_cells("lengths", counted_up=True)) is not None:
+            return positions
         lengths = self.per_segment["lengths"]
         before = torch.cumsum(lengths, 0) - lengths
         shifts = self.per_segment.get("depths", 0) - before
-        positions = _counted_up(shifts, before, len(self.cells("lengths")))
-        return self.in_cells(positions, 0)
+        total = int(self.placement.segments["lengths"].values.sum())
+        return self.in_cells(_counted_up(shifts, before, total), 0)
 
     def cells_of_batch(self) -> Tensor:
         """Return the cell of the batch, over its rows, of each cell of a shard: int64 [R * W]."""
@@ -198,7 +220,8 @@ class _Maker:
         return self.dense(is_image, "lengths", 0, torch.int64)
 
     def attention_mask(self) -> Tensor:
-        return self.in_cells(1, 0)
+        ones = self.last_cells("lengths")
+        return self.in_cells(1, 0) if ones is None else ones
 
     def labels(self) -> Tensor:
         ids, count = self.flat["input_ids"], str(self.columns.specs["loss_weights"].count)
@@ -213,15 +236,15 @@ class _Maker:
     def loss_mask(self) -> Tensor:
         target = self.columns.target
         weights = self.columns.is_trained() if target == "labels" else self.flat[target]
-        if self.columns.specs[target].count == "responses":
-            mask = self.dense(weights, "responses", 0, torch.float32, hidden=self.hidden)
-        else:
-            dense = self.dense(weights, str(self.columns.specs[target].count), 0, weights.dtype)
-            mask = _copied(dense[:, self.hidden :], torch.float32)
-        # by a tensor: CUDA multiplies by the reciprocal of a number, which is off by a bit
-        return mask if self.divisor == 1 else mask.div_(mask.new_full((), self.divisor))
+        weights = _as(weights, torch.float32)
+        if self.divisor != 1:  # by a tensor: CUDA multiplies by the reciprocal of a number
+            weights = weights / weights.new_full((), self.divisor)
+        count = str(self.columns.specs[target].count)
+        return self.dense(weights, count, 0, torch.float32, hidden=self.hidden)
 
     def response_mask(self) -> Tensor:
+        if (ones := self.last_cells("responses", hidden=self.hidden)) is not None:
+            return ones
         return self.dense(1, "responses", 0, torch.int64, hidden=self.hidden)
 
     def router_padding_mask(self) -> Tensor:

@@ -8,7 +8,7 @@ import numpy as np
 
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing.rows import Pieces
-from torch_collate_kit.ragged import Ragged, span_indices, unchecked
+from torch_collate_kit.ragged import SHORT_SPAN, Ragged, span_indices, unchecked
 from torch_collate_kit.vision import VisionLayout
 
 MAX_WIDTH = int(np.iinfo(np.int32).max)  # cells of a row; places there are int32
@@ -98,12 +98,33 @@ class Placement:
         """Return the first cell of each segment, int64 [Q], counted over all rows."""
         return self.rows() * self.width + self.segments["starts"].values
 
+    def first_counted(self, count: str) -> np.ndarray:
+        """Return the cell of each segment's first counted token, int64 [Q], over all rows."""
+        first = self.first_cells()
+        if count == "responses":
+            last = self.segments["targets" if self.shard else "lengths"].values
+            first += last - self.segments[count].values
+        return first
+
     def cells(self, count: str) -> np.ndarray:
         """Return the cell of every counted token, int64, over all rows."""
-        first, counted = self.first_cells(), self.segments[count].values.astype(np.int64)
-        if count == "responses":
-            first += self.segments["targets" if self.shard else "lengths"].values - counted
-        return span_indices(first, counted)
+        return span_indices(self.first_counted(count), self.segments[count].values.astype(np.int64))
+
+    def spans(self, count: str, hidden: int) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+        """Return runs of counted tokens, without the first ``hidden`` cells of rows; None if short.
+
+        int64 each: their first cells over all rows, their first tokens, and their lengths. Segments
+        that continue one another are one run, so most packed rows are.
+        """
+        first, counted, rows = self.first_counted(count), self.segments[count].values, self.rows()
+        left_out = np.clip(rows * self.width + hidden - first, 0, counted)
+        cells, lengths = first + left_out - (rows + 1) * hidden, counted - left_out
+        is_new = np.append(True, (cells[1:] != (cells + lengths)[:-1]) | (left_out[1:] > 0))
+        runs = np.flatnonzero(is_new)
+        if int(lengths.sum()) < SHORT_SPAN * len(runs):
+            return None
+        tokens = np.cumsum(counted, dtype=np.int64) - lengths
+        return cells[runs], tokens[runs], np.add.reduceat(lengths, runs)
 
 
 def sums_per_row(values: np.ndarray, offsets: np.ndarray) -> np.ndarray:

@@ -55,7 +55,7 @@ def packings_to_try(
 ) -> list[PackingOptions]:
     """Return every ``max_tokens`` with every strategy, each once, in the order given."""
     if strategies is None:
-        strategies = _STRATEGIES[:1] if max_tokens is None else _STRATEGIES
+        strategies = ["balanced"] if max_tokens is None else _STRATEGIES
     if max_tokens is None:
         max_tokens = capacities_to_try(lengths, packing.parallel.row_align)
     is_one = isinstance(max_tokens, str) or not isinstance(max_tokens, Sequence | np.ndarray)
@@ -233,7 +233,10 @@ def recommended(candidates: Sequence[Mapping[str, Any]], num_tokens: int) -> dic
     complete = [c for c in packed if _num_lost(c) == fewest]
     lean = [c for c in complete if c["padding"] <= _MOST_PADDING]
     limit = min(c["max_tokens"] for c in lean or _within(complete))
-    best = _within([c for c in complete if c["max_tokens"] == limit])[0]
+    best, *others = _within([c for c in complete if c["max_tokens"] == limit])
+    for other in others:  # the default of collators
+        if other["strategy"] == "balanced" and other["num_rows"] <= best["num_rows"]:
+            best = other
     verb = "lose" if any(map(_num_lost_tokens, complete)) else "cut"
     lossless = f"{verb} the fewest examples ({fewest:,})" if fewest else "drop and cut nothing"
     reason = (

@@ -163,7 +163,8 @@ def packing_report(
 
     Recommended is the smallest ``max_tokens`` of those that drop and cut the fewest examples and
     leave at most 2% padding; if they all leave more, the smallest within half a point of the least.
-    The strategy is the first one within half a point of the least padding.
+    The strategy is the first one within half a point of the least padding, or "balanced", the
+    default of collators, where that has as few rows.
 
     Args:
         data: lengths, a TokenizedDataset, a datasets.Dataset, the path of an Arrow or Parquet file,
@@ -171,7 +172,7 @@ def packing_report(
             ``attention_mask``, to refuse padded examples, and the tokens of lists of segments.
         max_tokens: one or several. None tries powers of two, and a few numbers between them, from
             what holds 99 of 100 examples to twice what holds all.
-        strategies: of ``pack``. None: best fit, balanced and sequential, but best fit alone if
+        strategies: of ``pack``. None: best fit, balanced and sequential, but balanced alone if
             ``max_tokens`` is None.
         parallel: the layout; its ``dp`` ranks share rows, ``align`` pads examples, ``row_align``
             rows.
@@ -204,7 +205,7 @@ def packing_report(
     >>> report = packing_report([5, 3, 9, 2], [10, 20], show=False)
     >>> best = report["recommended"]
     >>> best["max_tokens"], best["strategy"]
-    (20, 'best_fit_decreasing')
+    (20, 'balanced')
     >>> best["reason"]
     'the smallest of those that drop and cut nothing and leave at most 2% padding'
     """

@@ -149,11 +149,15 @@ sys.exit(f"{{sum(map(bool, ends))}} of {{len(ends)}} children hung" if any(ends)
 """
 
 
+# Python 3.12 and later: "This process is multi-threaded, use of fork() may lead to deadlocks"
+FORK_WARNING = "ignore:This process:DeprecationWarning"
+
+
 def test_a_first_collation_holds_no_import_lock():
     """A fresh interpreter: a child that is forked during an import can never import that module."""
     for _ in range(10):
         ran = subprocess.run(
-            [sys.executable, "-c", FIRST_COLLATION],
+            [sys.executable, "-W", FORK_WARNING, "-c", FIRST_COLLATION],
             capture_output=True,
             text=True,
             timeout=CHILD_SECONDS,
