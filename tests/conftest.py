@@ -20,7 +20,7 @@ except ImportError:  # tests/gpu needs none
     pass
 else:
     PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    settings.register_profile("default", PATIENT, derandomize=True, max_examples=60)
+    settings.register_profile("default", PATIENT, derandomize=True, max_examples=40)
     settings.register_profile("thorough", PATIENT, max_examples=2000)
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 os.environ["HF_UPDATE_DOWNLOAD_COUNTS"] = "0"  # datasets: no request for each file that is read

@@ -33,7 +33,7 @@ def gradients(model: Any, run: Any, inputs: dict[str, Any]) -> list[torch.Tensor
     return [logits.detach(), *(p.grad.clone() for p in model.parameters())]
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
+@pytest.mark.parametrize("kind", ["qwen3", pytest.param("gemma3", marks=pytest.mark.release)])
 def test_compiled_training_is_the_same_and_breaks_no_graph(kind: str) -> None:
     """Reading the boundaries broke it 7 times for qwen3 and 10 times for gemma3 at first."""
     model = tiny_model(kind, dtype=torch.float64).train()
@@ -98,7 +98,7 @@ def test_a_compiled_model_follows_paths_without_a_graph_break() -> None:
     model = tiny_model("qwen3", dtype=torch.float64).train()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, backend=counter)
-    for seed in range(4):
+    for seed in range(2):
         inputs = both(random_examples(seed))[0].model_inputs(model)
         plain, found = (gradients(model, run, inputs) for run in (model, compiled))
         for expected, value in zip(plain, found, strict=True):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import oracle
@@ -84,7 +84,7 @@ def assert_shards(batch: Batch, size: int, layout: Any, pads: dict[str, float]) 
 
 
 @pytest.mark.parametrize("form", FORMS)
-@FUZZ
+@settings(FUZZ, max_examples=settings().max_examples // 3)  # of every form
 @given(data=st.data())
 def test_packed_rows_are_those_of_the_oracle(form: str, data: st.DataObject) -> None:
     drawn = data.draw(batches(form, max_examples=6, columns=False))

@@ -79,6 +79,7 @@ def test_every_cell_runs_what_there_is() -> None:
         assert set(cell.options.get("trainers", [])) <= set(peers.TRAINERS)
 
 
+@pytest.mark.release
 def test_hybrids_are_packed_by_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     hybrids = importlib.import_module("gpu.hybrids")
     where = importlib.import_module("gpu.where").Where(torch.device("cpu"), is_tiny=True)

@@ -168,7 +168,7 @@ def test_a_state_by_rows_knows_the_runs() -> None:
         other.load_state_dict(state)
 
 
-@pytest.mark.parametrize("form", ["examples", "columns"])
+@pytest.mark.parametrize("form", ["examples", pytest.param("columns", marks=pytest.mark.release)])
 def test_streams_cut_trees_and_resume_within_one(form: str) -> None:
     source: Any = TURNS if form == "examples" else TokenizedDataset(TURNS)
     for dp, every in ((1, 1), (2, 3)):

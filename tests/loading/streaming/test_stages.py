@@ -131,15 +131,15 @@ def check_a_case(seed: int) -> int:
 
 
 def test_the_order_is_that_of_the_slow_loop() -> None:
-    assert sum(map(check_a_case, range(60))) > 150
+    assert sum(map(check_a_case, range(12))) > 25
 
 
 @pytest.mark.release
 def test_the_order_is_that_of_the_slow_loop_in_1000_mixtures() -> None:
-    assert sum(map(check_a_case, range(60, 1060))) > 3000
+    assert sum(map(check_a_case, range(12, 1060))) > 3000
 
 
-@pytest.mark.parametrize("by", ["examples", "tokens"])
+@pytest.mark.parametrize("by", ["tokens", pytest.param("examples", marks=pytest.mark.release)])
 def test_joined_documents_have_their_stage_exactly(by: str) -> None:
     sources = sources_of([60, 40], longest=20)
     schedule = [(0, [3, 1]), (4, [0, 1]), (9, [1, 1])]
@@ -160,6 +160,7 @@ def test_joined_documents_have_their_stage_exactly(by: str) -> None:
     assert_exact_resume(lambda: mixed(streams, None, **options), num_steps=len(found) + 2)
 
 
+@pytest.mark.release
 def test_a_stage_begins_at_its_step_however_full_rows_are() -> None:
     for lengths in ((7, 8), (1, 12)):  # one in a row of 12 tokens, and rows that are 98% full
         rng = np.random.default_rng(0)
@@ -201,6 +202,7 @@ def test_exact_resume_at_every_batch(kind: str, more: dict[str, Any], shuffle: b
     assert_exact_resume(make, num_steps=num_steps, max_state_bytes=7000)
 
 
+@pytest.mark.release
 def test_exact_resume_of_random_mixtures() -> None:
     for seed in range(12):
         parts, of_mixture, of_stream = random_case(seed)
