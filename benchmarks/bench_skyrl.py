@@ -23,6 +23,7 @@ ours; without it, its function ``collate_sft_batch`` alone is in the table, too.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -87,8 +88,11 @@ def compare(
         for form in forms if other is not None else ():
             runs[f"{name}, {form}"] = partial(other, inputs[form])
             same_tokens(runs[f"{name}, {form}"](), collate(inputs[form]), names)
+    gc.collect()
+    gc.freeze()  # or every collection walks through all lists, and the caches are cold after it
     clocked = {name: timed(run, time.process_time) for name, run in runs.items()}
     times = alternate(clocked, rounds=rounds, warm_up=2)
+    gc.unfreeze()
     report.times(heading, times)
     rows = []
     for form in inputs:
