@@ -45,10 +45,6 @@ def _collate(r: Results) -> dict[str, str]:
             f"padded {times(r, others['padded'], 'TRL padded, lists', 'lists')} and "
             f"{times(r, others['padded'], 'TRL padded, ndarrays', 'ndarrays')}"
         ),
-        "Against SkyRL, from lists?": (
-            f"packed it takes {times(r, others['packed'], 'SkyRL packed, lists', 'lists')}, "
-            f"padded {times(r, others['padded'], 'SkyRL padded, lists', 'lists')} as long"
-        ),
         "Against NumPy code written for the purpose, from arrays?": (
             f"packed it takes {times(r, packed, 'row by row, ndarrays', 'collate, ndarrays')}, "
             f"padded {times(r, padded, 'row by row, ndarrays', 'collate, ndarrays')} as long as "
@@ -83,7 +79,8 @@ def _packing(r: Results) -> dict[str, str]:
             f"{cell(r, large, axolotl, 'filled')} full"
         ),
         "Against SkyRL's first fit?": (
-            f"for 1,024 examples it takes {times(r, keys[small], 'SkyRL first fit', ours)} as long"
+            f"for 1,024 examples it takes {times(r, keys[small], 'SkyRL 0.3.0 first fit', ours)} "
+            "as long"
         ),
     }
 
@@ -104,13 +101,38 @@ def _rollout(r: Results) -> dict[str, str]:
             f"{bytes_per_token(r, f'{mix}, bytes', 'stored')} bytes per token; its dense fields "
             f"would be {bytes_per_token(r, f'{mix}, bytes', 'fields')}"
         ),
-        "Against SkyRL, from lists?": (
-            f"it takes {times(r, 'other collators', 'SkyRL, lists', 'lists')} as long"
-        ),
         "What do prompt and response side by side save?": (
             "with a long prompt and a long response in one batch, padding them apart takes "
             f"{cell(r, 'Width', 'prompts and responses padded apart', 'of one block')} the memory"
         ),
+    }
+
+
+def _skyrl(r: Results) -> dict[str, str]:
+    main = next((row[1] for part in r["parts"] for row in part.get("rows", ())
+                 if row[1].startswith("SkyRL main")), MISSING).partition(",")[0]  # fmt: skip
+
+    def over(layout: str, form: str, other: str = main, ours: str = "all fields") -> str:
+        theirs = f"{other}, {'arrays' if form == 'columns' else form}"
+        return times(r, layout, theirs, f"{ours}, {form}")
+
+    def of(layout: str) -> str:
+        forms = (f"{over(layout, form)} from {form}" for form in ("columns", "arrays", "lists"))
+        release = over(layout, "lists", "SkyRL 0.3.0")
+        call = over(layout, "arrays", ours="call")
+        return (
+            f"the main branch takes {', '.join(forms)}, with the same fields made on the CPU; "
+            f"{call} as long as the call alone, which is the host's part where a step reads fields "
+            f"on the device, from arrays; the release 0.3.0 takes {release} from lists"
+        )
+
+    return {
+        "Against SkyRL, packed?": of("packed"),
+        "Against SkyRL, padded?": (
+            f"{of('padded')}; its function that does not divide the mask takes "
+            f"{over('padded', 'arrays', f'{main}, undivided')} from arrays"
+        ),
+        "Against SkyRL, rollouts?": of("rollouts"),
     }
 
 
@@ -289,6 +311,7 @@ ANSWERS: dict[str, Callable[[Results], dict[str, str]]] = {
     "packing": _packing,
     "preference": _preference,
     "rollout": _rollout,
+    "skyrl": _skyrl,
     "trees": _trees,
     "stream": _stream,
     "vision": _vision,

@@ -67,37 +67,26 @@ def plain_padded(examples: Examples, lists: Any) -> Runs:
 
 def peer_runs(examples: Examples, max_tokens: int, layout: str) -> tuple[Runs, dict[str, str]]:
     """Peers of a layout on lists, TRL on ndarrays too; masks in the form that each one reads."""
-    forms: dict[str, Sequence[Mapping[str, Any]]] = {"labels": [], "actions": []}
     labelled = []
     for example in examples:
         ids, mask = example["input_ids"], example["loss_mask"]
         labels = np.where(mask != 0, ids, -100)
         labelled.append({"input_ids": ids, "labels": labels})
-    forms["labels"] = lists_of(labelled)
-    forms["actions"] = [
-        {
-            "input_ids": ids.tolist(),
-            "attention_mask": [1] * len(ids),
-            "num_actions": int(mask.sum()),
-            "loss_mask": [1] * int(mask.sum()),
-        }
-        for ids, mask in ((e["input_ids"], e["loss_mask"]) for e in examples)
-    ]
+    lists = lists_of(labelled)
     runs: Runs = {}
     fields: dict[str, str] = {}
-    for name, (form, collate, makes) in peers.collators(max_tokens).items():
+    for name, (collate, makes) in peers.collators().items():
         if ("padded" in name) != (layout == "padded"):
             continue
         if collate is None:
             fields[name] = "not installed"
             continue
-        inputs = {"lists": forms[form]} | ({"ndarrays": labelled} if "TRL" in name else {})
+        inputs = {"lists": lists} | ({"ndarrays": labelled} if "TRL" in name else {})
         for kind, values in inputs.items():
             key = f"{name}, {kind}"
             runs[key], fields[key] = (lambda c=collate, v=values: c(v)), makes
             batch = runs[key]()
-            ids = batch["input_ids" if "input_ids" in batch else "sequences"]
-            if int(ids.sum()) != sum(int(e["input_ids"].sum()) for e in examples):
+            if int(batch["input_ids"].sum()) != sum(int(e["input_ids"].sum()) for e in examples):
                 raise AssertionError(f"{key} does not hold the tokens of the examples")
     return runs, fields
 

@@ -61,7 +61,7 @@ def packers(count: int) -> dict[str, Callable[[np.ndarray, int], int] | None]:
     }
     if count <= 10_000:  # rows times examples steps of Python
         found["plain Python first fit"] = lambda x, n: len(first_fit(x.tolist(), n))
-        found["SkyRL first fit"] = peers.skyrl_packer()
+        found["SkyRL 0.3.0 first fit"] = peers.skyrl_packer()
     return found
 
 

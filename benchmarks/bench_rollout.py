@@ -1,4 +1,4 @@
-"""How fast rollouts are collated, against plain NumPy, SkyRL's loops and a copy of the output.
+"""How fast rollouts are collated, against plain NumPy and a copy of the output.
 
 Claimed, for 1,024 rollouts with log-probs, medians of alternating runs in one process, one thread,
 against a row-by-row NumPy version of the same fields: from columns at least 5 times faster, from
@@ -9,7 +9,7 @@ column per response token costs at most 1.5 times a memcpy of it.
 
 collate, ready and delivered are explained in benchmarks/runs.py. The row-by-row version
 (benchmarks/row_by_row.py) makes the same fields in the same dtypes, and is checked to give the same
-values before anything is timed. SkyRL's loops make no positions.
+values before anything is timed.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import peers
 import torch
 from harness import Report, arguments
 from row_by_row import check_equal, rollouts
-from runs import HEADER, columns_of, compare, lists_of, measured, ready, rows_of
+from runs import HEADER, columns_of, compare, lists_of, measured, rows_of
 from samples import long_tail, real_mix, rollouts_of
 
 from torch_collate_kit import PerResponseToken, RolloutCollator
@@ -56,14 +55,6 @@ def blocks(report: Report, folder: Path, rounds: int) -> None:
             report.target(what_for, factor, "x", limit)
         more = median["delivered, columns"] / median["collate, columns"]
         report.target(f"{mix}: delivered, over the call", more, "<x", 1.5)
-        skyrl = peers.skyrl_rollouts()
-        if mix == "real mix" and skyrl is not None:
-            ours = {k: lambda given=given: ready(collate(given)) for k, given in inputs.items()}
-            times = measured(ours | {"SkyRL, lists": partial(skyrl, lists)}, 5)
-            report.times("other collators", times)
-            fields = {"SkyRL, lists": "no positions"}
-            rows = rows_of(times, "columns", fields)
-            report.table("Other collators", HEADER, rows, f"ms; {about}; ours ready.")
 
 
 def further_column(report: Report, folder: Path, rounds: int) -> None:

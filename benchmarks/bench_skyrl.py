@@ -5,7 +5,7 @@ made on the CPU that SkyRL makes (ids, attention mask, loss mask; of rollouts al
 rewards and log-probs): SkyRL's main branch takes at least 1.2 times as long for packed arrays, 1.0
 for padded arrays, and 1.5 for lists, columns and rollouts.
 
-    SKYRL_MAIN=path/of/a/checkout python benchmarks/bench_skyrl.py
+    SKYRL_MAIN=path/of/a/checkout python benchmarks/bench_skyrl.py  # measured: a9564572
 
 Both get the same examples, each in its own form: SkyRL reads ``num_actions`` and the
 mask of these, and no columns, so ours are compared with its arrays. Seconds are CPU seconds
@@ -23,6 +23,7 @@ ours; without it, its function ``collate_sft_batch`` alone is in the table, too.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -87,8 +88,11 @@ def compare(
         for form in forms if other is not None else ():
             runs[f"{name}, {form}"] = partial(other, inputs[form])
             same_tokens(runs[f"{name}, {form}"](), collate(inputs[form]), names)
+    gc.collect()
+    gc.freeze()  # or every collection walks through all lists, and the caches are cold after it
     clocked = {name: timed(run, time.process_time) for name, run in runs.items()}
     times = alternate(clocked, rounds=rounds, warm_up=2)
+    gc.unfreeze()
     report.times(heading, times)
     rows = []
     for form in inputs:

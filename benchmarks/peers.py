@@ -93,13 +93,13 @@ def skyrl_packer() -> Packer | None:
     return pack
 
 
-def collators(max_tokens: int) -> dict[str, tuple[str, Collator | None, str]]:
-    """By name: what the collator takes, the collator, and the fields that it makes."""
+def collators() -> dict[str, tuple[Collator | None, str]]:
+    """By name: the collator, and the fields that it makes."""
     return {
-        "TRL padding-free": ("labels", _trl(True), "ids, labels, positions, seq_idx; one row"),
-        "transformers flattening": ("labels", _flattening(), "ids, labels, positions; one row"),
-        "TRL padded": ("labels", _trl(False), "ids, labels, mask"),
-        "transformers Seq2Seq padded": ("labels", _seq2seq(), "ids, labels, mask"),
+        "TRL padding-free": (_trl(True), "ids, labels, positions, seq_idx; one row"),
+        "transformers flattening": (_flattening(), "ids, labels, positions; one row"),
+        "TRL padded": (_trl(False), "ids, labels, mask"),
+        "transformers Seq2Seq padded": (_seq2seq(), "ids, labels, mask"),
     }
 
 

@@ -119,7 +119,9 @@ FAULTS = [
     Fault("ragged.py", "starts * size, lengths * size)", "starts, lengths * size)", "collators/test_vectors.py test_ragged.py"),
     # batch
     Fault("batch/dense.py", "width * math.prod(shape), pad, dtype", "width * math.prod(shape), 0, dtype", "collators/test_vectors.py collators/test_declared_fields.py"),
-    Fault("batch/placement.py", 'first += self.segments["targets" if self.shard else "lengths"].values - counted', "first += 0", "test_batch_explain.py test_batch_drawing.py"),
+    Fault("batch/placement.py", "first += last - self.segments[count].values", "first += 0", "test_batch_explain.py test_batch_drawing.py"),
+    Fault("batch/placement.py", "(cells[1:] != (cells + lengths)[:-1]) | (left_out[1:] > 0)", "cells[1:] != (cells + lengths)[:-1]", "test_batch_spans.py"),
+    Fault("batch/dense.py", "np.array_equal(ends, np.arange(1, self.num_rows + 1) * self.width)", "True", "test_batch_spans.py collators/test_padded_fuzz.py"),
     Fault("batch/dense.py", "starts = starts + self.per_segment[last] - number", "starts = starts", "collators"),
     Fault("batch/placement.py", "aligned = -(-lengths // align) * align", "aligned = lengths // align * align", "collators"),
     Fault("batch/counts.py", "placement.numbers() < counts[placement.rows()]", "placement.numbers() >= 0", "test_batch_counts.py"),
@@ -182,6 +184,7 @@ FAULTS = [
     Fault("attention/isolate_mixers.py", "self.module.training or inputs.get", "inputs.get", "test_isolate_mixers.py"),
     Fault("attention/isolate_mixers.py", "(cached is not None and not self.module.training)", "cached is not None", "test_isolate_mixers.py"),
     Fault("attention/isolate_mixers.py", "(cells, (1, self.width))", "(cells,)", "test_isolate_mixers.py"),
+    Fault("attention/isolate_mixers.py", '_CACHES = ("past_key_values", "cache", ', '_CACHES = ("past_key_values", ', "test_isolate_mixers.py"),
     Fault("attention/isolate_mixers.py", "self.replaced or partial(", "partial(", "test_isolate_mixers.py"),
     Fault("attention/isolate_mixers.py", "if key not in _OF_KERNELS", "if True", "test_isolate_mixers.py"),
     Fault("attention/isolate_mixers.py", "if self.module.training or torch.is_grad_enabled():", "if self.module.training:", "test_isolate_mixers.py"),

@@ -1,7 +1,7 @@
 """The table of model families: what keeps the segments of a packed row apart, by ``model_type``.
 
 Positions that restart do so in most models of attention alone, which need no entry. What is said
-of transformers' kernels holds for 5.17 to 5.23; docs/isolation.md has how it was measured.
+of transformers' kernels holds for 5.17 to 5.24; docs/isolation.md has how it was measured.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -121,3 +122,22 @@ def test_a_run_saves_skips_and_shows(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert run.main([*options[:4], "--table"]) == 1
     page = (tmp_path / "gpu-cpu-tiny.md").read_text(encoding="utf-8")
     assert "| checks of correctness that fail | 1 | at most 0 | MISSED |" in page
+
+
+def test_skyrl_main_stands_in_by_its_description(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a checkout: the same tokens, masks and weights as ours, and the tables say so."""
+    monkeypatch.syspath_prepend(FOLDER)
+    monkeypatch.delenv("SKYRL_MAIN", raising=False)
+    peers, ours = importlib.import_module("peers"), importlib.import_module("torch_collate_kit")
+    examples = importlib.import_module("samples").examples_of(np.array([19, 14, 32, 27]))
+    given = importlib.import_module("bench_skyrl").with_actions(examples)
+    assert peers.skyrl_main_name() == "SkyRL main (its loops, written again)"
+    assert peers.skyrl_packed(48, main=True)(given)["sequences"].shape == (2, 46)
+    pairs = [(ours.PaddedCollator(0), peers.skyrl_padded(main=True), examples, given)]
+    rollouts = importlib.import_module("samples").rollouts_of(np.array([19, 14, 32, 27]))
+    pairs += [(ours.RolloutCollator(0), peers.skyrl_rollouts(main=True), rollouts, rollouts)]
+    for mine, theirs, to_ours, to_theirs in pairs:
+        batch, fields = mine(to_ours), theirs(to_theirs)
+        torch.testing.assert_close(batch["input_ids"], fields["sequences"], rtol=0, atol=0)
+        torch.testing.assert_close(batch["attention_mask"], fields["attention_mask"])
+        torch.testing.assert_close(batch["loss_mask"], fields["loss_mask"])

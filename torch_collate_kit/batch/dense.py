@@ -78,10 +78,8 @@ class _Maker:
 
     def row_of_segment(self) -> Tensor:
         """Return the row of each segment, int64 [Q]."""
-        rows, total = (
-            torch.arange(self.num_rows, device=self.device),
-            len(self.per_segment["starts"]),
-        )
+        rows = torch.arange(self.num_rows, device=self.device)
+        total = len(self.per_segment["starts"])
         return torch.repeat_interleave(rows, self.num_segments, output_size=total)
 
     def starts(self) -> Tensor:
@@ -189,8 +187,7 @@ class _Maker:
         lengths = self.per_segment["lengths"]
         before = torch.cumsum(lengths, 0) - lengths
         shifts = self.per_segment.get("depths", 0) - before
-        total = int(self.placement.segments["lengths"].values.sum())
-        return self.in_cells(_counted_up(shifts, before, total), 0)
+        return self.in_cells(_counted_up(shifts, before, len(self.flat["input_ids"])), 0)
 
     def cells_of_batch(self) -> Tensor:
         """Return the cell of the batch, over its rows, of each cell of a shard: int64 [R * W]."""

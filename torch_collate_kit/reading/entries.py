@@ -57,10 +57,10 @@ def joined(column: Numbers) -> Ragged:
     """Return the column as one flat array, in the order of the examples."""
     if isinstance(column, Ragged):
         return column
-    return unchecked(_concatenated(column.arrays), column.offsets)
+    return unchecked(concatenated(column.arrays), column.offsets)
 
 
-def _concatenated(arrays: list[Any]) -> np.ndarray:
+def concatenated(arrays: list[Any]) -> np.ndarray:
     """Join arrays, or tensors, of one dtype: in three quarters of the time of NumPy."""
     if isinstance(arrays[0], Tensor):
         return tensor_to_numpy("", None, torch.cat(arrays))
@@ -87,7 +87,7 @@ def taken(column: Numbers, pieces: Pieces, values: np.ndarray | None = None) -> 
         if starts.any() or not np.array_equal(lengths, column.lengths[examples]):
             spans_of = zip(chosen, starts.tolist(), (starts + lengths).tolist(), strict=True)
             chosen = [array[start:stop] for array, start, stop in spans_of]
-        return _concatenated(chosen)
+        return concatenated(chosen)
     values = column.values if values is None else values
     first = column.offsets[:-1][examples] + starts
     if (first[1:] == first[:-1] + lengths[:-1]).all():  # in order, and without a hole

@@ -298,9 +298,12 @@ class ExampleColumns:
                 num_responses = self._responses_of_split(pieces, num_responses)
             responses = pieces._replace(lengths=num_responses)
         elif not self.are_rollouts:  # one per token, as from every other form of target
-            given = target
-            target = np.zeros(int(pieces.lengths.sum()), dtype=given.dtype)
-            target[last_tokens(pieces, most)] = given
+            given, kinds = target, np.tile([False, True], len(most))
+            target = np.repeat(kinds, np.stack([pieces.lengths - most, most], 1).ravel())
+            if num_trained is not most or given.dtype != np.bool_:
+                weights = np.zeros(len(target), dtype=given.dtype)
+                weights[target] = given
+                target = weights
         return target, responses, num_trained
 
     def _responses_of_split(self, pieces: Pieces, num_responses: np.ndarray) -> np.ndarray:

@@ -19,13 +19,14 @@ from torch_collate_kit.batch.fields import (
 )
 from torch_collate_kit.batch.placement import MAX_WIDTH, too_wide
 from torch_collate_kit.errors import DataError, examples_named
-from torch_collate_kit.ragged import Ragged
+from torch_collate_kit.ragged import Ragged, unchecked
 from torch_collate_kit.reading.arrays import read_images, route_column
 from torch_collate_kit.reading.columns import Kind, Numbers, number_column
 from torch_collate_kit.reading.entries import (
     DeclaredFields,
     FieldColumn,
     are_int32_ids,
+    concatenated,
     joined,
     weights_of_examples,
 )
@@ -187,9 +188,14 @@ def _rollout_ids(raw: dict[str, Any]) -> tuple[Ragged, np.ndarray]:
             raw[name] = spread_numbers(name, raw[name], num_actions)
     sides = (prompts, responses)
     is_narrow = all(isinstance(side, Ragged) and are_int32_ids(side.values) for side in sides)
+    dtype = np.dtype(np.int32 if is_narrow else np.int64)
     parts: list[Any] = [None] * (2 * len(prompts))
-    parts[::2], parts[1::2] = sides
-    dtype = np.int32 if is_narrow else np.int64
+    parts[::2], parts[1::2] = (
+        unchecked(side.values.astype(dtype), side.offsets) if isinstance(side, Ragged) else side
+        for side in sides
+    )
+    if {part.dtype for part in parts[:2]} == {dtype}:
+        return Ragged.from_lengths(concatenated(parts), lengths), num_actions
     values = np.concatenate(parts, dtype=dtype, casting="unsafe")
     return Ragged.from_lengths(values, lengths), num_actions
 

@@ -35,6 +35,11 @@ def scalar_column(name: str, column: Any, kinds: str, wanted: str) -> np.ndarray
         column = tensor_to_numpy(name, None, column)
     if isinstance(column, np.ndarray) and column.ndim == 1 and column.dtype.kind in kinds:
         return column
+    types = set(map(type, column := list(column)))
+    if types <= {int, np.int64} or types <= {float, np.float64}:
+        array = np.array(column)
+        if array.dtype in (np.int64, np.float64) and array.dtype.kind in kinds:
+            return array
     numbers = [_one_value(value) for value in column]
     for i, number in enumerate(numbers):
         kind = next((kind for type_, kind in _TYPES.items() if isinstance(number, type_)), "?")
