@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -13,96 +14,107 @@ from torch_collate_kit import (
     PackedCollator,
     PaddedCollator,
     ParallelLayout,
-    PerExample,
-    PerResponseToken,
     PerToken,
-    RolloutCollator,
 )
-from torch_collate_kit.batch import dense, placement
-from torch_collate_kit.ragged import Ragged
 
 FIELDS = {
     "half": PerToken(torch.bfloat16, pad=-1),
     "vectors": PerToken(torch.float32, shape=(3,)),
     "flags": PerToken(torch.bool, pad=1),
-    "domain": PerExample(torch.int64),
 }
 LENGTHS = (7, 1, 40, 3, 40, 22)
 
 
-def examples(kind: str) -> list[dict[str, Any]]:
+def examples(kind: str, scale: int) -> list[dict[str, Any]]:
     rng, found = np.random.default_rng(4), []
-    for n in LENGTHS:
+    for n in scale * np.array(LENGTHS):
         ids, weights = rng.integers(5, 99, n), rng.choice([0.0, 0.5, 1.0], n)
-        if kind == "rollouts":
-            values = dict.fromkeys(("rewards", "loss_mask", "ref"), weights)
-            found.append({"prompt_ids": ids[:1], "response_ids": ids, **values})
-            continue
-        mask = weights if kind == "weights" else (rng.random(n) < 0.5).astype(np.float32)
-        target = {"labels": np.where(mask != 0, ids, -100)} if kind == "labels" else {}
-        more = {"half": rng.random(n), "vectors": rng.random((n, 3)), "flags": mask == 0}
-        found.append({"input_ids": ids, **(target or {"loss_mask": mask}), **more, "domain": 3})
+        if kind != "weights":
+            weights = (weights > 0).astype(np.float64)
+        target = {"loss_mask": weights}
+        if kind == "labels":
+            target = {"labels": np.where(weights != 0, ids, -100)}
+        more = {"half": rng.random(n), "vectors": rng.random((n, 3)), "flags": weights == 0}
+        found.append({"input_ids": ids, **target, **more})
+        found[-1]["weights_of_tokens"] = weights
     return found
 
 
-REF = {"ref": PerResponseToken(torch.float16)}
-SET_UPS: dict[str, tuple[Any, str]] = {
-    "left": (PaddedCollator(3, fields=FIELDS), "weights"),
-    "right": (PaddedCollator(3, fields=FIELDS, padding_side="right"), "flags"),
-    "a multiple": (PaddedCollator(0, fields=FIELDS, pad_to_multiple_of=16), "labels"),
-    "rollouts": (RolloutCollator(0, fields=REF), "rollouts"),
-    "packed": (PackedCollator(0, max_tokens=64, fields=FIELDS), "weights"),
-    "with gaps": (
-        PackedCollator(7, max_tokens=64, fields=FIELDS, parallel=ParallelLayout(dp=2, tp=8)),
-        "labels",
-    ),
-    "wide": (PackedCollator(0, max_tokens=60, fixed_width=True, fields=FIELDS), "flags"),
-    "packed rollouts": (PackedCollator(0, max_tokens=64, fields=REF), "rollouts"),
+def padded(pad: int, **options: Any) -> Any:
+    return lambda scale: PaddedCollator(pad, fields=FIELDS, normalize_loss=False, **options)
+
+
+def packed(pad: int, **options: Any) -> Any:
+    shared = {"fields": FIELDS, "normalize_loss": False, **options}
+    return lambda scale: PackedCollator(pad, max_tokens=64 * scale, **shared)
+
+
+SET_UPS: dict[str, tuple[Any, str, int]] = {
+    "left": (padded(3), "weights", 3),
+    "right": (padded(3, padding_side="right"), "flags", 3),
+    "a multiple": (padded(0, pad_to_multiple_of=16), "labels", 0),
+    "packed": (packed(0), "weights", 0),
+    "with gaps": (packed(7, parallel=ParallelLayout(dp=2, tp=8)), "labels", 7),
+    "wide": (packed(0, fixed_width=True), "flags", 0),
 }
 
 
-def fields_of(batch: Batch) -> dict[str, torch.Tensor]:
-    return {name: f.values if isinstance(f, Ragged) else f for name, f in batch.items()}
-
-
 def changes(collate: Any, given: Any) -> list[Batch]:
-    """A batch, and what may be made of it: other rows, joined, added, a context rank's part."""
+    """A batch, and what may be made of it: other rows, joined, added."""
     batch = collate(given)
     found = [batch, batch[1:], batch.select([1, 0, 1]), Batch.cat([batch[:1], batch[1:]])]
-    found.append(batch.pad_rows(multiple_of=5))
-    if collate.__class__ is PackedCollator and collate.packing.parallel.tp > 1:
-        found.append(batch.context_shard(1, 2, layout="contiguous"))
+    return [*found, batch.pad_rows(multiple_of=5)]
+
+
+def places(batch: Batch) -> Iterator[tuple[int, int, int, int]]:
+    """Row, first cell, example and length of every segment."""
+    indices, lengths = batch.row_metadata["example_indices"].tolist(), batch["sub_seq_lengths"]
+    mask = batch["attention_mask"]
+    for row, (examples_of_row, of_row) in enumerate(zip(indices, lengths.tolist(), strict=True)):
+        starts = [int(mask[row].argmax())]  # of a padded row
+        if "cu_seq_lens" in batch:
+            starts = batch["cu_seq_lens"].tolist()[row][: len(of_row)]
+        yield from zip([row] * len(of_row), starts, examples_of_row, of_row, strict=False)
+
+
+def in_cells(batch: Batch, given: Any, name: str, pad: float) -> torch.Tensor:
+    """A field per token, example by example; of added rows, which have no example, the batch's."""
+    found = torch.full_like(batch[name], pad)
+    for row in np.flatnonzero([not of for of in batch["sub_seq_lengths"].tolist()]).tolist():
+        found[row] = batch[name][row]
+    for row, start, example, length in places(batch):
+        values = np.asarray(given[example][name])
+        found[row, start : start + length] = torch.as_tensor(values).to(found.dtype)
     return found
 
 
 @pytest.mark.parametrize("name", SET_UPS)
-def test_every_way_to_fill_cells_is_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    collate, kind = SET_UPS[name]
-    given, put, ways = examples(kind), dense.put_spans, []
-    for longest in (1e-9, 1e9):  # a copy for every run, an index for every token
-        monkeypatch.setattr(placement, "SHORT_SPAN", longest)
-        copies: list[int] = []
-        monkeypatch.setattr(
-            dense, "put_spans", lambda *of, copies=copies: (copies.append(len(of[2])), put(*of))
-        )
-        ways.append([fields_of(batch) for batch in changes(collate, given)])
-        assert bool(copies) == (longest < 1)
-        monkeypatch.setattr(dense._Maker, "last_cells", lambda *_, **__: None)  # no windows, then
-    for copied, indexed in zip(*ways, strict=True):
-        assert copied.keys() == indexed.keys()
-        for field, values in copied.items():
-            assert values.dtype == indexed[field].dtype, field
-            assert torch.equal(values, indexed[field]), field
+@pytest.mark.parametrize("scale", [1, 10], ids=["an index per token", "a copy per run"])
+def test_fields_are_those_of_the_examples(name: str, scale: int) -> None:
+    """Runs of 100 tokens on average are copied, shorter ones placed by an index per token."""
+    make, kind, pads = SET_UPS[name]
+    given = examples(kind, scale)
+    for batch in changes(make(scale), given):
+        for field, pad in {"half": -1, "vectors": 0, "flags": 1, "input_ids": pads}.items():
+            expected = in_cells(batch, given, field, pad)
+            assert torch.equal(batch[field], expected), field
+        weights = torch.zeros(batch["input_ids"].shape)
+        for row, start, example, length in places(batch):
+            weights[row, start + 1 : start + length] = torch.as_tensor(
+                given[example]["weights_of_tokens"][1:]
+            ).float()
+        width = batch.metadata["response_length"]
+        assert torch.equal(batch["loss_mask"], weights[:, -width:])
+        labels = torch.where(weights != 0, batch["input_ids"], -100)
+        assert torch.equal(batch["labels"], labels)
 
 
-def test_segments_that_continue_one_another_are_one_run() -> None:
-    whole = [{"input_ids": np.arange(1, 200), "loss_mask": np.ones(199)}] * 4
-    packed = PackedCollator(0, max_tokens=400)(whole).placement
-    assert packed is not None
-    found = packed.spans("lengths", 1)
-    assert found is not None
-    cells, tokens, lengths = (of.tolist() for of in found)
-    assert (cells, tokens, lengths) == ([0, 397], [1, 399], [397, 397])
-    padded = PaddedCollator(0)(examples("flags")).placement
-    assert padded is not None
-    assert padded.spans("lengths", 0) is None  # 19 tokens on average: an index is as fast
+def test_masks_and_positions_of_padded_rows_are_windows() -> None:
+    for side in ("left", "right"):
+        batch = PaddedCollator(0, padding_side=side)(examples("flags", 1))
+        for row, start, _, length in places(batch):
+            expected = torch.zeros(batch["input_ids"].shape[1], dtype=torch.int64)
+            expected[start : start + length] = 1
+            assert torch.equal(batch["attention_mask"][row], expected)
+            expected[start : start + length] = torch.arange(length)
+            assert torch.equal(batch["position_ids"][row], expected)

@@ -20,7 +20,6 @@ import transformers
 from PIL import Image
 from transformers.integrations.peft import MIN_PEFT_VERSION
 
-from tests.command import run_command
 from tests.examples.runs import (
     BASE,
     EXAMPLES,
@@ -82,17 +81,6 @@ def test_tensorboard_has_what_the_file_has(base: Path) -> None:
         assert values == pytest.approx(expected[name], rel=1e-6), name
     [path] = (base / "sft").glob("*/hparams.yml")
     assert "batch_size: 6\n" in path.read_text()
-
-
-def test_the_examples_of_a_step_are_printed(base: Path, capsys: Any) -> None:
-    for step, record in enumerate(read_results(base).steps):
-        paths = (base / "checkpoint-00000004", base / "examples")
-        options = ["--tokenizer", str(base / "model"), "--step", step, "--json"]
-        assert run_command("step", *paths, *options) == 0
-        found = json.loads(capsys.readouterr().out)["examples"]
-        assert len(found) == 6
-        assert sum(one["num_tokens"] for one in found) == record["tokens"]
-        assert all(one["text"].strip() for one in found)
 
 
 @pytest.mark.parametrize("trained", ["weights", "adapters", "hybrid"])

@@ -53,7 +53,7 @@ def test_a_resumed_run_is_exact(base: Path, half: Path, monkeypatch: Any, capsys
     assert files[0].read_bytes() == files[1].read_bytes()
     assert loaded == {"optimizer.bin": True, "random_states_0.pkl": True}
     bar = capsys.readouterr().err
-    assert (" 1/4 " in bar, " 2/4 " in bar, " 4/4 " in bar) == (False, True, True)
+    assert ("\r1/4 " in bar, "\r2/4 " in bar, "\r4/4 " in bar) == (False, True, True)
     logged = scalars_of(half / "sft")["loss"]
     assert logged == pytest.approx(dict(enumerate(found.losses, start=1)), rel=1e-6)
     assert not list(half.glob("metrics.*.*")) + list(half.glob("metrics.new"))

@@ -28,7 +28,7 @@ REFUSED = (
     "Accelerator(), from which it has its rank, and wrap its loader in a PrefetchLoader, which "
     "they leave as it is: PrefetchLoader(DataLoader(dataset, batch_sampler=sampler, "
     "collate_fn=collate), device=accelerator.device); or pass Lightning "
-    "use_distributed_sampler=False"
+    "use_distributed_sampler=False; transformers.Trainer resumes neither: give it PackedRows"
 )
 NOT_YET = (
     "WORLD_SIZE=2, but torch.distributed is not initialized, so the rank is unknown; make it after "

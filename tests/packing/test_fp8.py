@@ -21,7 +21,6 @@ from torch_collate_kit import (
     pack,
     packing_report,
 )
-from torch_collate_kit.packing.planner import plan_rows
 
 ALIGN = {"tensorwise": 16, "mxfp8": 32, "nvfp4": 64, "blockwise": 128}
 
@@ -70,7 +69,7 @@ def test_no_rule_of_a_kernel_is_broken_in_random_layouts(number: int) -> None:
         assert packing.capacity % least == 0
         assert 0 <= packing.max_tokens - packing.capacity < least
         lengths = rng.integers(1, packing.capacity, int(rng.integers(1, 6)))
-        plan = plan_rows(lengths, packing)
+        plan = pack(lengths, packing=packing)
         for width in (plan.width, packing.capacity):
             assert width <= packing.max_tokens
             cells = width * int(rng.integers(1, 4))  # of any number of rows
@@ -183,7 +182,7 @@ def test_options_come_back_from_their_state() -> None:
         assert again.as_state() == state
         assert again.capacity == packing.capacity
         lengths = rng.integers(1, packing.capacity, 20)
-        plans = [plan_rows(lengths, of) for of in (packing, again)]
+        plans = [pack(lengths, packing=of) for of in (packing, again)]
         assert plans[0].width == plans[1].width
         assert plans[0].row_offsets.tolist() == plans[1].row_offsets.tolist()
 

@@ -20,7 +20,6 @@ from torch_collate_kit import (
     packing_report,
 )
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.packing.strategies import best_fit_decreasing, num_rows_best_fit
 
 LENGTHS = np.random.default_rng(0).integers(1, 2000, 120)
 LARGE = [2**31, 2**41, 2**62, 2**70]
@@ -79,15 +78,6 @@ def test_reports_and_audits_return(max_tokens: int) -> None:
         assert short["steps"][1]["num_steps"] == 1
     assert "padding 0.0%" in str(packing_report([30, 30, 30], max_tokens, show=False))
     assert audit([{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}], max_tokens=max_tokens)
-
-
-def test_rows_are_counted_as_they_are_filled_at_any_size() -> None:
-    rng = np.random.default_rng(1)
-    for scale in (1, 7, 1000, 2**20):
-        sizes = rng.integers(1, 100, 300) * scale
-        for most in (None, 3):
-            expected = len(best_fit_decreasing(sizes, 100 * scale, most).offsets) - 1
-            assert num_rows_best_fit(sizes, 100 * scale, most) == expected
 
 
 @pytest.mark.parametrize("dp", [1, 2])

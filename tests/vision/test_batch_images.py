@@ -91,7 +91,7 @@ def test_packed_batches(family: str, seed: int, form: str) -> None:
     layout, given_ = LAYOUTS[family], given_form(rng, examples, form)
     before = frozen(given_)
     sizes = {"dp": int(rng.choice([1, 2, 3])), "tp": int(rng.choice([1, 1, 4]))}
-    align = alignment(tp=sizes["tp"])
+    align, _ = alignment(tp=sizes["tp"])
     lengths = [len(example.ids) for example in examples]
     longest = -(-max(lengths) // align) * align
     overflow = str(rng.choice(["raise", "drop"]))

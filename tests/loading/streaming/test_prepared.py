@@ -16,7 +16,7 @@ REFUSED = (
     "it after Accelerator(), from which it has its rank, and wrap its loader in a PrefetchLoader, "
     "which they leave as it is: PrefetchLoader(DataLoader(dataset, batch_size=None, "
     "collate_fn=dataset.as_is), device=accelerator.device); or pass Lightning "
-    "use_distributed_sampler=False"
+    "use_distributed_sampler=False; transformers.Trainer resumes neither: give it PackedRows"
 )
 
 

@@ -213,7 +213,7 @@ def test_states_by_hand() -> None:
     common = {
         "buffer_size": 7, "rows_per_rank": 1, "max_tokens": 12, "strategy": "balanced",
         "isolate": True, "share_prefixes": False,
-        "align": 1, "dp": 1, "overflow": "raise", "max_sequences_per_row": None,
+        "align": 1, "row_align": 1, "dp": 1, "overflow": "raise", "max_sequences_per_row": None,
         "balance": "attention", "max_patches": None, "cost": [24576, 1, 5266, 1],
         "dummy_image_tokens": 0, "rows_multiple_of": None, "fixed_width": False, "pad_token_id": 0,
         "normalize_loss": True, "train_all": False, "fields": "",
