@@ -337,7 +337,7 @@ def is_caught(fault: Fault, copy: Path, path: Path, limit: float) -> bool | None
     path.write_text(text.replace(fault.before, fault.after), encoding="utf-8")
     tests = [f"tests/{name}" for name in fault.tests.split()]
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
-    environment = os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "ALL_CASES": "1"}
     process = subprocess.Popen(
         command,
         cwd=copy,

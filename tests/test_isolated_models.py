@@ -108,6 +108,7 @@ def test_lora_inside_mixers(first):
     assert_equal(found, alone(model.eval(), inputs), 1e-6)
 
 
+@pytest.mark.release
 def test_compiled_with_one_break_per_mixer():
     import torch._dynamo
 

@@ -161,6 +161,7 @@ def test_recurrent_models_are_refused_by_their_type(model_type, message):
             check_isolation(Toy(**config), toy_inputs([3, 3]))
 
 
+@pytest.mark.release
 @pytest.mark.filterwarnings("ignore")
 def test_no_recurrent_model_of_transformers_is_missing():
     """Of those that write text: their config lists such layers, or that of their text model."""
