@@ -59,9 +59,9 @@ def collated(request: pytest.FixtureRequest) -> Batch:
     return request.getfixturevalue(request.param)
 
 
-# Of the cases of a parametrized test in these files or folders CI runs every n-th one, but of tests of
-# what is refused all; the rest, and the tests named below, are marked release: pytest -m release, or
-# ALL_CASES=1 for all at once.
+# Of the cases of a parametrized test in these files or folders CI runs every n-th one, but of
+# tests of refusals all. The rest, and the tests named below, are marked release:
+# pytest -m release, or ALL_CASES=1 for all at once.
 ONE_CASE_OF = {
     "benchmarks": 2,
     "chat/test_dataset.py": 3,
