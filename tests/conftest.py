@@ -83,10 +83,23 @@ ONE_CASE_OF = {
     "test_isolate_mixers.py": 3,
     "test_isolated_models.py": 3,
     "test_isolation_models.py": 2,
+    "test_notebooks.py": 3,
+    "dropin": 2,
     "vision": 3,
 }
 OF_REFUSALS = re.compile("refused|error|named|wrong|bad|fits|names")
 ALONE = {  # several seconds each
+    "test_a_checkpoint_is_on_disk_before_it_has_its_name",
+    "test_a_full_disk_of_one_rank_ends_all",
+    "test_a_run_goes_on_with_other_context_ranks",
+    "test_a_step_is_so_many_full_rows",
+    "test_every_rank_saves_its_part",
+    "test_one_run_at_a_time_and_ctrl_c",
+    "test_sigterm_saves_and_the_run_goes_on",
+    "test_the_held_out_loss_is_that_of_each_conversation_once",
+    "test_the_sdist_has_all_that_its_tests_need",
+    "test_two_ranks_share_the_rows_of_one",
+    "test_two_ranks_train_the_rows_of_one",
     "test_a_compiled_model_follows_paths_without_a_graph_break",
     "test_a_chain_with_workers",
     "test_a_pipe_that_is_closed_early",
