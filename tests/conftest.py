@@ -22,7 +22,7 @@ except ImportError:  # tests/gpu needs none
     pass
 else:
     PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    settings.register_profile("default", PATIENT, derandomize=True, max_examples=30)
+    settings.register_profile("default", PATIENT, derandomize=True, max_examples=25)
     settings.register_profile("thorough", PATIENT, max_examples=2000)
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 os.environ["HF_UPDATE_DOWNLOAD_COUNTS"] = "0"  # datasets: no request for each file that is read
@@ -67,17 +67,22 @@ ONE_CASE_OF = {
     "chat/test_dataset.py": 3,
     "chat/test_other_templates.py": 3,
     "chat/test_real_conversations.py": 3,
-    "chat/test_templates.py": 3,
+    "chat/test_templates.py": 4,
     "chat_images": 3,
     "collators/test_segments.py": 2,
     "examples": 3,
     "kernels": 2,
     "loading": 3,
-    "loading/streaming": 4,
+    "loading/streaming": 6,
+    "loading/prefetch": 4,
     "packing/test_image_plans.py": 3,
     "reporting": 3,
     "rl/test_micro_batches.py": 3,
     "test_batch_counts.py": 3,
+    "test_batch_waiting.py": 2,
+    "test_saved_fields.py": 3,
+    "test_context_frameworks.py": 2,
+    "collators/test_rollout_fuzz.py": 2,
     "test_context_ranks.py": 3,
     "test_context_shards.py": 3,
     "test_isolate_mixers.py": 3,
@@ -85,9 +90,9 @@ ONE_CASE_OF = {
     "test_isolation_models.py": 2,
     "test_notebooks.py": 3,
     "dropin": 2,
-    "vision": 3,
+    "vision": 4,
 }
-OF_REFUSALS = re.compile("refused|error|named|wrong|bad|fits|names")
+OF_REFUSALS = re.compile("refused|_named|what_is_wrong")
 ALONE = {  # several seconds each
     "test_a_checkpoint_is_on_disk_before_it_has_its_name",
     "test_a_full_disk_of_one_rank_ends_all",
@@ -103,6 +108,12 @@ ALONE = {  # several seconds each
     "test_a_compiled_model_follows_paths_without_a_graph_break",
     "test_a_chain_with_workers",
     "test_a_pipe_that_is_closed_early",
+    "test_a_process_of_its_own_says_nothing_beside_its_result",
+    "test_rows_one_by_one_all_at_once_or_padded_train_alike",
+    "test_resume_is_exact",
+    "test_steps_of_full_rows_with_images",
+    "test_equals_the_examples_one_by_one",
+    "test_without_varying_lengths_they_are_compiled_again",
     "test_clipping_and_weight_decay",
     "test_every_family_does_with_its_inputs_what_the_table_says",
     "test_layers_are_compiled_once",
