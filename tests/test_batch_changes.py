@@ -87,7 +87,7 @@ def change(field: Any, wanted: Any, number: int) -> None:
             tensor.view(len(tensor), -1)[number % len(tensor), ::2] += number
 
 
-@settings(FUZZ, max_examples=150)
+@settings(FUZZ, max_examples=2 * settings().max_examples)
 @given(data=st.data(), kind=st.sampled_from(list(KINDS)), inference=st.booleans())
 def test_random_changes_and_operations(data: Any, kind: str, inference: bool) -> None:
     batch, model = KINDS[kind](), model_of(KINDS[kind]())

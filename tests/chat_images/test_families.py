@@ -26,7 +26,7 @@ from tests.vision.families import FAMILIES
 from tests.vision.images import draw
 
 
-@settings(max_examples=150)
+@settings(max_examples=2 * settings().max_examples)
 @given(st.sampled_from(KINDS), st.integers(0, 2**32 - 1), st.sampled_from(["all", "last", "each"]))
 def test_random_chats(name: str, seed: int, train_on: Any) -> None:
     messages, images = random_chat(np.random.default_rng(seed))

@@ -45,14 +45,14 @@ def check(record: Any, processor: Any, **options: Any) -> None:
     )
 
 
-@settings(max_examples=150)
+@settings(max_examples=2 * settings().max_examples)
 @given(st.sampled_from(KINDS), st.integers(0, 2**32 - 1))
 def test_random_chats(name: str, seed: int) -> None:
     messages, images = random_chat(np.random.default_rng(seed))
     check({"messages": messages, "images": images}, FAMILIES[name].processor())
 
 
-@settings(max_examples=200)
+@settings(max_examples=2 * settings().max_examples)
 @given(st.sampled_from(KINDS), st.integers(1, 400), st.integers(1, 400))
 def test_every_size(name: str, height: int, width: int) -> None:
     """Or both refuse it: an image that is 200 times as long as it is wide, for Qwen."""

@@ -57,7 +57,7 @@ def longest(family: TinyFamily, places: list[tuple[int, int]], limit: int) -> tu
     raise AssertionError("zero tokens always fit")
 
 
-@settings(max_examples=150)
+@settings(max_examples=2 * settings().max_examples)
 @given(st.sampled_from(KINDS), st.integers(0, 2**32 - 1), st.floats(0, 1.1))
 def test_the_longest_beginning_that_cuts_no_image(name: str, seed: int, share: float) -> None:
     messages, images = random_chat(np.random.default_rng(seed))

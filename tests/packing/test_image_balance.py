@@ -17,7 +17,7 @@ from torch_collate_kit.packing.two_budgets import fill_two_budgets
 
 
 @given(problems(), st.integers(0, 8), st.integers(1, 12))
-@settings(max_examples=300)
+@settings(max_examples=2 * settings().max_examples)
 def test_level_always_makes_the_rows_within_the_limits(
     problem: tuple[np.ndarray, np.ndarray, Limits], added: int, most: int
 ) -> None:
@@ -95,7 +95,7 @@ def heaviest(rows: np.ndarray, costs: np.ndarray, image_costs: np.ndarray) -> fl
 
 
 @given(row_costs, st.booleans())
-@settings(max_examples=200)
+@settings(max_examples=2 * settings().max_examples)
 def test_rows_with_images_are_the_same_on_all_ranks(
     case: tuple[int, list[tuple[int, int]]], keep_order: bool
 ) -> None:
@@ -118,7 +118,7 @@ def test_rows_with_images_are_the_same_on_all_ranks(
 
 
 @given(row_costs)
-@settings(max_examples=100)
+@settings(max_examples=2 * settings().max_examples)
 def test_swaps_only_make_ranks_more_even(case: tuple[int, list[tuple[int, int]]]) -> None:
     ranks, pairs = case
     costs, image_costs = (np.array(values, dtype=np.int64) for values in zip(*pairs, strict=True))

@@ -48,7 +48,7 @@ def problems(draw: st.DrawFn, most: int = 40) -> tuple[np.ndarray, np.ndarray, L
 
 
 @given(problems(most=6), st.booleans())
-@settings(max_examples=300)
+@settings(max_examples=2 * settings().max_examples)
 def test_at_most_four_thirds_of_the_fewest_rows(
     problem: tuple[np.ndarray, np.ndarray, Limits], best: bool
 ) -> None:
@@ -98,7 +98,7 @@ def opened_rows(draw: st.DrawFn) -> tuple[np.ndarray, int, int | None, list[tupl
 
 
 @given(opened_rows(), st.booleans())
-@settings(max_examples=400)
+@settings(max_examples=2 * settings().max_examples)
 def test_opened_rows_are_filled_as_one_by_one(
     case: tuple[np.ndarray, int, int | None, list[tuple[int, int]]], best: bool
 ) -> None:
