@@ -243,7 +243,7 @@ class Runner:
 
     def __init__(self, chain: Chain, *, unbroken: bool) -> None:
         self.chain, self.unbroken = chain, unbroken
-        self.lengths: Callable[[int], int] = chain.sampler(0, chain.legs[0], 1)._num_steps
+        self.lengths: Callable[[int], int] = chain.sampler(0, chain.legs[0], 1).count_steps
         self.steps: list[Step] = []
         self.reshuffles: list[Position] = []
         self.states: list[str] = []
@@ -265,7 +265,7 @@ class Runner:
                 sources = self._sources(stack, samplers, leg, dp_size)
                 for source in sources if state and not self.unbroken else []:
                     source.load_state_dict(json.loads(state))
-                self.lengths = samplers[0]._num_steps
+                self.lengths = samplers[0].count_steps
                 self._serve(sources, samplers, leg, packed_as, dp_size)
                 at = position_after(self.steps[-1].position if self.steps else None, self.lengths)
                 if leg.reshuffles:

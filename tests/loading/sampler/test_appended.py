@@ -44,8 +44,10 @@ def test_the_running_epoch_keeps_its_order(make: Any, tail: str, shuffle: bool |
     alone = make(ROWS, tail=tail, shuffle=shuffle)
     if tail == "wrap":  # the 24-th comes after the 46 of two epochs
         following = [i for batch in read(new) for i in batch]
-        first = [i for step in range(alone._num_steps(2)) for i in alone.examples(2, step)]
-        assert following[2:] == list(alone._order.take(2, 0, 31))[: len(following) - 2], first
+        first = [i for step in range(alone.count_steps(2)) for i in alone.examples(2, step)]
+        assert following[2:] == list(alone._budget.order.take(2, 0, 31))[: len(following) - 2], (
+            first
+        )
     else:
         assert read(new) == [alone.examples(2, s).tolist() for s in range(len(alone))][: len(new)]
     assert new.state_dict()["num_examples"] == [[0, 23], [2, 31]]
@@ -53,7 +55,7 @@ def test_the_running_epoch_keeps_its_order(make: Any, tail: str, shuffle: bool |
         assert new.examples(epoch, 3).tolist() == sampler.examples(epoch, 3).tolist()
     assert new.when(30, 1) == []
     assert new.when(30, 3) == [
-        (3, s) for s in range(9) if s < new._num_steps(3) and 30 in new.examples(3, s)
+        (3, s) for s in range(9) if s < new.count_steps(3) and 30 in new.examples(3, s)
     ]
 
 

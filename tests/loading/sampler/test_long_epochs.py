@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from tests.building import packed_sampler
 from torch_collate_kit import Mixture, PackedBatchSampler, PrefetchLoader, TokenizedDataset
-from torch_collate_kit.loading.sampler import long_epochs
+from torch_collate_kit.loading.sampler import by_rows
 
 LENGTHS = np.random.default_rng(0).integers(1, 60, 9_000)
 
@@ -29,7 +29,7 @@ def sampler_of(lengths: Any = LENGTHS, **options: Any) -> PackedBatchSampler:
 
 @pytest.fixture(autouse=True)
 def _lower_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(long_epochs, "MOST_COUNTED_AT_ONCE", 1_000)
+    monkeypatch.setattr(by_rows, "MOST_COUNTED_AT_ONCE", 1_000)
 
 
 def wait_for(is_done: Callable[[], bool]) -> None:
@@ -113,7 +113,7 @@ def test_a_loader_does_not_count_and_reads_the_whole_epoch() -> None:
     with PrefetchLoader(loader) as batches:
         running = iter(batches)
         next(running)
-        assert sampler._budget not in long_epochs._running, "nobody asked for the length"
+        assert sampler._budget not in by_rows._running, "nobody asked for the length"
         assert len(batches) == pytest.approx(expected, rel=0.05)
         assert 1 + sum(1 for _ in running) == expected
         assert batches.state_dict()["sampler"]["epoch"] == 1

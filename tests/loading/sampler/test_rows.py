@@ -170,7 +170,7 @@ def test_a_reshuffle_leaves_the_steps_before_it_as_they_were(tail: str, at: int)
         for step in range(stop):
             assert np.array_equal(whole.examples(0, step), plain.examples(0, step)), step
         if tail == "keep":
-            steps = [whole.examples(0, step) for step in range(whole._num_steps(0))]
+            steps = [whole.examples(0, step) for step in range(whole.count_steps(0))]
             assert sorted(np.concatenate(steps).tolist()) == list(range(160))
 
 

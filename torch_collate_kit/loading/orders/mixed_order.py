@@ -10,15 +10,24 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from torch_collate_kit.loading.orders.checks import MAX_COUNT, Indices, damaged_state, is_count
+from torch_collate_kit.loading.orders.checks import (
+    MAX_COUNT,
+    Indices,
+    Shuffle,
+    checked_length,
+    checked_shuffle,
+    checked_word,
+    damaged_state,
+    is_count,
+)
 from torch_collate_kit.loading.orders.mixture import Mixture
-from torch_collate_kit.loading.orders.order import Order
+from torch_collate_kit.loading.orders.order import Growth, Order, ShuffledOrder, UserOrder
 from torch_collate_kit.loading.orders.source_passes import SourcePasses
 
 
@@ -36,10 +45,11 @@ class MixedOrder(Order):
         mixture: Mixture,
         *,
         seed: int,
-        shuffle: bool | str,
+        shuffle: Shuffle,
         lengths: Indices | None = None,
         offsets: Indices | None = None,
     ) -> None:
+        super().__init__(seed, shuffle)
         self.mixture, self._piece_offsets = mixture, offsets
         self._bounds = mixture.offsets if offsets is None else offsets[mixture.offsets]
         if mixture.by == "tokens" and lengths is None:
@@ -302,3 +312,28 @@ class MixedOrder(Order):
                         low = middle
                 return low
         raise AssertionError("the example is not in this epoch")
+
+
+def order_of(
+    examples: int | Sized | Mixture,
+    *,
+    seed: int,
+    shuffle: Shuffle,
+    user: UserOrder | None,
+    allow_appended: bool,
+    lengths: Indices | None = None,
+    offsets: Indices | None = None,
+) -> Order:
+    """Return the order of a dataset or a Mixture, its arguments checked."""
+    seed, shuffle = checked_word("seed", seed), checked_shuffle(shuffle)
+    if user is not None and not callable(user):
+        raise TypeError(f"order must be a function of (epoch, rng), got {user!r}")
+    if not isinstance(examples, Mixture):
+        growth = Growth([(0, checked_length(examples))])
+        return ShuffledOrder(growth, seed=seed, shuffle=shuffle, user=user, offsets=offsets)
+    if user is not None or allow_appended:
+        raise ValueError(
+            "a Mixture has an order of its own, and sources of fixed sizes; leave out order= "
+            "and allow_appended="
+        )
+    return MixedOrder(examples, seed=seed, shuffle=shuffle, lengths=lengths, offsets=offsets)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from torch_collate_kit.loading.orders.checks import Indices
-from torch_collate_kit.loading.orders.permutations import EpochOrder, epoch_order
+from torch_collate_kit.loading.orders.checks import Indices, Shuffle
+from torch_collate_kit.loading.orders.order import EpochOrder, epoch_order
 from torch_collate_kit.loading.orders.token_sums import TokenSums
 
 
@@ -25,7 +25,7 @@ class SourcePasses:
         *,
         limit: int | None,
         words: tuple[int, ...],
-        shuffle: bool | str,
+        shuffle: Shuffle,
     ) -> None:
         self.size, self.limit = size, limit
         self._lengths, self._words, self._shuffle = lengths, words, shuffle

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import logging
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from threading import Thread
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,20 +15,23 @@ import numpy as np
 from torch_collate_kit.loading.orders.checks import (
     MAX_COUNT,
     Indices,
+    Tail,
     are_pairs,
     damaged_state,
     is_count,
 )
 from torch_collate_kit.loading.orders.mixed_order import MixedOrder
 from torch_collate_kit.loading.orders.order import Order
-from torch_collate_kit.loading.sampler import long_epochs
-from torch_collate_kit.loading.sampler.budgets import Budget, Step, Windows
+from torch_collate_kit.loading.sampler.budgets import RowBudget, Step
 from torch_collate_kit.packing import PackingOptions
 from torch_collate_kit.packing.pieces import Load
 from torch_collate_kit.packing.steps import WindowPlan, num_rows_needed, num_that_fit, plan_window
 
+MOST_COUNTED_AT_ONCE = 10_000_000
+"""Examples of an epoch by rows up to which ``len()`` counts the steps itself: 3 s for so many."""
 _MOST_EPOCHS = 500  # that a window joins
 _NUM_SAMPLED = 20  # windows from which the length of a very long epoch is estimated
+_logger = logging.getLogger("torch_collate_kit.loading")
 
 
 class Entries(NamedTuple):
@@ -38,6 +44,8 @@ class Entries(NamedTuple):
     """int64 [E], the example of each piece; None where an entry is an example."""
     starts: Indices | None = None
     """int64 [E], the first token of each piece in its example."""
+    offsets: Indices | None = None
+    """int64 [examples + 1], where the pieces of each example begin."""
 
     @property
     def cells(self) -> Indices:
@@ -57,7 +65,7 @@ class _Window(NamedTuple):
     stop: int
 
 
-class ByRows(Budget):
+class ByRows(RowBudget):
     """Steps of ``batch_rows`` rows, planned in windows of steps.
 
     A window is the next run of the order that fits, so its start is all that has to be known of
@@ -65,17 +73,13 @@ class ByRows(Budget):
     """
 
     def __init__(
-        self,
-        order: Order,
-        tail: str,
-        entries: Entries,
-        packing: PackingOptions,
-        windows: Windows,
+        self, order: Order, tail: Tail, packing: PackingOptions, *, entries: Entries, **rows: int
     ) -> None:
-        super().__init__(order, tail)
-        self.batch_rows, self.window, self.group = windows
-        self._entries, self._packing = entries, packing
+        self._entries = entries
+        super().__init__(order, tail, packing, **rows)
         self._ahead = 8 * self.batch_rows * self.window  # entries read for a window, to begin with
+
+    def _forget(self) -> None:
         self._starts: dict[int, dict[int, int]] = {}  # [epoch][first step of a window]: its place
         self._windows: dict[tuple[int, int], _Window] = {}
         self._planned: tuple[int, _Window, Indices, WindowPlan] | None = None
@@ -84,7 +88,7 @@ class ByRows(Budget):
 
     def num_steps(self, epoch: int) -> int:
         """Return the number of steps of an epoch."""
-        long_epochs.wait(self, epoch)
+        _wait(self, epoch)
         for _ in self.windows(epoch):
             pass
         return max(list(self._starts[epoch]))
@@ -100,14 +104,14 @@ class ByRows(Budget):
     def is_counted(self, epoch: int) -> bool:
         """Return whether ``length`` is exact: a schedule needs all windows, and is counted."""
         has_stages = isinstance(self.order, MixedOrder) and bool(self.order.breaks)
-        is_short = has_stages or self.order.size(epoch) <= long_epochs.MOST_COUNTED_AT_ONCE
+        is_short = has_stages or self.order.size(epoch) <= MOST_COUNTED_AT_ONCE
         return is_short or epoch in self._counted
 
     def length(self, epoch: int) -> int:
         """Return the number of steps, or an estimate until a very long epoch is counted."""
         if self.is_counted(epoch):
             return self.num_steps(epoch)
-        return long_epochs.estimated(self, epoch)
+        return _estimated(self, epoch)
 
     def estimate(self, epoch: int) -> int:
         """Return about the number of steps, from some windows at even distances."""
@@ -138,10 +142,11 @@ class ByRows(Budget):
         """Return whether an epoch has a step of this number."""
         return self._window_of(epoch, step) is not None
 
-    def step(self, epoch: int, step: int) -> Step:
-        """Return a step that the epoch has."""
+    def step(self, epoch: int, step: int) -> Step | None:
+        """Return a step; None if the epoch does not have it."""
         window = self._window_of(epoch, step)
-        assert window is not None, "no such step"
+        if window is None:
+            return None
         entries, planned = self._plan(epoch, window)
         numbers, plan = planned.step(step - window.first, self._packing)
         chosen, pieces = entries[numbers], self._entries
@@ -158,8 +163,8 @@ class ByRows(Budget):
         while (window := self._window(epoch, first)) is not None:
             is_in = any(window.start <= place < window.stop for place in places)
             if is_in or window.stop > self.order.size(epoch):  # of the next epoch's, or this one's
-                steps = range(first, first + window.num_steps)
-                found |= {k for k in steps if (self.step(epoch, k).examples == example).any()}
+                steps = ((first + k, self.step(epoch, first + k)) for k in range(window.num_steps))
+                found |= {k for k, step in steps if step and (step.examples == example).any()}
             first += window.num_steps
         return sorted(found)
 
@@ -339,3 +344,47 @@ class ByRows(Budget):
         rows = num_steps * self.batch_rows
         number = num_that_fit(lengths, self._packing, rows, load, more_follow=False)
         return start + (number or 0), num_steps
+
+
+# ---- epochs that are too long to count before ``len()`` returns: a thread counts their steps ----
+
+
+class _Count(NamedTuple):
+    estimate: int
+    thread: Thread
+
+
+_running: weakref.WeakKeyDictionary[ByRows, dict[int, _Count]] = weakref.WeakKeyDictionary()
+"""Counts by epoch; a copy of a budget has none, so samplers can be pickled meanwhile."""
+
+
+def _estimated(budget: ByRows, epoch: int) -> int:
+    """Return about the number of steps of an epoch; a thread counts them from the first call on."""
+    counts = _running.setdefault(budget, {})
+    if epoch not in counts:
+        estimate = budget.apart().estimate(epoch)
+        if not counts:
+            _logger.warning(
+                "epoch %d has about %d steps: its %d examples are counted beside training, and "
+                "until then len() is an estimate; count_steps() waits for the exact number",
+                *(epoch, estimate, budget.order.size(epoch)),
+            )
+        arguments = weakref.ref(budget), budget.apart(), epoch
+        counts[epoch] = _Count(estimate, Thread(target=_count_steps, args=arguments, daemon=True))
+        counts[epoch].thread.start()
+    return counts[epoch].estimate
+
+
+def _wait(budget: ByRows, epoch: int) -> None:
+    """Wait for the thread that counts an epoch, if there is one."""
+    if epoch in (counts := _running.get(budget, {})):
+        counts[epoch].thread.join()
+
+
+def _count_steps(reference: weakref.ref[ByRows], own: ByRows, epoch: int) -> None:
+    """Find all windows of an epoch in an own copy, as long as somebody has the budget."""
+    for _ in own.windows(epoch):
+        if reference() is None:
+            return
+    if (budget := reference()) is not None:
+        budget.learn(own, epoch)

@@ -13,9 +13,9 @@ from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.collators.packed_checks import refuse_parts
 from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading.dataset import TokenizedDataset
+from torch_collate_kit.loading.dataset.fingerprints import digest_in_blocks
 from torch_collate_kit.loading.orders import Mixture
 from torch_collate_kit.loading.orders.checks import Indices
-from torch_collate_kit.loading.orders.states import digest_in_blocks
 from torch_collate_kit.loading.sampler.budgets import Step
 from torch_collate_kit.loading.sampler.by_rows import Entries
 from torch_collate_kit.packing import PackingOptions
@@ -115,7 +115,9 @@ class ExampleSizes:
         load = None
         if self.load is not None:
             load = Load(pieces.patches, pieces.vision_costs, segments=pieces.runs)
-        return Entries(pieces.lengths, load, pieces.example_indices, pieces.starts)
+        counts = np.bincount(pieces.example_indices, minlength=len(self.lengths))
+        offsets = running_sum(counts)
+        return Entries(pieces.lengths, load, pieces.example_indices, pieces.starts, offsets)
 
     def counts_of(self, step: Step) -> Indices | None:
         """Return the loss tokens of the examples of a step, or of their pieces: int64."""
