@@ -99,10 +99,6 @@ class Order(ABC):
         """Whether an epoch has each of the first ``size`` examples once."""
 
     @abstractmethod
-    def apart(self) -> Order:
-        """Return a copy, or itself, that another thread may read."""
-
-    @abstractmethod
     def size(self, epoch: int) -> int:
         """Return the number of examples of an epoch."""
 
@@ -187,10 +183,6 @@ class ShuffledOrder(Order):
     def is_permutation(self) -> bool:
         """Whether an epoch has each of the first ``size`` examples once."""
         return self.user is None
-
-    def apart(self) -> ShuffledOrder:
-        """Return itself, which any number of threads may read."""
-        return self
 
     def reshuffled(self, epoch: int, step: int, place: int) -> ShuffledOrder:
         """Return the order with the rest of an epoch, from a place on, in a new order."""

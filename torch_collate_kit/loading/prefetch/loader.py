@@ -147,12 +147,7 @@ class PrefetchLoader:
 
     def __len__(self) -> int:
         """Return the number of steps in the current epoch, counted from its step 0."""
-        reading = self._at.reading
-        num_steps = None if reading is None else reading.num_steps
-        num_steps = self._loader.num_steps() if num_steps is None else num_steps
-        if num_steps is None:
-            raise TypeError("the length of an epoch of this loader is known only at its end")
-        return num_steps
+        return self._loader.num_steps(self._at)
 
     def __iter__(self) -> Iterator[Any]:
         return self._batches(None, None)
@@ -186,10 +181,12 @@ class PrefetchLoader:
                     del batch  # it would be held beside the next
                     self._check_loop(loop)
                     self._timeline.trained()
-                    if self._at is position or not position.is_over:
-                        continue  # else reshuffle() ended the epoch
+                    if self._loader.here(self._at).epoch == position.epoch:
+                        continue  # else reshuffle() after the last batch ended the epoch
                 else:
                     self._stop()
+                    if num_taken == 0 < position.step and self._loader.has_sampler:
+                        continue  # the loop before had the whole epoch
                 if num_steps is None:
                     return
                 if not position.step and not self._loader.carries_over:
@@ -249,14 +246,17 @@ class PrefetchLoader:
             return
         if is_late:
             self._loader.is_closed = True  # before: then the thread leaves all as it is
-        if at.is_over:
-            self._at = self._loader.end_epoch(at)
-        else:
-            self._at = pinned = self._loader.pinned(at)._replace(reading=None)
-            self._at = self._loader.move_to(pinned)
-        if is_late:
-            reading.abandon(at)
-            return
+        if not reading.is_over:
+            self._at = at = self._loader.pinned(at)._replace(reading=None)
+        try:
+            self._at = self._loader.end_epoch(at) if reading.is_over else self._loader.move_to(at)
+        finally:
+            if is_late:
+                reading.abandon(at)
+            else:
+                self._end(reading)
+
+    def _end(self, reading: Reading) -> None:
         try:
             reading.end()
         finally:

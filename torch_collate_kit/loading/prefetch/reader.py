@@ -245,8 +245,8 @@ class Reading:
         warn_after: float | None,
     ) -> None:
         # workers are forked here: in the consumer's thread, while no other one runs
-        self.num_steps, batches = loader.begin(begin)
-        self._has_ended = False
+        batches = loader.begin(begin)
+        self.is_over = False  # the end has been drawn
         self._loader, self._to_device = loader, to_device
         self._watchdog = Watchdog(warn_after)
         # not a method: the thread would keep this object alive
@@ -264,29 +264,19 @@ class Reading:
         self._loader.check(epoch)
         with self._watchdog.waiting(epoch, step):
             (batch, outcomes, mark), times = self._collator.get(step)
-        if self.num_steps is not None and (batch is END) != (step >= self.num_steps):
-            raise StateError(
-                f"epoch {epoch} has {self.num_steps} steps, but the loader yields "
-                f"{'fewer' if batch is END else 'more'}; len(batch_sampler) must be what its "
-                "iter() yields"
-            )
         if batch is END:
-            self._has_ended = True
+            self.is_over = True
             return END, position, times
         skipped = position.skipped.with_batch(epoch, step, outcomes)
-        if ahead and step + 1 != self.num_steps:
+        if ahead:
             self._collator.submit(step + 1)
         if self._to_device is not None:
             batch = self._to_device.receive(batch)
         return batch, Position(epoch, step + 1, mark, skipped, self), times
 
-    def is_over(self, step: int) -> bool:
-        """Return whether a consumer has the whole epoch after so many steps."""
-        return self._has_ended or (self.num_steps is not None and step >= self.num_steps)
-
     def has(self, step: int) -> bool:
         """Return whether a step can be taken; not where an interrupt has lost it."""
-        return not self.is_over(step) and self._collator._holds(step)
+        return not self.is_over and self._collator._holds(step)
 
     def is_settled(self, position: Position, seconds: float | None) -> bool:
         """Wait at most so long for a batch in flight; None: for ever. Return whether it is built.

@@ -44,17 +44,12 @@ class Position(NamedTuple):
     """The epoch being read, or None. Without it and without a mark the sampler itself holds the
     position, and its owner may move it."""
 
-    @property
-    def is_over(self) -> bool:
-        """Whether the whole epoch that is being read has been received."""
-        return self.reading is not None and self.reading.is_over(self.step)
-
 
 class _Loader:
     """A DataLoader, opened at a position; it has none itself.
 
-    ``begin(position)`` returns the number of steps of the epoch, None where only its end will
-    tell, and its batches from the position on. All that moves the loader returns its new position.
+    ``begin(position)`` returns the batches of the epoch from the position on. All that moves the
+    loader returns its new position.
     """
 
     has_sampler: bool  # else a stream names epoch and step, and counts what is left out
@@ -72,9 +67,9 @@ class _Loader:
         vars(self._loader).update(parts, _iterator=None)  # not by setattr: a DataLoader forbids it
         self._batches: Any = None  # of the epoch that is being read
 
-    def num_steps(self) -> int | None:
-        """Return the number of steps in the epoch; None where only its end will tell."""
-        return None
+    def num_steps(self, position: Position) -> int:
+        """Return the number of steps in the epoch. TypeError where only its end will tell."""
+        raise TypeError("the length of an epoch of this loader is known only at its end")
 
     def here(self, position: Position) -> Position:
         """Return the position, or the sampler's where only the sampler has it."""
@@ -158,16 +153,16 @@ class _SampledLoader(_Loader):
         state = self._sampler.state_dict()
         return position._replace(epoch=state["epoch"], step=state["step"], mark=state)
 
-    def num_steps(self) -> int:
-        return len(self._sampler)
+    def num_steps(self, position: Position) -> int:
+        if position.reading is None or not isinstance(self._sampler, StepSampler):
+            return len(self._sampler)
+        return self._sampler.count_steps(position.epoch)
 
-    def begin(self, position: Position) -> tuple[int | None, Iterator[Any]]:
+    def begin(self, position: Position) -> Iterator[Any]:
         if self._sampler.epoch != position.epoch:  # somebody called iter() and drew nothing
             self._sampler.set_epoch(position.epoch, step=position.step)
-        is_exact = getattr(self._sampler, "is_length_exact", True)  # else the end will tell
-        num_steps = self.num_steps() if is_exact else None
         self._steps.current = iter(self._sampler)
-        return num_steps, self._begun()
+        return self._begun()
 
     def check(self, epoch: int) -> None:
         if self._sampler.epoch != epoch + 1:  # it is, as soon as iter() was called
@@ -243,7 +238,7 @@ class _StreamLoader(_Loader):
         source_epoch = None if places == self._stream.beginning() else self._stream.epoch
         return Position(epoch, num_given, (places, source_epoch), skipped)
 
-    def begin(self, position: Position) -> tuple[int | None, Iterator[Any]]:
+    def begin(self, position: Position) -> Iterator[Any]:
         epoch, (places, source_epoch) = position.epoch, position.mark
         if self._passes.following != (epoch, places):
             self.close()  # persistent workers would read on elsewhere
@@ -251,7 +246,7 @@ class _StreamLoader(_Loader):
         source_epoch = self._stream.epoch if source_epoch is None else source_epoch
         turns = self._begun()
         self._passes.following = (epoch + 1, self._stream.beginning())
-        return None, _received(turns, dict(places), source_epoch)
+        return _received(turns, dict(places), source_epoch)
 
     def move_to(self, position: Position) -> Position:
         return position

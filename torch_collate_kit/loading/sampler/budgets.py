@@ -75,14 +75,6 @@ class Budget(ABC):
     def place(self, epoch: int, step: int) -> int:
         """Return the first position that a reshuffle before this step may change."""
 
-    def is_counted(self, epoch: int) -> bool:
-        """Return whether ``length`` is exact."""
-        return True
-
-    def length(self, epoch: int) -> int:
-        """Return the number of steps, or an estimate until a very long epoch is counted."""
-        return self.num_steps(epoch)
-
     def has_step(self, epoch: int, step: int) -> bool:
         """Return whether an epoch has a step of this number."""
         return step < self.num_steps(epoch)

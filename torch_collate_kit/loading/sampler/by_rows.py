@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import logging
-import weakref
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from threading import Thread
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,10 +25,8 @@ from torch_collate_kit.packing import PackingOptions
 from torch_collate_kit.packing.pieces import Load
 from torch_collate_kit.packing.steps import WindowPlan, num_rows_needed, num_that_fit, plan_window
 
-MOST_COUNTED_AT_ONCE = 10_000_000
-"""Examples of an epoch by rows up to which ``len()`` counts the steps itself: 3 s for so many."""
+_LONG_SECONDS = 5  # of counting, after which a line of the log says so
 _MOST_EPOCHS = 500  # that a window joins
-_NUM_SAMPLED = 20  # windows from which the length of a very long epoch is estimated
 _logger = logging.getLogger("torch_collate_kit.loading")
 
 
@@ -84,13 +80,18 @@ class ByRows(RowBudget):
         self._windows: dict[tuple[int, int], _Window] = {}
         self._planned: tuple[int, _Window, Indices, WindowPlan] | None = None
         self._recent = -1, 0  # epoch and first step of the window that was asked for last
-        self._counted: set[int] = set()  # epochs of which a thread has found all windows
 
     def num_steps(self, epoch: int) -> int:
-        """Return the number of steps of an epoch."""
-        _wait(self, epoch)
+        """Return the number of steps of an epoch: 24 s for 100 million examples."""
+        began, is_said = time.monotonic(), False
         for _ in self.windows(epoch):
-            pass
+            if not is_said and time.monotonic() - began > _LONG_SECONDS:
+                _logger.warning(
+                    "counting the steps of epoch %d, of %d examples, takes more than %d s; no step "
+                    "and no state asks for this number",
+                    *(epoch, self.order.size(epoch), _LONG_SECONDS),
+                )
+                is_said = True
         return max(list(self._starts[epoch]))
 
     def windows(self, epoch: int) -> Iterator[_Window]:
@@ -100,43 +101,6 @@ class ByRows(RowBudget):
         while (window := self._window(epoch, first)) is not None:
             yield window
             first += window.num_steps
-
-    def is_counted(self, epoch: int) -> bool:
-        """Return whether ``length`` is exact: a schedule needs all windows, and is counted."""
-        has_stages = isinstance(self.order, MixedOrder) and bool(self.order.breaks)
-        is_short = has_stages or self.order.size(epoch) <= MOST_COUNTED_AT_ONCE
-        return is_short or epoch in self._counted
-
-    def length(self, epoch: int) -> int:
-        """Return the number of steps, or an estimate until a very long epoch is counted."""
-        if self.is_counted(epoch):
-            return self.num_steps(epoch)
-        return _estimated(self, epoch)
-
-    def estimate(self, epoch: int) -> int:
-        """Return about the number of steps, from some windows at even distances."""
-        size, shares = self.order.size(epoch), []
-        has_all = self.order.is_permutation  # then the number of tokens is known, too
-        for start in range(0, size, -(-size // _NUM_SAMPLED)):
-            stop, num_steps = self._end(epoch, start, self.window)
-            tokens = self._sizes(self.order.take(epoch, start, stop))[0].sum()
-            shares.append(num_steps / max(1, tokens if has_all else stop - start))
-        number = int(self._entries.lengths[:size].sum()) if has_all else size
-        return max(1, round(number * float(np.mean(shares))))
-
-    def apart(self) -> ByRows:
-        """Return a copy for another thread."""
-        other = copy.copy(self)
-        other.order = self.order.apart()
-        other._starts = {of: dict(known) for of, known in self._starts.items()}
-        other._windows = dict(self._windows)
-        return other
-
-    def learn(self, other: ByRows, epoch: int) -> None:
-        """Take over the windows of an epoch, all of which ``other`` has found."""
-        self._starts.setdefault(epoch, {}).update(other._starts[epoch])
-        self._windows.update(other._windows)
-        self._counted.add(epoch)
 
     def has_step(self, epoch: int, step: int) -> bool:
         """Return whether an epoch has a step of this number."""
@@ -344,47 +308,3 @@ class ByRows(RowBudget):
         rows = num_steps * self.batch_rows
         number = num_that_fit(lengths, self._packing, rows, load, more_follow=False)
         return start + (number or 0), num_steps
-
-
-# ---- epochs that are too long to count before ``len()`` returns: a thread counts their steps ----
-
-
-class _Count(NamedTuple):
-    estimate: int
-    thread: Thread
-
-
-_running: weakref.WeakKeyDictionary[ByRows, dict[int, _Count]] = weakref.WeakKeyDictionary()
-"""Counts by epoch; a copy of a budget has none, so samplers can be pickled meanwhile."""
-
-
-def _estimated(budget: ByRows, epoch: int) -> int:
-    """Return about the number of steps of an epoch; a thread counts them from the first call on."""
-    counts = _running.setdefault(budget, {})
-    if epoch not in counts:
-        estimate = budget.apart().estimate(epoch)
-        if not counts:
-            _logger.warning(
-                "epoch %d has about %d steps: its %d examples are counted beside training, and "
-                "until then len() is an estimate; count_steps() waits for the exact number",
-                *(epoch, estimate, budget.order.size(epoch)),
-            )
-        arguments = weakref.ref(budget), budget.apart(), epoch
-        counts[epoch] = _Count(estimate, Thread(target=_count_steps, args=arguments, daemon=True))
-        counts[epoch].thread.start()
-    return counts[epoch].estimate
-
-
-def _wait(budget: ByRows, epoch: int) -> None:
-    """Wait for the thread that counts an epoch, if there is one."""
-    if epoch in (counts := _running.get(budget, {})):
-        counts[epoch].thread.join()
-
-
-def _count_steps(reference: weakref.ref[ByRows], own: ByRows, epoch: int) -> None:
-    """Find all windows of an epoch in an own copy, as long as somebody has the budget."""
-    for _ in own.windows(epoch):
-        if reference() is None:
-            return
-    if (budget := reference()) is not None:
-        budget.learn(own, epoch)
