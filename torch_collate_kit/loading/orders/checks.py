@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import zlib
 from collections.abc import Mapping, Sized
 from typing import Any, TypeAlias
 
@@ -129,33 +131,22 @@ def differences(these: Mapping[str, Any], others: Mapping[str, Any]) -> str:
     return ", ".join(found)
 
 
-def is_count(value: Any, most: int = MAX_WORD) -> bool:
-    """Return whether it is an int, and no bool, of 0 .. ``most``."""
-    return type(value) is int and 0 <= value <= most
+def sealed(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state with the checksum of its content, by which ``unsealed`` notices damage."""
+    content = json.dumps(state, sort_keys=True, default=repr)
+    return {**state, "checksum": zlib.crc32(content.encode())}
 
 
-def are_pairs(value: Any) -> bool:
-    """Return whether it is a list of pairs, which are tuples where no JSON was between."""
-    are = isinstance(value, list) and all(isinstance(at, list | tuple) for at in value)
-    return are and all(len(at) == 2 for at in value)
-
-
-def damaged_state(found: str) -> StateError:
-    """Return the error of a state that no sampler made."""
-    return StateError(f"state has {found}; pass what state_dict() gave")
-
-
-def impossible_reshuffles(records: Any, epoch: int, step: int) -> StateError:
-    """Return the error of reshuffles that no run can have made before a position."""
-    return damaged_state(
-        f"reshuffles at {records!r}, which cannot all lie, in order, before its position, "
-        f"epoch {epoch} step {step}"
-    )
-
-
-def state_int(name: str, value: Any, most: int = MAX_WORD) -> int:
-    """``value`` when it is an int of 0 .. ``most``, else StateError."""
-    if not is_count(value, most):
-        raise damaged_state(f"{name}={value!r}, not an int between 0 and {most}")
-    number: int = value
-    return number
+def unsealed(state: Any, name: str = "state") -> dict[str, Any]:
+    """Return the content of a state. Raises StateError if it was changed, or is none."""
+    if not isinstance(state, Mapping):
+        raise StateError(
+            f"a {name} must be a mapping, got {type(state).__name__}; pass what state_dict() gave"
+        )
+    content = {key: value for key, value in state.items() if key != "checksum"}
+    if "checksum" not in state or not is_same(sealed(content)["checksum"], state["checksum"]):
+        raise StateError(
+            f"the {name} is damaged, was edited, or is of another object: its checksum does not "
+            "fit; pass what state_dict() gave"
+        )
+    return content

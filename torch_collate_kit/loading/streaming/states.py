@@ -7,17 +7,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from torch_collate_kit.errors import StateError
-from torch_collate_kit.loading.orders.checks import is_same
+from torch_collate_kit.loading.orders.checks import is_same, sealed, unsealed
 from torch_collate_kit.loading.streaming.fingerprints import check_same_data
-from torch_collate_kit.packing import PackingOptions
 
 # It goes up with the number of buffers in a window, and with any change to which examples make a
 # batch.
 _VERSION = 6
-_MAX_COUNT = 2**63 - 1
 _MOST_APART = 2**20  # rounds between two shards of a state: the rounds between are counted
-_COUNTS = ("num_read", "start", "num_batches", "num_given")
-_NONE = [0, 0]  # num_skipped and num_in_a_row of a shard that has left out nothing
 
 
 class Place(NamedTuple):
@@ -70,66 +66,46 @@ def _with_shards(
     state["ended"] = sorted(ended)
     if skipped:
         state["skipped"] = skipped
-    return copy.deepcopy(state)
+    return sealed(copy.deepcopy(state))
 
 
 def positions_in(
-    state: Mapping[str, Any], settings: Mapping[str, Any], packing: PackingOptions, shards: range
+    state: Mapping[str, Any], settings: Mapping[str, Any], shards: range
 ) -> dict[int, Position]:
     """Return the positions of ``shards`` in a state that has them, and may have more.
 
     Raises:
         StateError: the state does not fit, is damaged, or has not all of the shards.
     """
-    version = state.get("version") if isinstance(state, Mapping) else None
-    if not is_same(version, _VERSION):
+    state = unsealed(state)
+    if not is_same(state.get("version"), _VERSION):
         raise StateError(
-            f"the state has version {version!r}, this one reads version {_VERSION}; pass what "
-            "state_dict() of a PackedIterableDataset gave, in the same version of the library"
+            f"the state has version {state.get('version')!r}, this one reads version {_VERSION}; "
+            "pass what state_dict() of a PackedIterableDataset gave, in the same version of the "
+            "library"
         )
     _check_settings(state, settings)
-    if not _has_shards(state):
-        found, ended = state.get("shards"), state.get("ended")
-        raise StateError(f"the state has shards={found!r}, ended={ended!r}; it is damaged")
     if missing := [shard for shard in shards if str(shard) not in state["shards"]]:
         raise StateError(
             f"the state has {len(state['shards'])} shards, but not {missing}, which this rank "
             "reads; it is the state of another rank or worker: with num_shards= load "
             "merge_states([...]) of the states of all ranks"
         )
-    skipped = _skipped_in(state)
-    positions = {}
-    names = _COUNTS if settings["seed"] is None else (*_COUNTS, "taken")
+    is_shuffled, positions = settings["seed"] is not None, {}
     for shard in shards:
-        entry = state["shards"][str(shard)]
-        of, sizes = len(names), (len(names), len(names) + 1)
-        if not isinstance(entry, list) or len(entry) not in sizes or not _are_counts(entry[:of]):
-            raise StateError(
-                f"the state's shard {shard} is {entry!r}, not [{', '.join(names)}] with a state of "
-                "the source or without; it is damaged"
-            )
-        position = _position(entry, of, skipped.get(str(shard), _NONE), packing)
-        if position.place.taken >= max(1, settings["buffer_size"]):
-            raise StateError(
-                f"the state has taken={position.place.taken} in shard {shard}, but a block has "
-                f"buffer_size={settings['buffer_size']} examples; it is damaged"
-            )
-        positions[shard] = position._replace(has_ended=shard in state["ended"])
-    _check_rounds(state, positions.values(), packing)
-    return positions
-
-
-def _position(entry: list[Any], of: int, skipped: Any, packing: PackingOptions) -> Position:
-    num_read, start, num_batches, num_given, *taken = entry[:of]
-    source = copy.deepcopy(entry[of]) if len(entry) > of else None
-    _check_start(start, packing)
-    is_pair = isinstance(skipped, list) and len(skipped) == 2 and _are_counts(skipped)
-    if not is_pair or skipped[1] > skipped[0]:
+        num_read, start, num_batches, num_given, *rest = state["shards"][str(shard)]
+        taken = rest.pop(0) if is_shuffled else 0
+        place = Place(num_read, start, copy.deepcopy(rest[0]) if rest else None, taken)
+        skipped = state.get("skipped", {}).get(str(shard), (0, 0))
+        has_ended = shard in state["ended"]
+        positions[shard] = Position(place, num_batches, num_given, has_ended, *skipped)
+    rounds = [at.num_given for at in positions.values() if not at.has_ended]
+    if rounds and max(rounds) - min(rounds) > _MOST_APART:
         raise StateError(
-            f"the state has skipped={skipped!r}, not [num_skipped, num_in_a_row]; it is damaged"
+            f"the state has shards that are {max(rounds) - min(rounds)} rounds apart, more than "
+            f"{_MOST_APART}; merge states that were saved after the same step"
         )
-    place = Place(num_read, start, source, *taken)
-    return Position(place, num_batches, num_given, False, *skipped)
+    return positions
 
 
 def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -155,20 +131,19 @@ def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     all_states = list(states)
     if not all_states:
         raise StateError("there is no state to merge; pass the states of all ranks")
-    for number, state in enumerate(all_states):
-        if not isinstance(state, Mapping):
-            raise StateError(f"state {number} is a {type(state).__name__}, not a mapping")
+    all_states = [unsealed(state, f"state {i}") for i, state in enumerate(all_states)]
     if all(isinstance(state.get("stream"), Mapping) for state in all_states):
         around = [{k: v for k, v in state.items() if k != "stream"} for state in all_states]
         _check_agree(around)
-        return {**copy.deepcopy(around[0]), "stream": _merged([s["stream"] for s in all_states])}
+        streams = [unsealed(state["stream"]) for state in all_states]
+        return sealed({**copy.deepcopy(around[0]), "stream": _merged(streams)})
     return _merged(all_states)
 
 
 def _merged(states: list[Mapping[str, Any]]) -> dict[str, Any]:
     settings = []
     for number, state in enumerate(states):
-        if not _has_shards(state):
+        if "shards" not in state:
             raise StateError(
                 f"state {number} has {sorted(map(str, state))}, no shards; pass the state of a "
                 "PackedIterableDataset with num_shards=, or of a PrefetchLoader of one"
@@ -192,7 +167,7 @@ def _merged(states: list[Mapping[str, Any]]) -> dict[str, Any]:
             )
         shards |= state["shards"]
         ended += state["ended"]
-        skipped |= _skipped_in(state)
+        skipped |= state.get("skipped", {})
     return _with_shards(settings[0], shards, ended, skipped)
 
 
@@ -209,11 +184,9 @@ def _check_agree(states: list[dict[str, Any]]) -> None:
 
 def _check_settings(state: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     for name, expected in settings.items():
-        if name not in state:
-            raise StateError(f"the state has no {name}; it is damaged")
         if name == "fingerprint":
-            check_same_data(state[name], expected)
-        elif not is_same(state[name], expected):
+            check_same_data(state.get(name), expected)
+        elif not is_same(state.get(name), expected):
             hint = "resume with the settings it was saved with"
             if name == "rows_per_rank":
                 hint = "batch_rows / parallel.dp must stay as it was"
@@ -223,64 +196,6 @@ def _check_settings(state: Mapping[str, Any], settings: Mapping[str, Any]) -> No
                     "batch_rows rows: with half the rows a step, give twice the steps"
                 )
             raise StateError(
-                f"the state is of {name}={state[name]!r}, the dataset has {name}={expected!r}; "
+                f"the state is of {name}={state.get(name)!r}, the dataset has {name}={expected!r}; "
                 f"{hint}"
             )
-
-
-def _has_shards(state: Mapping[str, Any]) -> bool:
-    """Return whether a state has shards by number, and a list of those that have ended."""
-    shards, ended = state.get("shards"), state.get("ended")
-    if not isinstance(shards, Mapping) or not isinstance(ended, list):
-        return False
-    are_numbered = all(isinstance(shard, str) and shard.isdecimal() for shard in shards)
-    return are_numbered and all(type(shard) is int and str(shard) in shards for shard in ended)
-
-
-def _skipped_in(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    skipped = state.get("skipped", {})
-    if not isinstance(skipped, Mapping) or not skipped.keys() <= state["shards"].keys():
-        raise StateError(f"the state has skipped={skipped!r}; it is damaged")
-    return skipped
-
-
-def _are_counts(counts: list[Any]) -> bool:
-    return all(type(count) is int and 0 <= count <= _MAX_COUNT for count in counts)
-
-
-def _check_rounds(
-    state: Mapping[str, Any], positions: Iterable[Position], packing: PackingOptions
-) -> None:
-    """Check that shards can have given out so many batches, and are not too many rounds apart."""
-    rounds = [at.num_given for at in positions if not at.has_ended]
-    if rounds and max(rounds) - min(rounds) > _MOST_APART:
-        raise StateError(
-            f"the state has shards that are {max(rounds) - min(rounds)} rounds apart, more than "
-            f"{_MOST_APART}; it is damaged, or merged of states that were not saved after the same "
-            "step"
-        )
-    for at in positions:
-        # a batch has an example at least, a given one or a skipped one
-        too_few = at.num_batches > at.num_given + at.num_skipped
-        too_many = at.num_given > at.place.num_read + at.place.taken + at.num_batches
-        if too_few or (too_many and packing.overflow != "split" and packing.strategy != "wrapped"):
-            raise StateError(
-                f"the state has a shard with {at.num_batches} batches after "
-                f"{at.place.num_read} examples, but {at.num_given} batches in all; it is damaged"
-            )
-
-
-def _check_start(start: int, packing: PackingOptions) -> None:
-    overflow, capacity = packing.overflow, packing.capacity - packing.reserved
-    if packing.strategy == "wrapped":  # documents are cut anywhere
-        return
-    if start and overflow != "split":
-        raise StateError(
-            f"the state's start is {start}, within an example, but with overflow={overflow!r} "
-            "none is split; it is damaged"
-        )
-    if start % capacity and not packing.share_prefixes:  # trees are cut between any segments
-        raise StateError(
-            f"the state's start is {start}, but pieces of examples begin every {capacity} "
-            "tokens; it is damaged"
-        )
