@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from torch_collate_kit.loading.orders.checks import MAX_COUNT, Indices, damaged_state, is_count
+from torch_collate_kit.loading.orders.checks import MAX_COUNT, Indices
 from torch_collate_kit.loading.orders.mixture import Mixture
 from torch_collate_kit.loading.orders.order import Order
 from torch_collate_kit.loading.orders.source_passes import SourcePasses
@@ -168,12 +168,8 @@ class MixedOrder(Order):
         return self.num_examples
 
     def loaded(self, state: Mapping[str, Any], epoch: int, step: int) -> MixedOrder:
-        """Return the order with an epoch as a state has it. Raises StateError if it is damaged."""
+        """Return the order with an epoch as a state has it."""
         taken = state["taken"]
-        if not isinstance(taken, list) or not all(is_count(n, MAX_COUNT) for n in taken):
-            raise damaged_state(f"taken={taken!r}, not a list of counts")
-        if len(taken) != len(self._sources) or (epoch == 0 and any(taken)):
-            raise damaged_state(f"taken={taken!r}, of another mixture")
         other = self.apart()
         other.taken = {0: [0] * len(self._sources), epoch: list(taken)}
         other.stage_places, other._sizes, other._counts = {}, {}, None

@@ -8,13 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from torch_collate_kit.loading.orders.checks import (
-    MAX_COUNT,
-    Indices,
-    are_pairs,
-    damaged_state,
-    is_count,
-)
+from torch_collate_kit.loading.orders.checks import Indices
 
 _BLOCK, _MAX_THREADS = 2**22, 8  # counts hashed at a time, by so many threads
 
@@ -27,16 +21,8 @@ class Growth:
 
     @classmethod
     def of_state(cls, changes: Any) -> Growth:
-        """Restore from the output of ``as_state``. Raises StateError if it is malformed."""
-        numbers = [n for at in changes for n in at] if are_pairs(changes) else []
-        epochs, sizes = numbers[::2], numbers[1::2]
-        are_counts = numbers and all(is_count(n, MAX_COUNT) for n in numbers)
-        is_rising = are_counts and epochs == sorted(set(epochs)) and sizes == sorted(sizes)
-        if not is_rising or epochs[0] != 0 or sizes[0] < 1:
-            raise damaged_state(
-                f"num_examples={changes!r}, not a list of [epoch, examples from it on]"
-            )
-        return cls(list(zip(epochs, sizes, strict=True)))
+        """Restore from the output of ``as_state``."""
+        return cls([(epoch, number) for epoch, number in changes])
 
     def to(self, num_examples: int, *, from_epoch: int) -> Growth:
         """Return the growth with so many examples from an epoch on, in place of later changes."""

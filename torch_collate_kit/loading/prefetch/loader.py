@@ -15,7 +15,12 @@ import torch
 from torch_collate_kit._checks import checked_bool, checked_int
 from torch_collate_kit._reprs import call_repr, changed_settings
 from torch_collate_kit.errors import StateError
-from torch_collate_kit.loading.orders.checks import is_same, refuse_trainer
+from torch_collate_kit.loading.orders.checks import (
+    LOADER_VERSION,
+    refuse_trainer,
+    sealed,
+    unsealed,
+)
 from torch_collate_kit.loading.prefetch.device_copy import device_copy
 from torch_collate_kit.loading.prefetch.reader import END, Reader, Run, Taken
 from torch_collate_kit.loading.prefetch.resumable_loaders import LoaderPosition, resumable_loader
@@ -261,7 +266,7 @@ class PrefetchLoader:
         def state(position: LoaderPosition, skipped: SkippedExamples) -> dict[str, Any]:
             at = self._loader.state_at(position)
             counts = skipped.state() if self._loader.has_sampler else {}  # a stream has its own
-            return {"version": 1, **at, **counts}
+            return sealed({"version": LOADER_VERSION, **at, **counts})
 
         return self._reader.answer(state)
 
@@ -273,16 +278,7 @@ class PrefetchLoader:
         loader; then nothing has changed.
         """
         self._check_open()
-        if not isinstance(state, Mapping):
-            raise StateError(
-                f"a state must be a mapping, got {type(state).__name__}; pass what state_dict() "
-                "returned"
-            )
-        if not is_same(state.get("version"), 1):
-            raise StateError(
-                f"the state has version={state.get('version')!r}, this loader has 1; resume with "
-                "the release that saved it"
-            )
+        state = unsealed(state, LOADER_VERSION)
         skipped = self._reader.stand.skipped.after(state)
         self._reader.settled(None)
         with self._reader.moving(skipped):

@@ -11,15 +11,14 @@ from typing import Any
 from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading.orders.checks import (
     NEW_RUN,
-    damaged_state,
     differences,
-    is_count,
     is_same,
-    state_int,
+    sealed,
+    unsealed,
 )
 from torch_collate_kit.loading.sampler.epochs import EpochSampler
 
-_VERSION = 4
+_VERSION = 5
 _logger = logging.getLogger("torch_collate_kit.loading")
 
 
@@ -31,9 +30,7 @@ class ResumingSampler(EpochSampler, ABC):
         return {"dp_size": self._dp_size}
 
     def _check_layout(self, layout: dict[str, Any]) -> None:
-        """Raise StateError if no run can have had the layout of a state."""
-        if not is_count(layout["dp_size"]) or not layout["dp_size"]:
-            raise damaged_state(f"layout={layout!r}")
+        """Raise StateError if a run with the layout of a state cannot go on here."""
 
     def _fingerprint(self, num_examples: int) -> dict[str, Any]:
         """Return what is compared of the first so many examples, as JSON."""
@@ -74,7 +71,8 @@ class ResumingSampler(EpochSampler, ABC):
 
     def _state_at(self, epoch: int, step: int) -> dict[str, Any]:
         where = {"version": _VERSION, "epoch": epoch, "step": step}
-        return {**where, **self._extra(epoch, step), **self._fits(), "layout": self._layout()}
+        state = {**where, **self._extra(epoch, step), **self._fits(), "layout": self._layout()}
+        return sealed(state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next ``iter()`` go on where the state was saved, on any number of ranks.
@@ -102,18 +100,9 @@ class ResumingSampler(EpochSampler, ABC):
 
     def _load(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Restore a state that fits, and return the layout of its run."""
-        if not isinstance(state, Mapping):
-            raise StateError(
-                f"a state must be a mapping, got {type(state).__name__}; "
-                "pass what state_dict() gave"
-            )
-        if not is_same(state.get("version"), _VERSION):
-            raise StateError(
-                f"state has version {state.get('version')!r}, this release reads version "
-                f"{_VERSION}; load it with the release that saved it"
-            )
+        state = unsealed(state, _VERSION)
         self._check_keys(state)
-        epoch, step = (state_int(key, state[key]) for key in ("epoch", "step"))
+        epoch, step = state["epoch"], state["step"]
         self._check_fits(state, epoch, step)
         self._set_order(self._order.loaded(state, epoch, step))
         self._budget.load(state, epoch, step)
@@ -123,8 +112,6 @@ class ResumingSampler(EpochSampler, ABC):
                 f"state is of step {step}, but epoch {epoch} has {num_steps} steps; {NEW_RUN}"
             )
         layout = state["layout"]
-        if not isinstance(layout, dict) or layout.keys() != self._layout().keys():
-            raise damaged_state(f"layout={layout!r}")
         self._check_layout(layout)
         self._epoch, self._step, self._latest = epoch, step, None
         return layout
