@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from torch.utils.data import DataLoader
 
+from tests.loading.seals import resealed
 from tests.oracle import runs, trie
 from torch_collate_kit import (
     DataError,
@@ -161,7 +162,7 @@ def test_a_state_by_rows_knows_the_runs() -> None:
     PackedBatchSampler(TokenizedDataset(TURNS), splitter(), batch_rows=4).load_state_dict(state)
     with pytest.raises(StateError, match="runs_digest"):
         PackedBatchSampler(TokenizedDataset(TURNS), splitter(), batch_rows=4).load_state_dict(
-            {**state, "runs_digest": "0" * 16}
+            resealed(state, runs_digest="0" * 16)
         )
     other = PackedBatchSampler(TokenizedDataset(TURNS), splitter(overflow="drop"), batch_rows=4)
     with pytest.raises(StateError, match=r"overflow='split'.*overflow='drop'"):

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from tests.loading.seals import resealed
 from tests.loading.test_segments import PAIRS, SOURCES, STREAMS, WHOLE, joined, read
 from tests.oracle import trie
 from torch_collate_kit import (
@@ -218,7 +219,7 @@ def test_states_know_whether_prefixes_are_shared(caplog: pytest.LogCaptureFixtur
     swapped[58]["input_ids"] = last
     with pytest.raises(StateError, match="trees_digest"):
         state_of(by_rows, TokenizedDataset(swapped)).load_state_dict(
-            state | {"fingerprint": TokenizedDataset(swapped).fingerprint()}
+            resealed(state, fingerprint=TokenizedDataset(swapped).fingerprint())
         )
     sampler = state_of(by_examples, share_prefixes=False)
     sampler.load_state_dict(state_of(by_examples, tp=4).state_at(0, 1))  # packed anew

@@ -21,6 +21,7 @@ from tests.loading.prefetch.toy_data import (
     make_loader,
     make_sampler,
 )
+from tests.loading.seals import resealed
 from torch_collate_kit.collators import PackedCollator, PaddedCollator
 from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading import PrefetchingSampler, PrefetchLoader
@@ -286,11 +287,7 @@ def sized(length: int, batch_size: int, **options: Any) -> PrefetchLoader:
         (sized(12, 4).state_dict(), "12 examples"),
         (sized(13, 2).state_dict(), "batch_size=2"),
         (sized(13, 4, dp_rank=0, dp_size=2, tail="drop").state_dict(), "tail='drop'"),
-        (sized(13, 4).state_dict() | {"version": 2}, "version=2"),
-        ({}, "version=None"),
-        (sized(13, 4).state_dict() | {"version": True}, "version=True"),
-        (None, "a state must be a mapping, got NoneType; pass what state_dict\\(\\) returned"),
-        ({"version": 1, 3: None, None: 3}, "no sampler"),
+        (resealed({"version": 2}), "no sampler"),
     ],
     ids=str,
 )

@@ -128,17 +128,6 @@ def test_a_size_alone_is_compared_with_a_size() -> None:
     prefetching(ROWS).load_state_dict(sampler.state_dict())
 
 
-@pytest.mark.parametrize(
-    "changes", [None, [[0]], [[1, 5]], [[0, 0]], [[0, 5], [0, 6]], [[0, 6], [1, 5]], [[0, True]]]
-)
-def test_changes_that_cannot_have_been(changes: Any) -> None:
-    state = {**PrefetchingSampler(5, batch_size=2).state_dict(), "num_examples": changes}
-    with pytest.raises(
-        StateError, match=r"^state has num_examples=.*, not a list of \[epoch, exam"
-    ):
-        PrefetchingSampler(6, batch_size=2, allow_appended=True).load_state_dict(state)
-
-
 def test_a_fingerprint_is_of_the_rows_not_of_how_they_are_held() -> None:
     import datasets
 

@@ -149,9 +149,6 @@ def test_a_reshuffle_goes_on_from_its_state() -> None:
     resumed.load_state_dict(state)
     found = [sampler.examples(0, step).tolist() for step in (0, 7, 12)]
     assert [resumed.examples(0, step).tolist() for step in (0, 7, 12)] == found
-    state["reshuffles"][0][2] += 1
-    with pytest.raises(StateError, match="state has reshuffles at"):
-        resumed.load_state_dict(state)
 
 
 def test_a_state_of_other_rows_is_refused() -> None:

@@ -15,7 +15,12 @@ import torch
 from torch_collate_kit._checks import checked_bool, checked_int
 from torch_collate_kit._reprs import call_repr, changed_settings
 from torch_collate_kit.errors import StateError
-from torch_collate_kit.loading.orders.checks import is_same, refuse_trainer
+from torch_collate_kit.loading.orders.checks import (
+    LOADER_VERSION,
+    refuse_trainer,
+    sealed,
+    unsealed,
+)
 from torch_collate_kit.loading.prefetch.device_copy import device_copy
 from torch_collate_kit.loading.prefetch.reader import END, Reading
 from torch_collate_kit.loading.prefetch.resumable_loaders import Position, resumable_loader
@@ -325,7 +330,11 @@ class PrefetchLoader:
 
         Small JSON. Any thread may ask, and a signal handler, at any moment.
         """
-        return {"version": 1, **self._answer(self._loader.state_at)}
+
+        def state(position: Position) -> dict[str, Any]:
+            return sealed({"version": LOADER_VERSION, **self._loader.state_at(position)})
+
+        return self._answer(state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue exactly from a saved position.
@@ -335,20 +344,11 @@ class PrefetchLoader:
         loader; then nothing has changed.
         """
         self._check_open()
-        if not isinstance(state, Mapping):
-            raise StateError(
-                f"a state must be a mapping, got {type(state).__name__}; pass what state_dict() "
-                "returned"
-            )
-        if not is_same(state.get("version"), 1):
-            raise StateError(
-                f"the state has version={state.get('version')!r}, this loader has 1; resume with "
-                "the release that saved it"
-            )
-        skipped = self._at.skipped.after(state)
+        content = unsealed(state, LOADER_VERSION)
+        skipped = self._at.skipped.after(content)
 
         def move(position: Position) -> Position:
-            return self._loader.load_state_dict(state, position._replace(skipped=skipped))
+            return self._loader.load_state_dict(content, position._replace(skipped=skipped))
 
         self._move(move)
         self._loop = None

@@ -10,14 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from torch_collate_kit.loading.orders.checks import (
-    MAX_COUNT,
-    Indices,
-    Tail,
-    are_pairs,
-    damaged_state,
-    is_count,
-)
+from torch_collate_kit.loading.orders.checks import Indices, Tail
 from torch_collate_kit.loading.orders.mixed_order import MixedOrder
 from torch_collate_kit.loading.orders.order import Order
 from torch_collate_kit.loading.sampler.budgets import RowBudget, Step
@@ -152,31 +145,10 @@ class ByRows(RowBudget):
         return extra
 
     def load(self, state: Mapping[str, Any], epoch: int, step: int) -> None:
-        """Restore what ``state`` returned. Raises StateError if it is wrong."""
-        start = state["window_start"]
-        if not are_pairs([start]) or not all(is_count(n, MAX_COUNT) for n in start):
-            raise damaged_state(f"window_start={start!r}, not [its first step, its place]")
-        first, place = start
+        """Restore what ``state`` returned."""
+        first, place = state["window_start"]
         if isinstance(self.order, MixedOrder):
-            places = state["stage_places"]
-            if not isinstance(places, list) or not all(is_count(n, MAX_COUNT) for n in places):
-                raise damaged_state(f"stage_places={places!r}, not a list of counts")
-            begun = sum(at <= first for at in self.order.breaks)
-            if len(places) != begun or [*places, place] != sorted([*places, place]):
-                raise damaged_state(f"stage_places={places!r}, of another position")
-            self.order.stage_places = {epoch: list(places)}
-        size = self.order.size(epoch)
-        is_first = first == 0 and (place == 0 or self.tail == "wrap")
-        is_later = 0 < first <= place < size
-        breaks = self.order.breaks if isinstance(self.order, MixedOrder) else []
-        since = max([0, *(at for at in breaks if at <= first)])
-        if (first - since) % self.window or not first <= step < first + self.window:
-            is_first = is_later = False
-        if not (is_first or is_later):
-            raise damaged_state(
-                f"window_start={start!r}, where no window of step {step} of an epoch of {size} "
-                "examples can begin"
-            )
+            self.order.stage_places = {epoch: list(state["stage_places"])}
         self._starts, self._recent = {epoch: {first: place}}, (-1, 0)
 
     def _is_piece(self, entries: Indices) -> np.ndarray:
