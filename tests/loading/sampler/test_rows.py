@@ -175,16 +175,6 @@ def test_a_reshuffle_leaves_the_steps_before_it_as_they_were(tail: str, at: int)
             assert sorted(np.concatenate(steps).tolist()) == list(range(160))
 
 
-def test_appended_examples_come_in_the_next_epoch() -> None:
-    lengths = np.random.default_rng(2).integers(1, 60, 300)
-    state = sampler_of(lengths[:200], max_tokens=64).state_at(0, 2)
-    grown = sampler_of(lengths, max_tokens=64, allow_appended=True)
-    grown.load_state_dict(state)
-    assert max(grown.examples(0, step).max() for step in range(2, len(grown))) < 200
-    grown.set_epoch(1)
-    assert max(grown.examples(1, step).max() for step in range(len(grown))) == 299
-
-
 def test_loss_tokens_of_a_step_are_those_of_all_ranks() -> None:
     rows = TokenizedDataset([{"input_ids": [7] * n} for n in (9, 3, 8, 2, 5, 7)])
     collate = PackedCollator(0, max_tokens=16, parallel=ParallelLayout(dp=2))

@@ -25,7 +25,7 @@ from torch_collate_kit.loading.orders.checks import (
     checked_word,
 )
 from torch_collate_kit.loading.orders.mixture import Mixture
-from torch_collate_kit.loading.orders.order import Growth, Order, ShuffledOrder, UserOrder
+from torch_collate_kit.loading.orders.order import Order, ShuffledOrder, UserOrder
 from torch_collate_kit.loading.orders.source_passes import SourcePasses
 
 
@@ -171,13 +171,9 @@ class MixedOrder(Order):
         """Return the examples taken of each source before an epoch."""
         return {"taken": list(self._taken(epoch))}
 
-    def num_known(self, state: Mapping[str, Any], *, allow_appended: bool) -> int:
-        """Return the number of examples, which the fingerprint compares."""
-        return self.num_examples
-
-    def loaded(self, state: Mapping[str, Any], epoch: int, step: int) -> MixedOrder:
+    def loaded(self, state: Mapping[str, Any]) -> MixedOrder:
         """Return the order with an epoch as a state has it."""
-        taken = state["taken"]
+        epoch, taken = state["epoch"], state["taken"]
         other = self.apart()
         other.taken = {0: [0] * len(self._sources), epoch: list(taken)}
         other.stage_places, other._sizes, other._counts = {}, {}, None
@@ -314,7 +310,6 @@ def order_of(
     seed: int,
     shuffle: Shuffle,
     user: UserOrder | None,
-    allow_appended: bool,
     lengths: Indices | None = None,
     offsets: Indices | None = None,
 ) -> Order:
@@ -323,11 +318,8 @@ def order_of(
     if user is not None and not callable(user):
         raise TypeError(f"order must be a function of (epoch, rng), got {user!r}")
     if not isinstance(examples, Mixture):
-        growth = Growth([(0, checked_length(examples))])
-        return ShuffledOrder(growth, seed=seed, shuffle=shuffle, user=user, offsets=offsets)
-    if user is not None or allow_appended:
-        raise ValueError(
-            "a Mixture has an order of its own, and sources of fixed sizes; leave out order= "
-            "and allow_appended="
-        )
+        number = checked_length(examples)
+        return ShuffledOrder(number, seed=seed, shuffle=shuffle, user=user, offsets=offsets)
+    if user is not None:
+        raise ValueError("a Mixture has an order of its own; leave out order=")
     return MixedOrder(examples, seed=seed, shuffle=shuffle, lengths=lengths, offsets=offsets)

@@ -24,44 +24,6 @@ _BLOCK = 8192  # positions computed together: a call of a keyed permutation cost
 UserOrder: TypeAlias = Callable[[int, np.random.Generator], npt.ArrayLike]
 
 
-class Growth:
-    """The number of examples by epoch: more from some epochs on."""
-
-    def __init__(self, changes: list[tuple[int, int]]) -> None:
-        self._changes = changes  # (epoch, examples from it on)
-
-    @classmethod
-    def of_state(cls, changes: Any) -> Growth:
-        """Restore from the output of ``as_state``."""
-        return cls([(epoch, number) for epoch, number in changes])
-
-    def to(self, num_examples: int, *, from_epoch: int) -> Growth:
-        """Return the growth with so many examples from an epoch on, in place of later changes."""
-        if num_examples == self.last:
-            return self
-        before = [change for change in self._changes if change[0] < from_epoch]
-        return Growth([*before, (from_epoch, num_examples)])
-
-    @property
-    def last(self) -> int:
-        """Number of examples now."""
-        return self._changes[-1][1]
-
-    def at(self, epoch: int) -> int:
-        """Return the number of examples of an epoch."""
-        return next(n for first, n in reversed(self._changes) if first <= epoch)
-
-    def before(self, epoch: int) -> int:
-        """Return the number of examples of all epochs before one."""
-        starts = [min(first, epoch) for first, _ in self._changes] + [epoch]
-        sizes = [n for _, n in self._changes]
-        return sum(n * (b - a) for n, a, b in zip(sizes, starts, starts[1:], strict=False))
-
-    def as_state(self) -> list[list[int]]:
-        """Return all changes, also those to come, as [epoch, examples from it on]."""
-        return [list(change) for change in self._changes]
-
-
 class Order(ABC):
     """The examples of all epochs in order; immutable but for what it keeps to be fast.
 
@@ -116,12 +78,12 @@ class Order(ABC):
     def state(self, epoch: int, step: int) -> dict[str, Any]:
         """Return what a state of this position says of the order."""
 
-    @abstractmethod
-    def num_known(self, state: Mapping[str, Any], *, allow_appended: bool) -> int:
-        """Return the number of examples of a state's run. Raises StateError if it does not fit."""
+    def check_size(self, state: Mapping[str, Any]) -> None:
+        """Check the number of examples of a state. Raises StateError if the data have another."""
+        return
 
     @abstractmethod
-    def loaded(self, state: Mapping[str, Any], epoch: int, step: int) -> Order:
+    def loaded(self, state: Mapping[str, Any]) -> Order:
         """Return the order of a state that fits."""
 
 
@@ -135,7 +97,7 @@ class ShuffledOrder(Order):
 
     def __init__(
         self,
-        growth: Growth,
+        num_examples: int,
         *,
         seed: int,
         shuffle: Shuffle,
@@ -143,27 +105,27 @@ class ShuffledOrder(Order):
         offsets: Indices | None = None,
         reshuffles: tuple[tuple[int, int, int], ...] = (),
     ) -> None:
-        self.growth, self.reshuffles = growth, reshuffles
+        self._num_examples, self.reshuffles = num_examples, reshuffles
         super().__init__(seed, shuffle, user)
         self._seed, self._shuffle, self._offsets = seed, shuffle, offsets
         self._sizes: dict[int, int] = {}  # of the user's epochs
         self._epochs: dict[int, EpochOrder] = {}  # the two that were read last
 
-    def _changed(self, **changes: Any) -> ShuffledOrder:
-        """Return a copy with another ``growth`` or other ``reshuffles``."""
-        given: dict[str, Any] = {"growth": self.growth, "reshuffles": self.reshuffles}
+    def _with(self, reshuffles: tuple[tuple[int, int, int], ...]) -> ShuffledOrder:
+        """Return a copy with other reshuffles."""
         return ShuffledOrder(
-            **{**given, **changes},
+            self._num_examples,
             seed=self._seed,
             shuffle=self._shuffle,
             user=self.user,
             offsets=self._offsets,
+            reshuffles=reshuffles,
         )
 
     @property
     def num_examples(self) -> int:
         """The length of the dataset that is ordered."""
-        return self.growth.last
+        return self._num_examples
 
     @property
     def is_permutation(self) -> bool:
@@ -173,43 +135,35 @@ class ShuffledOrder(Order):
     def reshuffled(self, epoch: int, step: int, place: int) -> ShuffledOrder:
         """Return the order with the rest of an epoch, from a place on, in a new order."""
         made = self.until(epoch, step).reshuffles
-        return self._changed(reshuffles=(*made, (epoch, step, place)))
+        return self._with((*made, (epoch, step, place)))
 
     def until(self, epoch: int, step: int) -> ShuffledOrder:
         """Return the order without the reshuffles after a position."""
         kept = tuple(at for at in self.reshuffles if at[:2] <= (epoch, step))
-        return self if kept == self.reshuffles else self._changed(reshuffles=kept)
+        return self if kept == self.reshuffles else self._with(kept)
 
     def state(self, epoch: int, step: int) -> dict[str, Any]:
-        """Return the number of examples by epoch, and the reshuffles until a position."""
+        """Return the number of examples, and the reshuffles until a position."""
         made = [list(at) for at in self.until(epoch, step).reshuffles]
-        return {"num_examples": self.growth.as_state(), "reshuffles": made}
+        return {"num_examples": self._num_examples, "reshuffles": made}
 
-    def num_known(self, state: Mapping[str, Any], *, allow_appended: bool) -> int:
-        """Return the number of examples of a state's run. Raises StateError if it does not fit."""
-        was, now = Growth.of_state(state["num_examples"]).last, self.growth.last
-        if was > now or (was < now and not allow_appended):
-            hint = "examples were taken away; " + NEW_RUN
-            if was < now:
-                hint = (
-                    "if they were added at the end, build the sampler with allow_appended=True: "
-                    "the running epoch keeps its order, and the next one has them"
-                )
-            raise StateError(f"state is of {was} examples, the data has {now}; {hint}")
-        if was < now and self.user is not None:
-            raise StateError(
-                f"state is of {was} examples, the data has {now}; allow_appended=True cannot keep "
-                "the running epoch's order, which order= decides: finish the epoch with the data "
-                "of the saved run"
+    def check_size(self, state: Mapping[str, Any]) -> None:
+        """Check the number of examples of a state. Raises StateError if the data have another."""
+        was, now = state["num_examples"], self._num_examples
+        if was == now:
+            return
+        hint = "examples were taken away; " + NEW_RUN
+        if was < now:
+            following = state["epoch"] + (state["step"] > 0)
+            hint = (
+                "another number has another order: to go on with more data, leave the state out "
+                f"and call set_epoch({following}), the next epoch, which has them all"
             )
-        return was
+        raise StateError(f"state is of {was} examples, the data has {now}; {hint}")
 
-    def loaded(self, state: Mapping[str, Any], epoch: int, step: int) -> ShuffledOrder:
+    def loaded(self, state: Mapping[str, Any]) -> ShuffledOrder:
         """Return the order of a state that fits."""
-        made = tuple(tuple(record) for record in state["reshuffles"])
-        growth = Growth.of_state(state["num_examples"])  # the running epoch keeps its examples
-        grown = growth.to(self.growth.last, from_epoch=epoch + (step > 0))
-        return self._changed(growth=grown, reshuffles=made)
+        return self._with(tuple(tuple(made) for made in state["reshuffles"]))
 
     def fix(self, epoch: int) -> None:
         """Read the order of an epoch, which a user's function decides, if it is not known yet."""
@@ -218,7 +172,7 @@ class ShuffledOrder(Order):
     def size(self, epoch: int) -> int:
         """Return the number of examples of an epoch."""
         if self.user is None:
-            return self._counted(self.growth.at(epoch))
+            return self._num_examples if self._offsets is None else int(self._offsets[-1])
         if epoch not in self._sizes:
             self._sizes[epoch] = len(self._users(epoch))
         return self._sizes[epoch]
@@ -226,7 +180,7 @@ class ShuffledOrder(Order):
     def before(self, epoch: int) -> int:
         """Return the number of examples of all epochs before one."""
         if self.user is None and self._offsets is None:
-            return self.growth.before(epoch)
+            return self._num_examples * epoch
         return sum(map(self.size, range(epoch)))
 
     def take(self, epoch: int, start: int, stop: int) -> Indices:
@@ -250,14 +204,11 @@ class ShuffledOrder(Order):
         pieces = range(*self._offsets[example : example + 2].tolist())
         return sorted(place for piece in pieces for place in order.places(piece))
 
-    def _counted(self, num_examples: int) -> int:
-        return num_examples if self._offsets is None else int(self._offsets[num_examples])
-
     def _users(self, epoch: int) -> Indices:
         """Return an epoch in the user's order, checked."""
         assert self.user is not None
         found = self.user(epoch, seeded_generator(self._seed, epoch))
-        examples = checked_order(found, epoch, self.growth.at(epoch))
+        examples = checked_order(found, epoch, self._num_examples)
         if self._offsets is None:
             return examples
         counts = np.diff(self._offsets)[examples]

@@ -47,8 +47,6 @@ class PrefetchingSampler(StepSampler):
             out. It must be a pure function; ``rng`` is seeded by (seed, epoch).
         dp_rank, dp_size: which part of each batch is yielded, as a list of Python ints; by default
             that of this process in ``torch.distributed`` when the sampler is made.
-        allow_appended: a state of fewer examples loads, if these are the first ones here. The
-            running epoch keeps its order, and the next one has all.
 
     The ``state_dict`` is small JSON, the same on all ranks, and loads on any number of them. More
     in docs/loading.md.
@@ -73,17 +71,14 @@ class PrefetchingSampler(StepSampler):
         order: UserOrder | None = None,
         dp_rank: int | None = None,
         dp_size: int | None = None,
-        allow_appended: bool = False,
     ) -> None:
         rank, size = rank_and_size(dp_rank, dp_size)
         batch_size = checked_batch_size(batch_size, size)
-        own = order_of(
-            examples, seed=seed, shuffle=shuffle, user=order, allow_appended=allow_appended
-        )
+        own = order_of(examples, seed=seed, shuffle=shuffle, user=order)
         self._mixture = examples if isinstance(examples, Mixture) else None
         budget = ByExamples(own, tail, batch_size, least=size)
         division = _ExamplesOfRank(rank, size)
-        super().__init__(examples, budget, division, size, allow_appended=allow_appended)
+        super().__init__(examples, budget, division, size)
 
     def __repr__(self) -> str:
         return self._shown(str(self.num_examples) if self._mixture is None else repr(self._mixture))
@@ -103,7 +98,7 @@ class PackedBatchSampler(StepSampler):
         window: by rows, the steps that are planned together.
         dp_rank: the rank whose rows are yielded; by default ``parallel.place`` of this process in
             ``torch.distributed`` when the sampler is made.
-        shuffle, seed, tail, order, allow_appended: as for ``PrefetchingSampler``; a kept tail may
+        shuffle, seed, tail, order: as for ``PrefetchingSampler``; a kept tail may
             be of any size, since ranks without examples get rows of pads.
         num_loss_tokens: beside bare lengths, trained tokens of every example, ints [N]. With
             several ranks and ``normalize_loss=True`` the loss is divided by those of all ranks.
@@ -148,7 +143,6 @@ class PackedBatchSampler(StepSampler):
         seed: int = 0,
         tail: Tail = "keep",
         order: UserOrder | None = None,
-        allow_appended: bool = False,
         num_loss_tokens: npt.ArrayLike | None = None,
         patches: Patches | None = None,
     ) -> None:
@@ -166,7 +160,6 @@ class PackedBatchSampler(StepSampler):
             seed=seed,
             shuffle=shuffle,
             user=order,
-            allow_appended=allow_appended,
             lengths=entries.lengths,
             offsets=entries.offsets,
         )
@@ -181,7 +174,7 @@ class PackedBatchSampler(StepSampler):
                 budget = ByRows(own, tail, packing, entries=entries, **rows)
         division = _RowsOfRank(sizes, packing, dp_rank, self._data, by_rows=batch_size is None)
         num_ranks = parallel.dp * parallel.cp * parallel.tp
-        super().__init__(self._data, budget, division, num_ranks, allow_appended=allow_appended)
+        super().__init__(self._data, budget, division, num_ranks)
 
     def __repr__(self) -> str:
         if self._data is not None:
@@ -282,9 +275,9 @@ class _RowsOfRank(Division):
         """Return the rank, if it is not the first."""
         return {"dp_rank": self._rank} if self._rank else {}
 
-    def fingerprint(self, num_examples: int) -> dict[str, Any]:
-        """Return digests of the sizes of the first so many examples, as JSON."""
-        found = self.sizes.fingerprint(num_examples, with_trees=self._by_rows)
+    def fingerprint(self) -> dict[str, Any]:
+        """Return digests of the sizes of the examples, as JSON."""
+        found = self.sizes.fingerprint(with_trees=self._by_rows)
         return {**found, **self._costs} if self._by_rows else found
 
     def layout(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from torch_collate_kit._checks import checked_bool, checked_int
+from torch_collate_kit._checks import checked_int
 from torch_collate_kit._reprs import KindAndSize, call_repr
 from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading.orders.checks import (
@@ -75,8 +75,8 @@ class Division(Protocol):
     def shown(self) -> dict[str, int]:
         """Return the arguments of the constructor that are not the default."""
 
-    def fingerprint(self, num_examples: int) -> dict[str, Any]:
-        """Return digests of the sizes of the first so many examples, as JSON."""
+    def fingerprint(self) -> dict[str, Any]:
+        """Return digests of the sizes of the examples, as JSON."""
         return {}
 
     def layout(self) -> dict[str, Any]:
@@ -149,13 +149,10 @@ class StepSampler(DividedOnce):
         budget: Budget,
         division: Division,
         num_ranks: int,
-        *,
-        allow_appended: bool,
     ) -> None:
         self._budget, self._division, self._num_ranks = budget, division, num_ranks
-        self._allow_appended = checked_bool("allow_appended", allow_appended)
         self._data_fingerprint = getattr(data, "fingerprint", None)
-        self._fingerprints: dict[int, dict[str, Any]] = {}  # by the number of examples
+        self._fingerprints: dict[str, Any] | None = None  # made for the first state
         self._epoch, self._step = 0, 0  # of the next iter()
         self._latest: StepIterator | None = None
         budget.check(0, 0)
@@ -347,21 +344,14 @@ class StepSampler(DividedOnce):
         }
         return sealed(content)
 
-    def _fits(self, budget: Budget, like: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return the settings that a state must share, for as many examples as ``like`` has."""
-        order = budget.order
-        number = order.num_examples
-        if like is not None:
-            number = order.num_known(like, allow_appended=self._allow_appended)
-        if number not in self._fingerprints:
+    def _fits(self, budget: Budget) -> dict[str, Any]:
+        """Return the settings that a state must share."""
+        if self._fingerprints is None:
             make = self._data_fingerprint
-            of_data = {"fingerprint": make(number) if callable(make) else None}
-            self._fingerprints[number] = {**self._division.fingerprint(number), **of_data}
-        own = {"tail": budget.tail, **budget.settings, **order.settings}
-        fits = {**own, **self._fingerprints[number]}
-        if like is not None:
-            fits["fingerprint"] = _known(fits["fingerprint"], like["fingerprint"])
-        return fits
+            of_data = make(self.num_examples) if callable(make) else None
+            self._fingerprints = {**self._division.fingerprint(), "fingerprint": of_data}
+        own = {"tail": budget.tail, **budget.settings, **budget.order.settings}
+        return {**own, **self._fingerprints}
 
     def _restored(self, state: Mapping[str, Any]) -> tuple[Budget, int, int]:
         """Return the budget and the position of a state that fits."""
@@ -375,12 +365,14 @@ class StepSampler(DividedOnce):
             )
         epoch, step = state["epoch"], state["step"]
         budget = self._budget.adopt(state)
-        fits = self._fits(budget, like=state)
+        budget.order.check_size(state)
+        fits = self._fits(budget)
+        fits["fingerprint"] = _known(fits["fingerprint"], state["fingerprint"])
         of_state = {key: state[key] for key in fits}  # in the same order
         if was := differences(of_state, fits):
             now = differences(fits, of_state)
             raise StateError(f"state is of {was}, this sampler has {now}; {NEW_RUN}")
-        budget = budget.over(budget.order.loaded(state, epoch, step))
+        budget = budget.over(budget.order.loaded(state))
         budget.load(state, epoch, step)
         if step and not budget.has_step(epoch, step):
             num_steps = budget.num_steps(epoch)

@@ -204,30 +204,25 @@ class ExampleSizes:
             raise StateError(f"state is of a packing that no run can have had: {error}") from error
         return pieces.num_cut_tokens, pieces.dropped.tolist()
 
-    def fingerprint(self, num_examples: int, *, with_trees: bool) -> dict[str, Any]:
-        """Return digests of the first so many examples, as JSON; ``with_trees`` of their cells."""
-        of_loss = self.counts if self.are_divisors else None
+    def fingerprint(self, *, with_trees: bool) -> dict[str, Any]:
+        """Return digests of the sizes of all examples, as JSON; ``with_trees`` of their cells."""
         counted = {
-            "lengths_digest": self.lengths[:num_examples],
-            "patches_digest": None if self.patches is None else self.patches[:num_examples],
-            "loss_tokens_digest": None if of_loss is None else of_loss[:num_examples],
+            "lengths_digest": self.lengths,
+            "patches_digest": self.patches,
+            "loss_tokens_digest": self.counts if self.are_divisors else None,
         }
         if self._segments is not None:
-            counted["num_segments_digest"] = counts = self._segments.counts[:num_examples]
-            of_segments = self._segments.lengths
-            assert of_segments is not None, "segments are those of all examples"
-            counted["segments_digest"] = of_segments[: int(counts.sum())]
+            counted["num_segments_digest"] = self._segments.counts
+            counted["segments_digest"] = self._segments.lengths
             if with_trees:
                 of, runs = self._segments, self._runs
-                counted["trees_digest"] = of.cells[:num_examples] if of.shares else None
-                counted["runs_digest"] = (
-                    None if runs is None else runs.lengths[: int(runs.offsets[num_examples])]
-                )
+                counted["trees_digest"] = of.cells if of.shares else None
+                counted["runs_digest"] = None if runs is None else runs.lengths
         digests = {
             name: None if numbers is None else digest_in_blocks(numbers)
             for name, numbers in counted.items()
         }
-        return {"num_tokens": int(self.lengths[:num_examples].sum()), **digests}
+        return {"num_tokens": int(self.lengths.sum()), **digests}
 
 
 def sized(
