@@ -17,7 +17,6 @@ from torch_collate_kit._reprs import call_repr, changed_settings
 from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading.orders.checks import (
     LOADER_VERSION,
-    refuse_trainer,
     sealed,
     unsealed,
 )
@@ -290,7 +289,7 @@ class PrefetchLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Move to the beginning of ``epoch``; drop what is in flight. A Trainer is refused."""
-        refuse_trainer(sys._getframe(1).f_locals.get("self"))
+        _refuse_trainer(sys._getframe(1).f_locals.get("self"))
         self._move(partial(self._loader.set_epoch, epoch))
         self._loop = None
 
@@ -408,3 +407,15 @@ class PrefetchLoader:
         error, self._interrupt = self._interrupt, None
         if error is not None:
             raise error
+
+
+def _refuse_trainer(caller: Any) -> None:
+    """Refuse a ``transformers.Trainer`` that would skip batches when it resumes."""
+    kinds = [(of.__module__, of.__name__) for of in type(caller).__mro__]
+    if ("transformers.trainer", "Trainer") in kinds and not caller.args.ignore_data_skip:
+        raise TypeError(
+            "Trainer cannot resume a PrefetchLoader: accelerate.skip_first_batches would make "
+            "another DataLoader of it; give Trainer PackedRows(TokenizedDataset(data), collate), "
+            "read a stream in a loop of your own, or pass ignore_data_skip=True, with which a "
+            "resumed run begins its epoch anew"
+        )

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from torch_collate_kit._checks import checked_int
 from torch_collate_kit._reprs import KindAndSize
+from torch_collate_kit.collators.packed import checked_collator
 from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading.dataset import TokenizedDataset
 from torch_collate_kit.loading.orders import Mixture
@@ -17,7 +18,6 @@ from torch_collate_kit.loading.orders.checks import (
     Shuffle,
     Tail,
     checked_batch_size,
-    checked_collator,
     is_same,
 )
 from torch_collate_kit.loading.orders.mixed_order import order_of
