@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torch_collate_kit.loading.orders.checks import Indices
-from torch_collate_kit.loading.orders.mixed_order import MixedOrder
 from torch_collate_kit.loading.orders.order import Order
 from torch_collate_kit.packing import PackingPlan
 
@@ -89,27 +88,7 @@ class Budget(ABC):
         return
 
 
-class StagedBudget(Budget):
-    """Steps of which the first place follows from their number, so the places of stages do, too."""
-
-    def _place_stages(self, epoch: int) -> None:
-        """Tell a mixture where its later stages begin in the epochs up to this one."""
-        order = self.order
-        if not isinstance(order, MixedOrder) or not order.breaks:
-            return
-        since = max(at for at in list(order.taken) if at <= epoch)
-        for at in range(0 if self.tail == "wrap" else since, epoch + 1):
-            if at not in order.stage_places:
-                own = order.apart()  # as another thread may read the order
-                self._begin_stages(own, at)
-                order.stage_places[at] = own.stage_places.get(at, [])
-
-    @abstractmethod
-    def _begin_stages(self, order: MixedOrder, epoch: int) -> None:
-        """Begin the later stages of an epoch in this order."""
-
-
-class ByExamples(StagedBudget):
+class ByExamples(Budget):
     """Steps of ``batch_size`` examples; a kept tail has at least ``least``, or an epoch is refused.
 
     ``tail`` is that of ``PrefetchingSampler``.
@@ -122,7 +101,6 @@ class ByExamples(StagedBudget):
     def num_steps(self, epoch: int) -> int:
         """Return the number of steps of an epoch."""
         size = self._size
-        self._place_stages(epoch)
         if self.tail == "wrap":
             return self.order.before(epoch + 1) // size - self.order.before(epoch) // size
         full, rest = divmod(self.order.size(epoch), size)
@@ -166,14 +144,4 @@ class ByExamples(StagedBudget):
 
     def _carried(self, epoch: int) -> int:
         """Return the number of examples of earlier epochs in the first batch of an epoch."""
-        self._place_stages(epoch)
         return self.order.before(epoch) % self._size if self.tail == "wrap" else 0
-
-    def _begin_stages(self, order: MixedOrder, epoch: int) -> None:
-        """Begin the later stages of an epoch at the first example of their steps."""
-        carried = order.before(epoch) % self._size if self.tail == "wrap" else 0
-        for step in order.breaks:
-            place = max(step * self._size - carried, 0)
-            if place >= order.size(epoch):
-                return
-            order.begin_stage(epoch, place)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import numpy as np
 
 from torch_collate_kit.loading.orders.checks import Indices
-from torch_collate_kit.loading.orders.mixed_order import MixedOrder
 from torch_collate_kit.loading.orders.order import Order
-from torch_collate_kit.loading.orders.token_sums import TokenSums
-from torch_collate_kit.loading.sampler.budgets import StagedBudget, Step, Windows
+from torch_collate_kit.loading.sampler.budgets import Budget, Step, Windows
 from torch_collate_kit.packing import PackingOptions
+from torch_collate_kit.packing.rows import running_sum
 from torch_collate_kit.packing.steps import WindowPlan, plan_wrapped
 
 
-class ByTokens(StagedBudget):
+class ByTokens(Budget):
     """Steps of ``batch_rows`` rows of ``max_tokens`` tokens each, which documents are cut into.
 
     Step k of an epoch has its tokens from ``k * batch_rows * max_tokens`` on; the rows of a window
@@ -34,9 +31,7 @@ class ByTokens(StagedBudget):
         self.batch_rows, self.window, self.group = windows
         self._lengths, self._packing = lengths, packing
         self._per_step = self.batch_rows * packing.capacity
-        self._mean = max(1.0, float(lengths[:1_000_000].mean()))
-        self._breaks = [0, *(order.breaks if isinstance(order, MixedOrder) else [])]
-        self._kept_sums: dict[int, TokenSums] = {}
+        self._kept_sums: dict[int, Indices] = {}
         self._totals: dict[int, int] = {}  # tokens of each epoch
         self._planned: tuple[tuple[int, int, int], Indices, WindowPlan] | None = None
 
@@ -83,7 +78,7 @@ class ByTokens(StagedBudget):
         num_steps, carried = self.num_steps(epoch), self._carried(epoch)
         tokens = [(-carried, -1)] if carried else []
         for place in self.order.places(epoch, example):
-            start = self._sums(epoch).before(place)
+            start = int(self._sums(epoch)[place])
             tokens.append((start, start + int(self._lengths[example]) - 1))
         steps: set[int] = set()
         for ends in tokens:
@@ -104,32 +99,15 @@ class ByTokens(StagedBudget):
 
     def _window_of(self, epoch: int, step: int) -> tuple[int, int]:
         """Return the first step of the window that has a step, and the one after its last."""
-        begin = max(at for at in self._breaks if at <= step)
-        first = begin + (step - begin) // self.window * self.window
-        following = [at for at in self._breaks if at > first]
-        return first, min(first + self.window, self.num_steps(epoch), *following)
+        first = step // self.window * self.window
+        return first, min(first + self.window, self.num_steps(epoch))
 
-    def _begin_stages(self, order: MixedOrder, epoch: int) -> None:
-        """Begin the later stages of an epoch at the first document that begins in their steps."""
-        place = tokens = 0
-        for step in order.breaks:
-            start = step * self._per_step - self._carried(epoch)
-            while tokens < start and place < order.size(epoch):
-                num_read = min(int((start - tokens) / self._mean) + 64, 1 << 16)
-                documents = order.take(epoch, place, min(place + num_read, order.size(epoch)))
-                ends = tokens + np.cumsum(self._lengths[documents])
-                number = min(int(np.searchsorted(ends, start)) + 1, len(ends))
-                place, tokens = place + number, int(ends[number - 1])
-            if place >= order.size(epoch):
-                return
-            order.begin_stage(epoch, place)
-
-    def _sums(self, epoch: int) -> TokenSums:
+    def _sums(self, epoch: int) -> Indices:
+        """Return the tokens before each place of an epoch, and all: int64, 8 bytes per document."""
         kept = self._kept_sums  # one read: another thread may be at another epoch
         if epoch not in kept:
-            self._place_stages(epoch)
-            take, size = partial(self.order.take, epoch), self.order.size(epoch)
-            kept = {**dict(list(kept.items())[-2:]), epoch: TokenSums(take, size, self._lengths)}
+            order = self.order.take(epoch, 0, self.order.size(epoch))
+            kept = {**dict(list(kept.items())[-2:]), epoch: running_sum(self._lengths[order])}
             self._kept_sums = kept
         return kept[epoch]
 
@@ -138,7 +116,7 @@ class ByTokens(StagedBudget):
             if self.order.is_permutation:
                 total = int(self._lengths[: self.order.size(epoch)].sum())
             else:
-                total = self._sums(epoch).total
+                total = int(self._sums(epoch)[-1])
             self._totals[epoch] = total
         return self._totals[epoch]
 
@@ -163,5 +141,5 @@ class ByTokens(StagedBudget):
             place, used = self._document_at(epoch + 1, token - self._total(epoch))
             return place + self.order.size(epoch), used
         sums = self._sums(epoch)
-        place = sums.place(token)
-        return place, token - sums.before(place)
+        place = int(np.searchsorted(sums, token, side="right")) - 1
+        return place, token - int(sums[place])
