@@ -32,6 +32,9 @@ class Order(ABC):
     run must share.
     """
 
+    _offsets: Indices | None
+    """int64 [examples + 1], where the pieces of each begin, if what is ordered are pieces."""
+
     def __init__(self, seed: int, shuffle: Shuffle, user: UserOrder | None = None) -> None:
         self.user = user
         self.settings = {"custom_order": user is not None, "seed": seed, "shuffle": shuffle}
@@ -51,16 +54,31 @@ class Order(ABC):
         """Return the number of examples of an epoch."""
 
     @abstractmethod
+    def _epoch(self, epoch: int) -> EpochOrder:
+        """Return the order of an epoch."""
+
     def before(self, epoch: int) -> int:
         """Return the number of examples of all epochs before one."""
+        return sum(map(self.size, range(epoch)))
 
-    @abstractmethod
     def take(self, epoch: int, start: int, stop: int) -> Indices:
         """Return the examples at places ``start`` to ``stop`` - 1: int64."""
+        while start < 0 < epoch:
+            epoch -= 1
+            start, stop = start + self.size(epoch), stop + self.size(epoch)
+        parts, start = [np.zeros(0, dtype=np.int64)], max(start, 0)
+        while start < stop and (size := self.size(epoch)):  # none: a mixture has ended
+            if start < size:
+                parts.append(self._epoch(epoch).take(start, min(stop, size)))
+            epoch, start, stop = epoch + 1, max(start - size, 0), stop - size
+        return parts[1] if len(parts) == 2 else np.concatenate(parts)
 
-    @abstractmethod
     def places(self, epoch: int, example: int) -> list[int]:
         """Return the places of an example in an epoch, ascending."""
+        order, pieces = self._epoch(epoch), range(example, example + 1)
+        if self._offsets is not None:
+            pieces = range(*self._offsets[example : example + 2].tolist())
+        return sorted(place for piece in pieces for place in order.places(piece))
 
     @abstractmethod
     def fix(self, epoch: int) -> None:
@@ -181,28 +199,7 @@ class ShuffledOrder(Order):
         """Return the number of examples of all epochs before one."""
         if self.user is None and self._offsets is None:
             return self._num_examples * epoch
-        return sum(map(self.size, range(epoch)))
-
-    def take(self, epoch: int, start: int, stop: int) -> Indices:
-        """Return the examples at places ``start`` to ``stop`` - 1: int64."""
-        parts = []
-        if start < 0 < epoch:
-            size = self.size(epoch - 1)
-            parts.append(self.take(epoch - 1, size + start, size + min(stop, 0)))
-        start, size = max(start, 0), self.size(epoch)
-        if start < stop:
-            parts.append(self._epoch(epoch).take(start, min(stop, size)))
-        if stop > size:
-            parts.append(self.take(epoch + 1, max(start - size, 0), stop - size))
-        return parts[0] if len(parts) == 1 else np.concatenate(parts or [np.zeros(0, np.int64)])
-
-    def places(self, epoch: int, example: int) -> list[int]:
-        """Return the places of an example in an epoch, ascending."""
-        order = self._epoch(epoch)
-        if self._offsets is None:
-            return order.places(example)
-        pieces = range(*self._offsets[example : example + 2].tolist())
-        return sorted(place for piece in pieces for place in order.places(piece))
+        return super().before(epoch)
 
     def _users(self, epoch: int) -> Indices:
         """Return an epoch in the user's order, checked."""

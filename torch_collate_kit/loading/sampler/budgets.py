@@ -6,7 +6,6 @@ import copy
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from functools import partial
 from typing import Any, NamedTuple, Self, get_args
 
 import numpy as np
@@ -15,8 +14,8 @@ from torch_collate_kit._checks import checked_choice
 from torch_collate_kit.loading.orders.checks import MAX_COUNT, Indices, Tail
 from torch_collate_kit.loading.orders.mixed_order import MixedOrder
 from torch_collate_kit.loading.orders.order import Order
-from torch_collate_kit.loading.orders.token_sums import TokenSums
 from torch_collate_kit.packing import PackingOptions, PackingPlan
+from torch_collate_kit.packing.rows import running_sum
 from torch_collate_kit.packing.steps import WindowPlan, plan_wrapped
 
 _logger = logging.getLogger("torch_collate_kit.loading")
@@ -139,27 +138,7 @@ class RowBudget(Budget):
         return "fills fewer than", f"batch_rows={self.batch_rows} rows"
 
 
-class StagedBudget(Budget):
-    """Steps of which the first place follows from their number, so the places of stages do, too."""
-
-    def _place_stages(self, epoch: int) -> None:
-        """Tell a mixture where its later stages begin in the epochs up to this one."""
-        order = self.order
-        if not isinstance(order, MixedOrder) or not order.breaks:
-            return
-        since = max(at for at in list(order.taken) if at <= epoch)
-        for at in range(0 if self.tail == "wrap" else since, epoch + 1):
-            if at not in order.stage_places:
-                own = order.apart()  # as another thread may read the order
-                self._begin_stages(own, at)
-                order.stage_places[at] = own.stage_places.get(at, [])
-
-    @abstractmethod
-    def _begin_stages(self, order: MixedOrder, epoch: int) -> None:
-        """Begin the later stages of an epoch in this order."""
-
-
-class ByExamples(StagedBudget):
+class ByExamples(Budget):
     """Steps of ``batch_size`` examples; a kept tail has at least ``least``, or an epoch is refused.
 
     ``tail`` is that of ``PrefetchingSampler``.
@@ -172,7 +151,6 @@ class ByExamples(StagedBudget):
     def num_steps(self, epoch: int) -> int:
         """Return the number of steps of an epoch."""
         size = self._size
-        self._place_stages(epoch)
         if self.tail == "wrap":
             return self.order.before(epoch + 1) // size - self.order.before(epoch) // size
         full, rest = divmod(self.order.size(epoch), size)
@@ -218,20 +196,10 @@ class ByExamples(StagedBudget):
 
     def _carried(self, epoch: int) -> int:
         """Return the number of examples of earlier epochs in the first batch of an epoch."""
-        self._place_stages(epoch)
         return self.order.before(epoch) % self._size if self.tail == "wrap" else 0
 
-    def _begin_stages(self, order: MixedOrder, epoch: int) -> None:
-        """Begin the later stages of an epoch at the first example of their steps."""
-        carried = order.before(epoch) % self._size if self.tail == "wrap" else 0
-        for step in order.breaks:
-            place = max(step * self._size - carried, 0)
-            if place >= order.size(epoch):
-                return
-            order.begin_stage(epoch, place)
 
-
-class ByTokens(RowBudget, StagedBudget):
+class ByTokens(RowBudget):
     """Steps of ``batch_rows`` rows of ``max_tokens`` tokens each, which documents are cut into.
 
     Step k of an epoch has its tokens from ``k * batch_rows * max_tokens`` on; the rows of a window
@@ -242,13 +210,11 @@ class ByTokens(RowBudget, StagedBudget):
         self, order: Order, tail: Tail, packing: PackingOptions, *, lengths: Indices, **rows: int
     ) -> None:
         self._lengths = lengths
-        self._mean = max(1.0, float(lengths[:1_000_000].mean()))
         super().__init__(order, tail, packing, **rows)
         self._per_step = self.batch_rows * packing.capacity
-        self._breaks = [0, *(order.breaks if isinstance(order, MixedOrder) else [])]
 
     def _forget(self) -> None:
-        self._kept_sums: dict[int, TokenSums] = {}
+        self._kept_sums: dict[int, Indices] = {}
         self._totals: dict[int, int] = {}  # tokens of each epoch
         self._planned: tuple[tuple[int, int, int], Indices, WindowPlan] | None = None
 
@@ -297,7 +263,7 @@ class ByTokens(RowBudget, StagedBudget):
         num_steps, carried = self.num_steps(epoch), self._carried(epoch)
         tokens = [(-carried, -1)] if carried else []
         for place in self.order.places(epoch, example):
-            start = self._sums(epoch).before(place)
+            start = int(self._sums(epoch)[place])
             tokens.append((start, start + int(self._lengths[example]) - 1))
         steps: set[int] = set()
         for ends in tokens:
@@ -319,32 +285,15 @@ class ByTokens(RowBudget, StagedBudget):
 
     def _window_of(self, epoch: int, step: int) -> tuple[int, int]:
         """Return the first step of the window that has a step, and the one after its last."""
-        begin = max(at for at in self._breaks if at <= step)
-        first = begin + (step - begin) // self.window * self.window
-        following = [at for at in self._breaks if at > first]
-        return first, min(first + self.window, self.num_steps(epoch), *following)
+        first = step // self.window * self.window
+        return first, min(first + self.window, self.num_steps(epoch))
 
-    def _begin_stages(self, order: MixedOrder, epoch: int) -> None:
-        """Begin the later stages of an epoch at the first document that begins in their steps."""
-        place = tokens = 0
-        for step in order.breaks:
-            start = step * self._per_step - self._carried(epoch)
-            while tokens < start and place < order.size(epoch):
-                num_read = min(int((start - tokens) / self._mean) + 64, 1 << 16)
-                documents = order.take(epoch, place, min(place + num_read, order.size(epoch)))
-                ends = tokens + np.cumsum(self._lengths[documents])
-                number = min(int(np.searchsorted(ends, start)) + 1, len(ends))
-                place, tokens = place + number, int(ends[number - 1])
-            if place >= order.size(epoch):
-                return
-            order.begin_stage(epoch, place)
-
-    def _sums(self, epoch: int) -> TokenSums:
+    def _sums(self, epoch: int) -> Indices:
+        """Return the tokens before each place of an epoch, and all: int64, 8 bytes per document."""
         kept = self._kept_sums  # one read: another thread may be at another epoch
         if epoch not in kept:
-            self._place_stages(epoch)
-            take, size = partial(self.order.take, epoch), self.order.size(epoch)
-            kept = {**dict(list(kept.items())[-2:]), epoch: TokenSums(take, size, self._lengths)}
+            order = self.order.take(epoch, 0, self.order.size(epoch))
+            kept = {**dict(list(kept.items())[-2:]), epoch: running_sum(self._lengths[order])}
             self._kept_sums = kept
         return kept[epoch]
 
@@ -353,7 +302,7 @@ class ByTokens(RowBudget, StagedBudget):
             if self.order.is_permutation:
                 total = int(self._lengths[: self.order.size(epoch)].sum())
             else:
-                total = self._sums(epoch).total
+                total = int(self._sums(epoch)[-1])
             self._totals[epoch] = total
         return self._totals[epoch]
 
@@ -378,8 +327,8 @@ class ByTokens(RowBudget, StagedBudget):
             place, used = self._document_at(epoch + 1, token - self._total(epoch))
             return place + self.order.size(epoch), used
         sums = self._sums(epoch)
-        place = sums.place(token)
-        return place, token - sums.before(place)
+        place = int(np.searchsorted(sums, token, side="right")) - 1
+        return place, token - int(sums[place])
 
 
 class SourceLimits:

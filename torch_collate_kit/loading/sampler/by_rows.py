@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from torch_collate_kit.loading.orders.checks import Indices, Tail
-from torch_collate_kit.loading.orders.mixed_order import MixedOrder
 from torch_collate_kit.loading.orders.order import Order
 from torch_collate_kit.loading.sampler.budgets import RowBudget, Step
 from torch_collate_kit.packing import PackingOptions
@@ -138,17 +137,11 @@ class ByRows(RowBudget):
         """Return what a state of this position holds besides it."""
         window = self._window_of(epoch, step) if step else None  # an epoch without a step has a 0
         first = self._start_before(epoch, 0) if window is None else window.first
-        extra: dict[str, Any] = {"window_start": [first, self._starts[epoch][first]]}
-        if isinstance(self.order, MixedOrder):
-            begun = sum(at <= first for at in self.order.breaks)
-            extra["stage_places"] = self.order.stage_places.get(epoch, [])[:begun]
-        return extra
+        return {"window_start": [first, self._starts[epoch][first]]}
 
     def load(self, state: Mapping[str, Any], epoch: int, step: int) -> None:
         """Restore what ``state`` returned."""
         first, place = state["window_start"]
-        if isinstance(self.order, MixedOrder):
-            self.order.stage_places = {epoch: list(state["stage_places"])}
         self._starts, self._recent = {epoch: {first: place}}, (-1, 0)
 
     def _is_piece(self, entries: Indices) -> np.ndarray:
@@ -197,10 +190,6 @@ class ByRows(RowBudget):
         firsts = [first for first in list(known) if first <= step]
         if firsts:
             return max(firsts)
-        if isinstance(self.order, MixedOrder) and self.order.breaks:
-            since = max(at for at in self.order.taken if at <= epoch)
-            for earlier in range(since, epoch):  # where their stages begin decides what is taken
-                self.num_steps(earlier)
         known[0] = 0
         if self.tail == "wrap" and epoch:
             first = self.num_steps(epoch - 1)
@@ -213,36 +202,23 @@ class ByRows(RowBudget):
             start = self._starts[epoch][first]
             if start >= self.order.size(epoch):
                 return None
-            order = self.order
-            breaks = order.breaks if isinstance(order, MixedOrder) else []
-            following = [step for step in breaks if step > first]
-            most = min([self.window, *(step - first for step in following)])
-            stop = self._known_stop(epoch, first, most)
-            num_steps = most
+            num_steps, stop = self.window, self._known_stop(epoch, first)
             if stop is None:
-                stop, num_steps = self._end(epoch, start, most)
+                stop, num_steps = self._end(epoch, start, self.window)
             if not num_steps:
                 return None
-            if isinstance(order, MixedOrder) and first + num_steps in following:
-                number = len(breaks) - len(following)
-                if len(order.stage_places.get(epoch, [])) == number and stop < order.size(epoch):
-                    order.begin_stage(epoch, stop)
             self._starts[epoch][first + num_steps] = stop
             self._windows[epoch, first] = _Window(first, num_steps, start, stop)
         return self._windows[epoch, first]
 
-    def _known_stop(self, epoch: int, first: int, most_steps: int) -> int | None:
-        """Return where a window ended before a reshuffle or a stage changed what follows it.
+    def _known_stop(self, epoch: int, first: int) -> int | None:
+        """Return where a window ended before a reshuffle changed what follows it.
 
-        How many examples fit is found from more than do, so it would now be another number.
+        Planning looks ahead, so planning again would read the new order and end elsewhere.
         """
-        order, last = self.order, first + most_steps
-        if isinstance(order, MixedOrder):
-            known = dict(zip(order.breaks, order.stage_places.get(epoch, []), strict=False))
-            return known.get(last)
-        made = getattr(order, "reshuffles", ())
+        last, made = first + self.window, getattr(self.order, "reshuffles", ())
         places = [place for of, step, place in made if of == epoch and first < step <= last]
-        return next((place for place in places if place < order.size(epoch)), None)
+        return next((place for place in places if place < self.order.size(epoch)), None)
 
     def _end(self, epoch: int, start: int, most_steps: int) -> tuple[int, int]:
         """Return the place where a window ends, and its number of steps; 0 for a dropped tail."""

@@ -135,10 +135,6 @@ class PackedRows(Dataset[PlannedRow]):
         examples = self._examples
         if isinstance(examples, TokenizedDataset):
             return seeded_generator(self._seed, 0).permutation(len(lengths))
-        if len(examples.stages) > 1:
-            raise ValueError(
-                "the schedule of a Mixture counts steps, which are the trainer's here; leave it out"
-            )
         order = MixedOrder(examples, seed=self._seed, shuffle=True)
         return order.take(0, 0, order.size(0))
 
