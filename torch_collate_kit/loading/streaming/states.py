@@ -279,7 +279,7 @@ def _check_start(start: int, packing: PackingOptions) -> None:
             f"the state's start is {start}, within an example, but with overflow={overflow!r} "
             "none is split; it is damaged"
         )
-    if start % capacity and not packing.share_prefixes:  # trees are cut between any segments
+    if start % capacity:
         raise StateError(
             f"the state's start is {start}, but pieces of examples begin every {capacity} "
             "tokens; it is damaged"
