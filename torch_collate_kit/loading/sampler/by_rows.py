@@ -14,7 +14,7 @@ from torch_collate_kit.loading.orders.order import Order
 from torch_collate_kit.loading.sampler import long_epochs
 from torch_collate_kit.loading.sampler.budgets import Budget, Step, Windows
 from torch_collate_kit.packing import PackingOptions
-from torch_collate_kit.packing.pieces import Load
+from torch_collate_kit.packing.atoms import Atoms
 from torch_collate_kit.packing.steps import WindowPlan, num_rows_needed, num_that_fit, plan_window
 
 _MOST_EPOCHS = 500  # that a window joins
@@ -26,21 +26,20 @@ class Entries(NamedTuple):
 
     lengths: Indices
     """int64 [E] tokens."""
-    load: Load | None = None
-    examples: Indices | None = None
-    """int64 [E], the example of each piece; None where an entry is an example."""
-    starts: Indices | None = None
-    """int64 [E], the first token of each piece in its example."""
+    atoms: Atoms | None = None
+    """What is planned of all of them; None of text, where lengths alone are held."""
+    are_pieces: bool = False
 
-    @property
-    def cells(self) -> Indices:
-        """int64 [E], fewer than tokens where prefixes are shared."""
-        return cells_of(self.lengths, self.load)
+    def planned(self, entries: Indices, packing: PackingOptions) -> Atoms:
+        """Return what is planned of some entries, as examples of their own."""
+        if self.atoms is None:
+            return Atoms.of(self.lengths[entries], None, packing)
+        return self.atoms.alone(entries)
 
 
-def cells_of(lengths: Indices, load: Load | None) -> Indices:
-    """Return the cells of examples, int64 [E], or a lower bound: their tokens, not aligned."""
-    return lengths if load is None or load.segments is None else load.segments.cells
+def _least_cells(atoms: Atoms) -> Indices:
+    """Return the cells of atoms, or a lower bound: their tokens, not aligned."""
+    return atoms.cells if atoms.are_lists else atoms.tokens
 
 
 class _Window(NamedTuple):
@@ -107,7 +106,7 @@ class ByRows(Budget):
         has_all = self.order.is_permutation  # then the number of tokens is known, too
         for start in range(0, size, -(-size // _NUM_SAMPLED)):
             stop, num_steps = self._end(epoch, start, self.window)
-            tokens = self._sizes(self.order.take(epoch, start, stop))[0].sum()
+            tokens = self._entries.lengths[self.order.take(epoch, start, stop)].sum()
             shares.append(num_steps / max(1, tokens if has_all else stop - start))
         number = int(self._entries.lengths[:size].sum()) if has_all else size
         return max(1, round(number * float(np.mean(shares))))
@@ -136,12 +135,12 @@ class ByRows(Budget):
         assert window is not None, "no such step"
         entries, planned = self._plan(epoch, window)
         numbers, plan = planned.step(step - window.first, self._packing)
-        chosen, pieces = entries[numbers], self._entries
-        if pieces.examples is None or pieces.starts is None:
+        chosen, pieces = entries[numbers], self._entries.atoms
+        if pieces is None or not self._entries.are_pieces:
             return Step(chosen, plan)
-        examples, cut = pieces.examples[chosen], np.flatnonzero(self._is_piece(chosen))
-        starts = pieces.starts[chosen][plan.example_indices]
-        return Step(examples, replace(plan, starts=starts, cut=cut), chosen)
+        following = pieces.starts[np.minimum(chosen + 1, len(pieces.starts) - 1)]
+        cut = np.flatnonzero((pieces.starts[chosen] > 0) | (following > 0))
+        return Step(pieces.examples[chosen], replace(plan, cut=cut))
 
     def steps_of(self, epoch: int, example: int) -> list[int]:
         """Return the steps of an epoch that have an example, ascending."""
@@ -175,33 +174,20 @@ class ByRows(Budget):
         first, place = state["window_start"]
         self._starts, self._recent = {epoch: {first: place}}, (-1, 0)
 
-    def _is_piece(self, entries: Indices) -> np.ndarray:
-        """Return whether each entry is one of several pieces of its example: bool."""
-        starts = self._entries.starts
-        assert starts is not None
-        following = np.minimum(entries + 1, len(starts) - 1)
-        return (starts[entries] > 0) | (starts[following] > 0)
-
     def _plan(self, epoch: int, window: _Window) -> tuple[Indices, WindowPlan]:
         kept = self._planned  # one read: another thread may be at another window
         if kept is not None and kept[:2] == (epoch, window):
             return kept[2:]
         entries = self.order.take(epoch, window.start, window.stop)
-        lengths, load = self._sizes(entries)
         planned = plan_window(
-            lengths,
+            self._entries.planned(entries, self._packing),
             self._packing,
-            load,
             num_steps=window.num_steps,
             batch_rows=self.batch_rows,
             group=self.group,
         )
         self._planned = epoch, window, entries, planned
         return entries, planned
-
-    def _sizes(self, entries: Indices) -> tuple[Indices, Load | None]:
-        load = self._entries.load
-        return self._entries.lengths[entries], None if load is None else load.take(entries)
 
     def _window_of(self, epoch: int, step: int) -> _Window | None:
         """Return the window that has a step; None if the epoch has no such step."""
@@ -258,11 +244,12 @@ class ByRows(Budget):
         number = None
         while number is None:  # how many are read only matters for speed
             num_read = min(ahead, most)
-            lengths, load = self._sizes(self.order.take(epoch, start, start + num_read))
+            entries = self.order.take(epoch, start, start + num_read)
+            atoms = self._entries.planned(entries, self._packing)
             more_follow = self.tail == "wrap" or num_read < most
-            if len(lengths) < num_read:  # a Mixture with max_passes ends: its last steps are full
-                most, more_follow = len(lengths), False
-            number = num_that_fit(lengths, self._packing, rows, load, more_follow=more_follow)
+            if len(entries) < num_read:  # a Mixture with max_passes ends: its last steps are full
+                most, more_follow = len(entries), False
+            number = num_that_fit(atoms, self._packing, rows, more_follow=more_follow)
             ahead *= 4
             if number is None and num_read == most:
                 raise ValueError(
@@ -275,8 +262,8 @@ class ByRows(Budget):
             return start + number, most_steps
         capacity = rows * self._packing.max_tokens
         needed = rows + 1
-        if number == most or int(cells_of(lengths, load).sum()) <= capacity:
-            needed = num_rows_needed(lengths, self._packing, load)
+        if number == most or int(_least_cells(atoms).sum()) <= capacity:
+            needed = num_rows_needed(atoms, self._packing)
         if needed > rows:
             return start + number, most_steps
         if self.tail == "keep":
@@ -285,5 +272,5 @@ class ByRows(Budget):
         if not num_steps:
             return start, 0
         rows = num_steps * self.batch_rows
-        number = num_that_fit(lengths, self._packing, rows, load, more_follow=False)
+        number = num_that_fit(atoms, self._packing, rows, more_follow=False)
         return start + (number or 0), num_steps

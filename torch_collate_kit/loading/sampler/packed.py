@@ -29,8 +29,9 @@ from torch_collate_kit.loading.sampler.by_rows import ByRows
 from torch_collate_kit.loading.sampler.resuming import ResumingSampler
 from torch_collate_kit.loading.sampler.sizes import ExampleSizes
 from torch_collate_kit.loading.sampler.wrapped import ByTokens
-from torch_collate_kit.packing import PackingOptions, RankPlan, pack
-from torch_collate_kit.packing.pieces import Patches
+from torch_collate_kit.packing import PackingOptions, RankPlan
+from torch_collate_kit.packing.atoms import Patches
+from torch_collate_kit.packing.planner import plan_rows
 from torch_collate_kit.packing.rows import running_sum
 
 
@@ -144,9 +145,10 @@ class PackedBatchSampler(ResumingSampler):
         return "batch_rows", batch_rows
 
     def _piece_offsets(self) -> Indices | None:
-        if self._entries is None or self._entries.examples is None:
+        entries = self._entries
+        if entries is None or entries.atoms is None or not entries.are_pieces:
             return None
-        return running_sum(np.bincount(self._entries.examples, minlength=len(self._sizes.lengths)))
+        return running_sum(np.bincount(entries.atoms.examples, minlength=len(self._sizes.lengths)))
 
     def _entry_lengths(self) -> Indices:
         return self._sizes.lengths if self._entries is None else self._entries.lengths
@@ -171,10 +173,9 @@ class PackedBatchSampler(ResumingSampler):
         packing, batch, plan = self._packing, step.examples, step.plan
         sizes, dp = self._sizes, packing.parallel.dp
         lengths = sizes.lengths[batch]
-        counts = sizes.counts_of(step)
+        counts = None if sizes.counts is None else sizes.counts[batch]
         if plan is None:
-            load = None if sizes.load is None else sizes.load.take(batch)
-            plan = pack(lengths, packing=packing, patches=load)
+            plan = plan_rows(sizes.atoms(batch), packing)
         if self._is_wrapped:
             counts = None
         part = RankPlan(plan, self._dp_rank, batch, lengths, counts, dp_size=dp)
