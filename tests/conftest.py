@@ -59,6 +59,12 @@ def collated(request: pytest.FixtureRequest) -> Batch:
     return request.getfixturevalue(request.param)
 
 
+@pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """Where a test computes: what it asserts must hold on a CUDA device, too."""
+    return request.param
+
+
 # Of the cases of a parametrized test in these files or folders CI runs every n-th one, but of
 # tests of refusals all. The rest, and the tests named below, are marked release:
 # pytest -m release, or ALL_CASES=1 for all at once.
@@ -77,7 +83,6 @@ ONE_CASE_OF = {
     "reporting": 3,
     "rl/test_micro_batches.py": 3,
     "test_batch_counts.py": 3,
-    "test_batch_waiting.py": 2,
     "test_saved_fields.py": 3,
     "test_context_frameworks.py": 2,
     "collators/test_rollout_fuzz.py": 2,
