@@ -22,11 +22,7 @@ def committed(path: Path) -> Any:
     return nbformat.read(path, as_version=4)
 
 
-@pytest.mark.parametrize(
-    "path",
-    [*PATHS[:2], *(pytest.param(path, marks=pytest.mark.release) for path in PATHS[2:])],
-    ids=NAMES,
-)
+@pytest.mark.parametrize("path", PATHS, ids=NAMES)
 def test_a_notebook_shows_what_is_committed(path):
     executed, cpu_seconds = execute(path)
     expected = committed(path)

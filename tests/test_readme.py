@@ -42,7 +42,6 @@ def test_examples_that_see_each_other_and_rows_over_the_budget() -> None:
     assert row("rows over")[-len(shares) :] == [f"{100 * share:.0f}" for share in shares]
 
 
-@pytest.mark.release
 def test_a_wrong_loss(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     """And the command, on what is measured already."""
     distance = why.loss()

@@ -1,32 +1,11 @@
-"""A finished run of sft.py, made once; CI runs each script once, a release all tests."""
+"""A finished run of sft.py, made once."""
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 
 import pytest
-
-IN_CI = {  # a run of each script, in which it trains, saves and goes on
-    "test_it_learns_answers_and_saves",
-    "test_it_plays_trains_and_saves",
-    "test_it_trains_and_saves[dpo]",
-    "test_it_trains_answers_and_saves",
-    "test_it_trains_evaluates_and_saves",
-    "test_options_that_are_refused[--batch-size 0]",
-    "test_questions_and_answers",
-    "test_a_resumed_run_is_exact",
-    "test_two_ranks_train_as_one[ddp]",
-    "test_what_it_starts[eight_gpus_fsdp2]",
-}
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        is_here = item.path.parent == Path(__file__).parent
-        if is_here and item.name not in IN_CI and "ALL_CASES" not in os.environ:
-            item.add_marker(pytest.mark.release)
 
 
 @pytest.fixture(scope="session")
