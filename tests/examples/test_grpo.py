@@ -111,7 +111,6 @@ def test_the_ratio_error_notices_a_shift(tmp_path: Path, monkeypatch: pytest.Mon
     assert record["max_ratio_error"] > 1
 
 
-@pytest.mark.release
 def test_two_ranks(tmp_path: Path) -> None:
     found = launch(TINY, tmp_path, *TWO_RANKS, script="grpo")
     assert [step["iteration"] for step in found.steps] == [1, 2]

@@ -164,15 +164,16 @@ def test_a_step_of_rows_that_share_prefixes(
 
     Own tokens cost 3840 FLOPs each, and attention 48 times what they add to the squares of paths.
     """
-    turns = {"input_ids": [[1, 2, 3], [1, 2, 4, 5], [6, 2, 4, 6, 7]]}
-    turns["loss_mask"] = [[0] * (len(of) - 1) + [1] for of in turns["input_ids"]]
-    collate = kit.PackedCollator(0, max_tokens=5, share_prefixes=True, overflow="split")
+    trees = [[[1, 2, 3], [1, 2, 4, 5]], [[6, 2, 4, 6, 7]]]
+    masks = [[[0] * (len(of) - 1) + [1] for of in tree] for tree in trees]
+    turns = {"input_ids": trees, "loss_mask": masks}
+    collate = kit.PackedCollator(0, max_tokens=5, share_prefixes=True)
     accelerator, model = on_a_gpu(monkeypatch), model_of(transformers.LlamaConfig(**SIZES))
     model.through_head = True
     clock = iter([100.0, 102.0])
     monkeypatch.setattr(run_log, "time", Namespace(perf_counter=lambda: next(clock)))
     with log_of(tmp_path, accelerator, model, layout=kit.ParallelLayout(dp=1)) as log:
-        log.step(1, collate([turns]).split(1), 3.0, 0.1, 0.5)
+        log.step(1, collate(turns).split(1), 3.0, 0.1, 0.5)
     [record] = records_of(tmp_path)
     found = {name: record[name] for name in ("tokens", "cells", "filled_cells", "padding")}
     assert found == {"tokens": 12, "cells": 10, "filled_cells": 10, "padding": 0.0}

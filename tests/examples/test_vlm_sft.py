@@ -70,7 +70,6 @@ def test_resume_is_exact(base: Path, tmp_path: Path) -> None:
     assert message.endswith("had --max-patches 48")
 
 
-@pytest.mark.release
 @pytest.mark.parametrize("images", ["in some rows", "in no last row"])
 def test_two_ranks_have_the_losses_of_one(images: str, tmp_path: Path) -> None:
     """The vision tower has gradients only from earlier rows, or none: DDP must not wait for it."""

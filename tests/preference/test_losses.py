@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.no_waiting import NoWaiting
+from tests.devices import NoWaiting
 from tests.preference import pairs
 from tests.ranks import on_two_ranks
 from torch_collate_kit import ParallelLayout

@@ -197,25 +197,23 @@ def test_token_loss_of_a_mini_batch(normalize_loss: bool, packs: bool) -> None:
         assert ranks[0].step.num_tokens == int(rows["attention_mask"].sum())
 
 
-# --- gradients ------------------------------------------------------------------------------------
-
-
 # --- unstage --------------------------------------------------------------------------------------
 
 
 @given(
     uids=grouped_uids(), dp_size=st.sampled_from([1, 2, 4, 8]), balance=st.sampled_from(BALANCES)
 )
-def test_there_and_back(uids: list[str], dp_size: int, balance: Any) -> None:
-    batch = rollout_batch(drawn_shape(uids, 1), uids)
+def test_there_and_back(device: str, uids: list[str], dp_size: int, balance: Any) -> None:
+    batch = rollout_batch(drawn_shape(uids, 1), uids).to(device)
     staged = stage_mini_batches(batch, prompt_boundaries(uids), dp_size, balance=balance)
     tensors = [[part["input_ids"] for part in ranks] for ranks in staged]
     found = unstage(staged, tensors)
     assert torch.equal(found, batch["input_ids"])
     assert found.dtype == torch.int64
-    arrays = unstage(staged, [[t.numpy() for t in ranks] for ranks in tensors])
+    assert found.device.type == device
+    arrays = unstage(staged, [[t.cpu().numpy() for t in ranks] for ranks in tensors])
     assert isinstance(arrays, np.ndarray)
-    assert np.array_equal(arrays, batch["input_ids"].numpy())
+    assert np.array_equal(arrays, batch["input_ids"].cpu().numpy())
     lists = unstage(staged, [[part.row_metadata["uids"] for part in ranks] for ranks in staged])
     assert lists == uids
 

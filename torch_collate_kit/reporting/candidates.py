@@ -14,8 +14,9 @@ import numpy as np
 from torch_collate_kit._checks import checked_int
 from torch_collate_kit._reprs import plural
 from torch_collate_kit.packing import PackingOptions, PackingPlan
+from torch_collate_kit.packing.atoms import Atoms
+from torch_collate_kit.packing.fitting import fitted
 from torch_collate_kit.packing.options import Strategy
-from torch_collate_kit.packing.pieces import Load, cut_to_fit
 from torch_collate_kit.packing.planner import plan_rows
 from torch_collate_kit.packing.rows import Ints, row_sums
 from torch_collate_kit.ragged import Ragged
@@ -73,13 +74,12 @@ def packings_to_try(
 
 
 def candidates_of(
-    lengths: Ints,
+    atoms: Atoms,
     packings: Sequence[PackingOptions],
-    load: Load | None,
     batch_size: int | None,
     padded_batch_size: int,
     segments: Ragged | None = None,
-    trees: Load | None = None,
+    trees: Atoms | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Yield the figures of padded rows and of each strategy for every ``max_tokens``.
 
@@ -93,17 +93,15 @@ def candidates_of(
             whole = packing
             if packing.strategy == "wrapped":  # whose rows have all tokens
                 whole = replace(packing, strategy=None, overflow="split")
-            yield _padded(lengths, whole, load, padded_batch_size, segments)
+            yield _padded(atoms, whole, padded_batch_size, segments)
             if trees is not None:
                 overflow = "drop" if packing.overflow == "truncate" else packing.overflow
                 sharing = replace(packing, strategy=None, overflow=overflow, share_prefixes=True)
-                yield _packed(lengths, sharing, trees, batch_size)
-        yield _packed(lengths, packing, load, batch_size)
+                yield _packed(trees, sharing, batch_size)
+        yield _packed(atoms, packing, batch_size)
 
 
-def _packed(
-    lengths: Ints, packing: PackingOptions, load: Load | None, batch_size: int | None
-) -> dict[str, Any]:
+def _packed(atoms: Atoms, packing: PackingOptions, batch_size: int | None) -> dict[str, Any]:
     """Pack ``batch_size`` examples at a time, or all at once: then a step is a row per rank."""
 
     def per_step(per_row: Ints) -> Ints:
@@ -112,11 +110,11 @@ def _packed(
 
     sums: Counter[str] = Counter()
     tokens, costs, seconds = [], [], 0.0
-    for start in range(0, len(lengths), batch_size or len(lengths)):
-        batch = np.arange(start, min(start + (batch_size or len(lengths)), len(lengths)))
-        part = None if load is None else load.take(batch)
+    number = len(atoms.tokens)
+    for start in range(0, number, batch_size or number):
+        part = atoms.alone(np.arange(start, min(start + (batch_size or number), number)))
         began = time.perf_counter()
-        plan = plan_rows(lengths[batch], packing, part)
+        plan = plan_rows(part, packing)
         seconds += time.perf_counter() - began
         sums.update(
             num_rows=plan.num_rows,
@@ -136,9 +134,8 @@ def _packed(
 
 
 def _padded(
-    lengths: Ints,
+    atoms: Atoms,
     packing: PackingOptions,
-    load: Load | None,
     batch_size: int,
     segments: Ragged | None,
 ) -> dict[str, Any]:
@@ -146,7 +143,7 @@ def _padded(
 
     Each segment is a row.
     """
-    pieces = cut_to_fit(lengths, packing, load)
+    pieces = fitted(atoms, packing)
     kept, align = pieces.lengths, packing.parallel.row_align
     starts = first_examples = np.arange(0, len(kept), batch_size)
     vision = np.add.reduceat(pieces.vision_costs, first_examples)

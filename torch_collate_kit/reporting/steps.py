@@ -15,15 +15,16 @@ from torch_collate_kit._reprs import plural
 from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.loading import PackedBatchSampler
 from torch_collate_kit.packing import PackingOptions, PackingPlan
-from torch_collate_kit.packing.pieces import Load
+from torch_collate_kit.packing.atoms import Atoms, Patches, checked_sizes
 from torch_collate_kit.packing.rows import Ints, row_sums
+from torch_collate_kit.ragged import Ragged
 
 _MOST_STEPS = 256  # that are planned
 
 
 def steps_of(
-    lengths: Ints,
-    load: Load | None,
+    lengths: Any,
+    patches: Patches | None,
     packing: PackingOptions,
     batch_rows: int,
     batch_size: int | None,
@@ -34,12 +35,13 @@ def steps_of(
     rows.
     """
     packing = replace(packing, strategy=None)
-    by_rows = _figures(lengths, load, packing, "by_rows", batch_rows=batch_rows)
+    by_rows = _figures(lengths, patches, packing, "by_rows", batch_rows=batch_rows)
     if batch_size is None:
         batch_size = max(1, round(len(lengths) / by_rows["num_steps"]))
-    found = [_figures(lengths, load, packing, "by_examples", batch_size=batch_size), by_rows]
+    found = [_figures(lengths, patches, packing, "by_examples", batch_size=batch_size), by_rows]
+    is_text = patches is None and not isinstance(lengths, Ragged)
     can_be_cut = packing.parallel.align == 1 and packing.capacity == packing.max_tokens
-    if can_be_cut and packing.max_sequences_per_row is None and load is None:
+    if is_text and can_be_cut and packing.max_sequences_per_row is None:
         wrapped = replace(packing, strategy="wrapped", overflow="raise")
         found.append(_figures(lengths, None, wrapped, "wrapped", batch_rows=batch_rows))
     return found
@@ -79,13 +81,14 @@ def _name(of: dict[str, Any]) -> str:
 
 
 def _figures(
-    lengths: Ints, load: Load | None, packing: PackingOptions, kind: str, **number: Any
+    lengths: Any, patches: Patches | None, packing: PackingOptions, kind: str, **number: Any
 ) -> dict[str, Any]:
     """Return the figures of the first steps of the epochs that a sampler makes by default."""
     ids = SimpleNamespace(pad_token_id=0, eos_token_id=0)  # "wrapped" needs an end token
     collate = PackedCollator(ids, packing=packing, normalize_loss=False)
-    sampler = PackedBatchSampler(lengths, collate, dp_rank=0, patches=load, **number)
+    sampler = PackedBatchSampler(lengths, collate, dp_rank=0, patches=patches, **number)
     num_steps, epoch = sampler.count_steps(), 0
+    lengths = Atoms.of(*checked_sizes(lengths), packing).tokens
     figures: list[tuple[float, ...]] = []
     drawn: list[tuple[Ints, Ints]] = []
     while len(figures) < _MOST_STEPS:
@@ -115,13 +118,13 @@ def _of_step(plan: PackingPlan, width: int) -> tuple[float, ...]:
 
     Times are in units of the cost. Pads cost as much as tokens in the linear layers.
     """
-    cost, dp = plan.cost, plan.rows_multiple_of
+    cost, dp = plan.packing.cost, plan.rows_multiple_of
     ranks = plan.cost_per_rank + plan.vision_cost_per_rank
     cells = row_sums(plan.aligned_lengths, plan.row_offsets).reshape(dp, -1).sum(axis=1)
     attention = ranks - cost.language_linear * cells
     num_cells = plan.num_rows * width
     time = num_cells // dp * cost.language_linear + attention.max()
-    language = cost.language(plan.lengths) if plan.segments is None else plan.costs
+    language = plan.costs if plan.atoms.are_lists else cost.language(plan.lengths)
     ideal = (int(language.sum()) + int(plan.vision_costs.sum())) / dp
     slowest = ranks.max() / ranks.mean() if ranks.any() else 1.0
     return int(plan.lengths.sum()), num_cells, slowest, time, ideal

@@ -60,7 +60,7 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
             DataFrame, another map-style dataset), which are copied into columns.
         columns: the columns to keep, of lists of numbers, of lists of vectors (for fields with a
             ``shape``) or of numbers. By default those that the collators know (``input_ids``,
-            ``num_actions``, ``attention_mask``, ``weight``, ``keep_together``, target forms), and
+            ``num_actions``, ``attention_mask``, ``weight``, target forms), and
             ``num_cut_tokens``, which ``audit`` reads. Columns of strings, for fields declared
             ``PerExample(str)``, are kept where they are named.
         train_all: every token of a source without a loss target is trained. Must be given if it has

@@ -8,15 +8,15 @@ from typing import Any, Literal
 
 import numpy as np
 
-from torch_collate_kit._checks import checked_choice, checked_int, checked_lengths
+from torch_collate_kit._checks import checked_choice, checked_int
 from torch_collate_kit._reprs import KindAndSize, call_repr
 from torch_collate_kit.loading.dataset import TokenizedDataset
 from torch_collate_kit.loading.dataset.fingerprints import digest_in_blocks
 from torch_collate_kit.loading.orders.checks import Indices, checked_length
 from torch_collate_kit.packing import PackingPlan, RankPlan
+from torch_collate_kit.packing.atoms import checked_sizes
 from torch_collate_kit.packing.mixed_examples import MixedExamples, SourceName, source_counts
 from torch_collate_kit.packing.rows import row_sums
-from torch_collate_kit.packing.segments import are_nested, checked_segments
 from torch_collate_kit.ragged import Ragged, unchecked
 
 _STOPS = ("first_exhausted", "all_exhausted")
@@ -257,9 +257,8 @@ def _lengths_of(source: Any, number: int, by: str) -> Indices | Ragged:
             f"{hint}"
         )
     try:
-        if are_nested(found):
-            return unchecked(*checked_segments(found))
-        return checked_lengths(found)
+        values, offsets = checked_sizes(found)
+        return values if offsets is None else unchecked(values, offsets)
     except (TypeError, ValueError) as error:
         raise type(error)(f"lengths of sources[{number}]: {error}") from error
 

@@ -26,8 +26,6 @@ class Step(NamedTuple):
 
     examples: Indices
     plan: PackingPlan | None = None
-    entries: Indices | None = None
-    """Numbers of the entries that these are pieces of examples, where some are."""
 
 
 class Budget(ABC):

@@ -27,8 +27,9 @@ from torch_collate_kit.loading.sampler.budgets import Budget, ByExamples, ByToke
 from torch_collate_kit.loading.sampler.by_rows import ByRows, Entries
 from torch_collate_kit.loading.sampler.sampler import Division, StepSampler
 from torch_collate_kit.loading.sampler.sizes import ExampleSizes
-from torch_collate_kit.packing import PackingOptions, RankPlan, pack
-from torch_collate_kit.packing.pieces import Patches
+from torch_collate_kit.packing import PackingOptions, RankPlan
+from torch_collate_kit.packing.atoms import Patches
+from torch_collate_kit.packing.planner import plan_rows
 
 
 class PrefetchingSampler(StepSampler):
@@ -255,10 +256,10 @@ class _RowsOfRank(Division):
     def part(self, step: Step) -> RankPlan:
         """Return the plan of a step, with this rank's rows."""
         packing, batch, plan, sizes = self._packing, step.examples, step.plan, self.sizes
-        lengths, counts = sizes.lengths[batch], sizes.counts_of(step)
+        lengths = sizes.lengths[batch]
+        counts = None if sizes.counts is None else sizes.counts[batch]
         if plan is None:
-            load = None if sizes.load is None else sizes.load.take(batch)
-            plan = pack(lengths, packing=packing, patches=load)
+            plan = plan_rows(sizes.atoms(batch), packing)
         is_wrapped = packing.strategy == "wrapped"
         own = None if is_wrapped else counts
         part = RankPlan(plan, self._rank, batch, lengths, own, dp_size=packing.parallel.dp)
