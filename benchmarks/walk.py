@@ -2,11 +2,11 @@
 
     python benchmarks/walk.py [-v]
 
-Files and functions of the package that the second call enters, on all threads (``sys.setprofile``):
-Files and functions of the package that the second call enters, on all threads: a loader is made, two
-batches are read, it is closed; a stream, the same; a collator makes one batch. Then lines and files
-by folder, and modules that import each other in circles, also for types only. ``-v`` lists
+Files and functions of the package that the second call enters, on all threads: a loader is made,
+two batches are read, it is closed; a stream, the same; a collator makes one batch. Then lines and
+files by folder, and modules that import each other in circles, also for types only. ``-v`` lists
 functions, and the classes of loading and packing.
+"""
 
 from __future__ import annotations
 
