@@ -343,3 +343,16 @@ class PackedCollator(Collator, ForTrainer):
         common = {"max_tokens", "strategy", "overflow", "parallel", "max_patches", "isolate"}
         common.add("share_prefixes")
         return {**(changed if changed.keys() <= common else {"packing": packing}), **own}
+
+
+def checked_collator(collate: Any) -> PackedCollator:
+    """Return the PackedCollator that ``collate`` is, or that it holds and calls."""
+    found = collate
+    while not isinstance(found, PackedCollator):
+        found = getattr(found, "collate", getattr(found, "collator", None))
+        if found is None:
+            raise TypeError(
+                f"collate must be a PackedCollator, got a {type(collate).__name__}: it says how "
+                "rows are packed; for batches without packing use a PrefetchingSampler"
+            )
+    return found

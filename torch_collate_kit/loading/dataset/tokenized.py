@@ -11,19 +11,17 @@ from torch.utils.data import Dataset
 
 from torch_collate_kit._checks import checked_bool, checked_int
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.loading.dataset.arrays import ArrayColumn
 from torch_collate_kit.loading.dataset.columns import (
+    ArrayColumn,
+    ListColumn,
+    NestedColumn,
     TextColumn,
+    VectorColumn,
     are_lists_of_segments,
     column_of,
     plain,
 )
 from torch_collate_kit.loading.dataset.fingerprints import fingerprint_of
-from torch_collate_kit.loading.dataset.list_columns import (
-    ListColumn,
-    NestedColumn,
-    VectorColumn,
-)
 from torch_collate_kit.loading.dataset.sources import IDS, DatasetSource, kept_source
 from torch_collate_kit.packing import RankPlan
 from torch_collate_kit.packing.rank_plan import PlannedExamples
