@@ -2,36 +2,24 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
-from torch_collate_kit.reporting.audit.check import FEW, MOST, check
+from torch_collate_kit.reporting.audit.check import FEW, check
 from torch_collate_kit.reporting.audit.columns import AuditColumns
 from torch_collate_kit.reporting.audit.findings import Found
 
 _NEARLY_ALL, _HARDLY_ANY = 0.95, 0.05  # rows with a 0 at their end; other tokens with one
 _LEAST_ROWS = 4
 _SURE, _LEAST_CHANCE = 1e-3, 0.01  # that zeros stand there by chance; of a zero, at least
-_UNLIKELY, _RARE = 0.02, 0.005
 _ROUNDING = 1e-3  # over 0, of a log-probability in half precision
-_LOWEST, _DRAWN, _SIGMAS = -5.0, 5.0, 5.0
-_LEAST_TOKENS, _LEAST_PAIRS, _LARGEST_ID = 1000, 16, 1 << 22
-_SAMPLED, _EXPLAINED = 200_000, 0.02
-_NONE = np.empty(0, dtype=np.int64)
 
 
 @check("error", "logprobs")
 def logprobs_shifted(columns: AuditColumns) -> Found | None:
     """Find rollouts whose logprobs belong to the token before, or to the next one."""
     is_zero = (columns.logprobs == 0) & ~np.repeat(columns.has_one_logprob, columns.lengths)
-    evidence = _shifted_runs(columns, is_zero) or _shifted_ends(columns, is_zero)
-    evidence = evidence or {
-        "a 0.0 fills up one end, where no other row has one": _filled_ends(columns, is_zero),
-        "their values fit the tokens beside their own better": _unlike_their_tokens(columns),
-    }
     return columns.found_by(
-        evidence,
+        _shifted_runs(columns, is_zero) or _shifted_ends(columns, is_zero),
         "the logprobs of ROWS are shifted by one column: WHAT; give logprobs[i] of response_ids[i]",
     )
 
@@ -66,15 +54,10 @@ def _shifted_runs(columns: AuditColumns, is_zero: np.ndarray) -> dict[str, np.nd
     return {}
 
 
-def _long_ends(columns: AuditColumns) -> tuple[np.ndarray, np.ndarray]:
-    """Return the first and the last tokens of responses of more than two."""
-    is_long = columns.ends - columns.responses > 2
-    return columns.responses[is_long], columns.ends[is_long] - 1
-
-
 def _shifted_ends(columns: AuditColumns, is_zero: np.ndarray) -> dict[str, np.ndarray]:
     """Return the zeros in the first or the last column where nearly all rows have one there."""
-    first, last = _long_ends(columns)
+    is_long = columns.ends - columns.responses > 2
+    first, last = columns.responses[is_long], columns.ends[is_long] - 1
     if len(first) < _LEAST_ROWS:
         return {}
     num_tokens = int((columns.ends - columns.responses).sum())
@@ -92,66 +75,6 @@ def _shifted_ends(columns: AuditColumns, is_zero: np.ndarray) -> dict[str, np.nd
         )
         return {evidence: ends[is_filled]}
     return {}
-
-
-def _filled_ends(columns: AuditColumns, is_zero: np.ndarray) -> np.ndarray:
-    """Return the zeros that fill up the first or the last column of a few rows."""
-    is_inner = columns.trained.copy()
-    for places in _long_ends(columns):
-        is_inner[places] = False
-    rate = (1 + int((is_zero & is_inner).sum())) / max(int(is_inner.sum()), 1)
-    found = [_NONE]
-    for places in _long_ends(columns):
-        places = places[columns.trained[places]]
-        is_filled = is_zero[places]
-        tokens, which = np.unique(columns.ids[places], return_inverse=True)
-        zeros, counts = (
-            np.bincount(which, weights=of, minlength=len(tokens)) for of in (is_filled, None)
-        )
-        is_filled &= (zeros <= MOST * counts)[which] | (counts == 1)[which]
-        num_filled, expected = int(is_filled.sum()), rate * len(places)
-        num_near = ((columns.logprobs[places] > -_ROUNDING) & ~is_zero[places]).sum()
-        if not max(num_near, 1) <= num_filled <= MOST * len(places) or rate > _RARE:
-            continue
-        # By Poisson's law, how likely fewer are
-        terms = (expected**i / math.factorial(i) for i in range(min(num_filled, 100)))
-        if 1 - math.exp(-expected) * sum(terms) <= _UNLIKELY:
-            found.append(places[is_filled])
-    return np.unique(np.concatenate(found))
-
-
-def _unlike_their_tokens(columns: AuditColumns) -> np.ndarray:
-    """Return the first token of rows whose values fit better one column off."""
-    places = columns.trained_places
-    if columns.has_one_logprob.any():
-        places = places[~columns.has_one_logprob[columns.rows_of(places)]]
-    if len(places) < _LEAST_TOKENS or int(columns.ids.max()) >= _LARGEST_ID:
-        return _NONE
-    values, usual = _usual_values(columns, places[:_SAMPLED])
-    if ((values - usual) ** 2).mean() > (1 - _EXPLAINED) * values.var():
-        return _NONE  # ids say too little about their values
-    values, usual = _usual_values(columns, places)
-    rows, errors = columns.rows_of(places), (values - usual) ** 2
-    is_odd = np.zeros(len(columns.lengths), dtype=np.bool_)
-    for by in (-1, 1):
-        is_pair = places + by == np.roll(places, -by)
-        gain = np.where(is_pair, errors - (values - np.roll(usual, -by)) ** 2, 0.0)
-        num, total = (np.bincount(rows, of, minlength=len(is_odd)) for of in (is_pair, gain))
-        center, spread = gain[is_pair].mean(), gain[is_pair].std()
-        surplus = (total - num * center) / (spread * np.sqrt(np.maximum(num, 1)) + 1e-12)
-        if center < 0:
-            is_odd |= (total > 0) & (surplus > _SIGMAS) & (num >= _LEAST_PAIRS)
-    is_few = columns.share_of(np.flatnonzero(is_odd)) <= FEW
-    return columns.first_trained[is_odd & is_few]
-
-
-def _usual_values(columns: AuditColumns, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return values of tokens, cut at -5, and the mean of their id elsewhere, or of all if rare."""
-    values = np.maximum(columns.logprobs[places].astype(np.float64), _LOWEST)
-    tokens, mean = columns.ids[places], float(values.mean())
-    sums, counts = np.bincount(tokens, weights=values), np.bincount(tokens)
-    usual = (sums[tokens] - values + _DRAWN * mean) / (counts[tokens] - 1 + _DRAWN)
-    return values, usual
 
 
 @check("error", "logprobs")
