@@ -14,11 +14,11 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from torch_collate_kit.chat.plain_turn import plain_turn
 from torch_collate_kit.chat.preview import CASES
 from torch_collate_kit.chat.rendering import preferred_style
 from torch_collate_kit.chat.template import ChatTemplate, num_shared
 from torch_collate_kit.chat.tokenize import ids_before
+from torch_collate_kit.chat.turns import plain_turn
 from torch_collate_kit.errors import DataError
 
 THINKING_TAGS = ("think", "thinking", "reasoning")
