@@ -308,12 +308,12 @@ FAULTS = [
     Fault("reporting/candidates.py", 'verb = "lose" if any', 'verb = "cut" if any', "reporting/test_recommendation.py"),
     Fault("batch/showing/explanation.py", 'f"field {name}" if name in own else name', "name", "test_batch_explain.py"),
     # commands
-    Fault("commands/dataset.py", "train_on=options.train_on", "train_on='all'", "test_command_line.py test_command_options.py test_command_errors.py"),
-    Fault("commands/dataset.py", "model=_model_config(options)", "model=None", "test_command_options.py"),
-    Fault("commands/dataset.py", "image_root=options.image_root", "image_root=None", "test_command_line.py test_command_options.py test_command_errors.py"),
-    Fault("commands/dataset.py", "options.cp, options.fp8", "1, options.fp8", "test_command_line.py test_command_options.py"),
-    Fault("commands/dataset.py", "lengths[: options.limit]", "lengths", "test_command_line.py test_command_options.py"),
-    Fault("commands/arguments.py", "min(80, shutil", "min(120, shutil", "test_command_line.py"),
+    Fault("commands.py", "train_on=options.train_on", "train_on='all'", "test_command_line.py test_command_options.py test_command_errors.py"),
+    Fault("commands.py", "model=_model_config(options)", "model=None", "test_command_options.py"),
+    Fault("commands.py", "image_root=options.image_root", "image_root=None", "test_command_line.py test_command_options.py test_command_errors.py"),
+    Fault("commands.py", "options.cp, options.fp8", "1, options.fp8", "test_command_line.py test_command_options.py"),
+    Fault("commands.py", "lengths[: options.limit]", "lengths", "test_command_line.py test_command_options.py"),
+    Fault("commands.py", "min(80, shutil", "min(120, shutil", "test_command_line.py"),
     Fault("chat/dataset.py", "get(\"RANK\", \"0\") != \"0\"", "get(\"RANK\", \"0\") == \"0\"", "chat/test_dataset.py"),
 ]  # fmt: skip
 
