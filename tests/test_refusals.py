@@ -31,6 +31,7 @@ from torch_collate_kit import (
     PaddedCollator,
     PrefetchingSampler,
     PrefetchLoader,
+    RolloutCollator,
     TokenizedDataset,
     VisionLanguageCollator,
     check_isolation,
@@ -146,6 +147,7 @@ def loader() -> PrefetchLoader:
 PLAIN = Batch({"input_ids": torch.ones(2, 3, dtype=torch.int64)})
 TURNS = [{"input_ids": [[5, 6], [7]]}] * 4096  # as many examples as are read at a time
 LAYOUT = VisionLayout("qwen3_vl", image_token_id=7, merge_size=2, patch_shape=(3, 2, 1))
+ROLLOUT = {"prompt_ids": [5], "response_ids": [6], "loss_mask": [1], "rewards": 1.0}
 WRAPPED = {"max_tokens": 8, "strategy": "wrapped"}
 
 
@@ -229,6 +231,19 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], tuple[str, ...]]] = [
     (
         lambda: PackedCollator(0, max_tokens=8, share_prefixes=True, vision=LAYOUT),
         *(ValueError, ("share_prefixes is for text", "placeholders of images", "leave it out")),
+    ),
+    (
+        lambda: PaddedCollator(0)(
+            [{"input_ids": [5, 6], "loss_mask": [0, 1e-25], "weight": 1e-25}]
+        ),
+        *(DataError, ("example 0: loss_mask is 1e-25 at token 1", "example's weight, 1e-25")),
+    ),
+    *(
+        (
+            lambda name=name: RolloutCollator(0)([ROLLOUT | {name: [-1.0]}]),
+            *(DataError, (f"has no logprobs, but '{name}' looks like it", "rename it to logprobs")),
+        )
+        for name in ("old_logp", "old_logprobs", "ref_logprobs")
     ),
     (
         lambda: PackedCollator(Ending(), **WRAPPED)(rollouts()),
