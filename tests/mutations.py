@@ -302,6 +302,17 @@ FAULTS = [
     Fault("reporting/audit/token_checks.py", "np.where(is_chat, of_template, of_tokenizer)", "(is_chat | of_tokenizer)", "reporting/test_audit_borders.py"),
     Fault("reporting/candidates.py", 'verb = "lose" if any', 'verb = "cut" if any', "reporting/test_recommendation.py"),
     Fault("batch/showing/explanation.py", 'f"field {name}" if name in own else name', "name", "test_batch_explain.py"),
+    # refusals, and behaviours that a review found unseen
+    Fault("attention/isolation.py", "if not found <= allowed * largest:", "if found > allowed * largest:", "test_isolation.py"),
+    Fault("attention/packed_inputs.py", "is_first = (positions == 0).all(0)", "is_first = positions[0] == 0", "test_isolation.py"),
+    Fault("attention/varlen.py", "leaks = bool((torch.diff(position_ids) != 1).any())", "leaks = bool((torch.diff(position_ids) < 0).any())", "test_block_mask.py"),
+    Fault("preference/losses.py", "reference.detach().reshape(-1)", "reference.reshape(-1)", "preference/test_losses.py"),
+    Fault("rl/staging.py", 'len(whole) - metadata["num_dummy_rows"]', "len(whole)", "rl/test_staging.py"),
+    Fault("rl/staging.py", "row_of[order] != np.arange(len(order))", "row_of[order] < 0", "test_refusals.py"),
+    Fault("reporting/audit/token_checks.py", "np.maximum(columns.ids, columns.labels) if len(columns.labels) else columns.ids", "columns.ids", "reporting/test_audit_borders.py"),
+    Fault("reading/entries.py", " | ((product == 0) & (values != 0) & (factors != 0))", "", "test_refusals.py"),
+    Fault("reading/keys.py", 'is_logprobs = "logprob" in bare or bare.endswith("logp")', "is_logprobs = False", "test_refusals.py"),
+    Fault("batch/context_shards.py", 'if "cu_seq_lens" in storage.given:', "if False:", "test_refusals.py"),
     # commands
     Fault("commands.py", "train_on=options.train_on", "train_on='all'", "test_command_line.py test_command_options.py test_command_errors.py"),
     Fault("commands.py", "model=_model_config(options)", "model=None", "test_command_options.py"),
