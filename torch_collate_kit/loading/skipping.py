@@ -124,6 +124,8 @@ def named(error: DataError, examples: Sequence[tuple[Any, str]]) -> DataError:
     DataError('example 7 of the stream is empty')
     """
     message, found = str(error), set(re.findall(r"(example|row) (\d+)", str(error)))
+    if any(re.search(rf"example \d+ of {re.escape(source)}", message) for _, source in examples):
+        return error  # PackedRows have named it
     if len(found) != 1:
         numbers, (_, source) = [number for number, _ in examples], examples[0]
         if len({source for _, source in examples}) > 1:
