@@ -411,7 +411,7 @@ class PrefetchLoader:
 
 def _refuse_trainer(caller: Any) -> None:
     """Refuse a ``transformers.Trainer`` that would skip batches when it resumes."""
-    kinds = [(of.__module__, of.__name__) for of in type(caller).__mro__]
+    kinds = [(kind.__module__, kind.__name__) for kind in type(caller).__mro__]
     if ("transformers.trainer", "Trainer") in kinds and not caller.args.ignore_data_skip:
         raise TypeError(
             "Trainer cannot resume a PrefetchLoader: accelerate.skip_first_batches would make "

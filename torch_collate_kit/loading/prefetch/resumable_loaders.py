@@ -248,7 +248,7 @@ class _StreamLoader(_Loader):
         return self._at(self._stream.first_pass(), self._stream.start(), skipped)
 
     def _at(self, epoch: int, places: _Places, skipped: SkippedExamples) -> Position:
-        num_given = sum(at.num_given for at in places.values())
+        num_given = sum(place.num_given for place in places.values())
         source_epoch = None if places == self._stream.beginning() else self._stream.epoch
         return Position(epoch, num_given, (places, source_epoch), skipped)
 
