@@ -113,7 +113,7 @@ def _check_no_examples(lengths: Any) -> None:
 
 
 def _raise_not_integers(array: npt.NDArray[Any], hint: str) -> NoReturn:
-    """Raise TypeError for the first element that is no integer, DataError for one over int64."""
+    """Raise TypeError for the first element that is not an integer, DataError if over int64."""
     for i, n in enumerate(array.tolist()):
         if isinstance(n, bool) or not isinstance(n, int):
             raise TypeError(

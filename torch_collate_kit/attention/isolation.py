@@ -18,7 +18,7 @@ from torch_collate_kit.attention.models import (
     is_2d,
     logits_of,
     lowest_precision,
-    shape_of,
+    mask_shape,
     uses_mrope,
     vocabulary,
 )
@@ -76,9 +76,9 @@ def check_isolation(
     to 72 tokens, or to a little more than windows and chunks of the model. Rows with images or
     shared prefixes and padded rows are not cut, nor are those of models with chunked attention or
     rope that depends on the length; model inputs that are not as the kit makes them are whole. A
-    part takes less time than a training step of the batch. After 5 s a line is logged.
+    part needs less time than a training step of the batch. After 5 s a line is logged.
 
-    A call takes about ``rows + 3`` forward passes without gradients, about as many again for
+    A call runs about ``rows + 3`` forward passes without gradients, about as many again for
     images, ``2 * ceil(log2(segments))`` passes (one for each branch) with a backward pass to the
     embeddings, all of them twice in training mode, because some leaks exist in one mode only; and a
     pass of one example for each segment.
@@ -244,7 +244,7 @@ def _check_gradients(model: nn.Module, packed: PackedInputs) -> None:
 
 
 def _groups(segments: RowSegments) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield targets, and sources that none of them may see, until every such pair was there."""
+    """Yield groups of targets and of sources that they must not see, covering every pair."""
     every = range(len(segments.rows))
     if segments.sees is None:
         for targets in groups_of(len(every)):
@@ -289,7 +289,7 @@ def _movement(
     largest = moved_RW.new_zeros(len(segments.rows))
     largest.scatter_reduce_(0, segments.ids_RW[real], moved_RW[real], "amax")
     allowed = segments.seeing(change.segment)
-    others = {s: of for s, of in enumerate(largest.tolist()) if s not in allowed}
+    others = {s: moved for s, moved in enumerate(largest.tolist()) if s not in allowed}
     return float(moved_RW[change.own_RW].max()), others
 
 
@@ -332,7 +332,7 @@ def _check_alone(
 def reason_of_leak(
     model: nn.Module, packed: PackedInputs, leaks: Callable[[PackedInputs], bool]
 ) -> str:
-    """Return the likely reason; ``leaks`` tells whether other inputs leak in the same way."""
+    """Return the likely reason; ``leaks`` returns whether other inputs leak in the same way."""
     attention, mask = ModelKind.of(model).attention, packed.inputs.get("attention_mask")
     if is_2d(mask):
         return (
@@ -340,7 +340,9 @@ def reason_of_leak(
             "transformers; leave it out"
         )
     if mask is not None:
-        return f'the attention_mask {shape_of(mask)} itself, or attention "{attention}" misusing it'
+        return (
+            f'the attention_mask {mask_shape(mask)} itself, or attention "{attention}" misusing it'
+        )
     return (
         _lost_boundaries(model, packed, attention)
         or _joined_images(packed)
@@ -383,7 +385,7 @@ def _joined_images(packed: PackedInputs) -> str | None:
     if not types or types not in packed.inputs:
         return None
     return (
-        "transformers up to 5.23 takes images that touch for one block, also where one example "
+        "transformers up to 5.23 treats images that touch as one block, also where one example "
         f"ends and the next begins; {_IMAGE_BLOCKS}"
     )
 
@@ -436,7 +438,7 @@ def reason_of_difference(packed: PackedInputs, segment: int) -> str:
             + _IMAGE_BLOCKS
         )
     if mask is not None and not is_2d(mask):
-        return f"the attention_mask {shape_of(mask)} lets tokens see too much or too little"
+        return f"the attention_mask {mask_shape(mask)} lets tokens see too much or too little"
     if isinstance(mask, Tensor) and is_2d(mask) and not mask[segments.rows[segment], 0]:
         return (
             "the model reads the pads on the left as tokens (so do RecurrentGemma, RWKV and xLSTM "

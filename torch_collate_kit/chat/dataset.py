@@ -39,7 +39,7 @@ def tokenize_chat_dataset(
     """Tokenize every record of a ``datasets.Dataset`` as :func:`tokenize_chat` does.
 
     Args:
-        dataset: records in one of the forms that ``tokenize_chat`` reads. Arrow gives each struct
+        dataset: records in one of the forms that ``tokenize_chat`` reads. In Arrow each struct has
             the keys of all others, so keys that are None are removed from tool arguments; those in
             JSON strings and in values of ``datasets.Json`` are kept.
         tokenizer: a transformers tokenizer with a chat template; or a processor, for images.
@@ -48,7 +48,7 @@ def tokenize_chat_dataset(
         num_proc: the number of processes; None for this one.
 
     Returns a new dataset of the kept examples, in order, and a Counter of the ``skip_reason`` of
-    the others, which is also logged ("bad_tool_arguments": no JSON object). The columns are
+    the others, which is also logged ("bad_tool_arguments": not a JSON object). The columns are
     ``input_ids`` (int32) and ``loss_mask`` (int8), or with ``labels=True`` ``labels`` (int32);
     ``weight`` (float32) is kept, other columns are not. ``overflow="truncate"`` adds
     ``num_cut_tokens`` (int64, 0 for whole examples), and ``train_on="each"`` the ``record_index``

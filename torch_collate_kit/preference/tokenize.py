@@ -186,7 +186,10 @@ def _tokenize_rows(
     for i, example in zip(indices, found, strict=True):
         if isinstance(example, DataError) and not isinstance(example, BadArguments):
             raise DataError(f"example {i}: {example}") from example
-    examples = [of if isinstance(of, dict) else _skipped(BadArguments.skip_reason) for of in found]
+    examples = [
+        example if isinstance(example, dict) else _skipped(BadArguments.skip_reason)
+        for example in found
+    ]
     return {name: [example.get(name) for example in examples] for name in names}
 
 
@@ -200,7 +203,12 @@ def preference_examples(
     """Return the example of each record, which may have a ``skip_reason``, or its error."""
     records, from_arrow = without_padding(records, from_arrow)
     found: list[Any] = [_or_error(read_preference, record) for record in records]
-    sides = [side for of in found if isinstance(of, PreferenceRecord) for side in of.sides.values()]
+    sides = [
+        side
+        for entry in found
+        if isinstance(entry, PreferenceRecord)
+        for side in entry.sides.values()
+    ]
     marked = iter(marked_texts(sides, setup, from_arrow=from_arrow))
     for i, record in enumerate(found):
         if isinstance(record, PreferenceRecord):

@@ -41,12 +41,12 @@ class DataLengths(NamedTuple):
     lengths: Any
     """int64 [N], tokens of each example; of lists of segments a Ragged with those of each."""
     patches: Patches | None = None
-    """Vision patches of each example; None where there are no images, or they are not known."""
+    """Vision patches of each example; None without images, or if unknown."""
     dummy_image_tokens: int = 0
     """Tokens of the smallest image, which a row without one may need."""
     shared: np.ndarray | None = None
     """int64 [Q], tokens that each segment shares with an earlier one of its example; None where
-    examples are no lists of segments, or have images."""
+    examples are not lists of segments, or have images."""
 
 
 def data_lengths(data: Any) -> DataLengths:
@@ -179,7 +179,7 @@ def _check_whole(columns: Mapping[str, Any], start: int) -> None:
         column = columns.get(key, ())
         given = [(i, row) for i, row in enumerate(column, start) if row is not None]
         if given and is_list_of_rows(given[0][1]):
-            given = [(i, of) for i, row in given for of in row]
+            given = [(i, segment) for i, row in given for segment in row]
         with examples_named([f"example {i}" for i, _ in given].__getitem__):
             if given:
                 rows = number_column(key, [row for _, row in given], "numbers")

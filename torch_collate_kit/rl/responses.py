@@ -77,8 +77,8 @@ def from_response_values(
         dtype: of the result.
 
     Raises:
-        DataError: another number of values than a response has tokens, no numbers, or one that
-            ``dtype`` does not hold.
+        DataError: another number of values than a response has tokens, or values that are not
+            numbers or that ``dtype`` cannot hold.
         ValueError: another number of responses; a Batch that was built from dense tensors.
         TypeError: neither a Batch nor a tensor.
 

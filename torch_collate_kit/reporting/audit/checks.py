@@ -46,11 +46,11 @@ class Check:
     Attributes:
         run: the function; its name is that of the finding.
         severity: of the finding, unless what was found has its own.
-        needs: names of what must be there, or else it does not run.
-        of_rows: whether it looks at rows, and has nothing to do without any.
-        of_rollouts: the severity of rollouts, where it differs.
-        of_most: the severity where more than half of the rows have it.
-        at_most: the largest share of the rows with a target; above it nothing is said.
+        needs: attributes that must have a value for the check to run.
+        of_rows: whether it reads rows, and is skipped without any.
+        of_rollouts: the severity for rollouts, where it differs.
+        of_most: the severity if more than half of the rows have it.
+        at_most: the largest share of the rows with a target; above it nothing is reported.
     """
 
     run: _Run
@@ -67,7 +67,7 @@ class Check:
         return self.run.__name__
 
     def missing(self, columns: AuditColumns) -> str | None:
-        """Return the first need that is not met, in words; "" where there is nothing to look at."""
+        """Return the first unmet need in words; "" if there is nothing to check."""
         if self.of_rows and not len(columns.lengths):
             return ""
         for need in self.needs:
@@ -264,7 +264,7 @@ def _without_answer(columns: AuditColumns, message: str) -> Found:
 
 @check("warning")
 def masks_all_one(columns: AuditColumns) -> Found | None:
-    """Find rows of which every token is trained though they hold a prompt."""
+    """Find rows that train every token although they hold a prompt."""
     is_full = columns.is_fully_trained
     message = (
         "ROWS train every token, though WHY; prompts are trained too: mark the answers alone, as "
