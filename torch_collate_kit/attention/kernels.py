@@ -135,12 +135,7 @@ _one_op.register_autograd(_backward, setup_context=_keep_inputs)
 
 
 def _segment_lengths(
-    cu_q: Tensor,
-    cu_k: Tensor,
-    path_cells: Tensor | None,
-    num_rows: int,
-    width: int,
-    num_keys: int,
+    cu_q: Tensor, cu_k: Tensor, path_cells: Tensor | None, num_rows: int, width: int, num_keys: int
 ) -> tuple[list[int], list[int]]:
     """Return the lengths of queries and keys on the host, checked against the rows."""
     bounds: list[int] = cu_q.tolist()

@@ -12,11 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torch_collate_kit.attention.models import (
-    is_2d,
-    refuse_lost_window,
-    refuse_packed_images,
-)
+from torch_collate_kit.attention.models import is_2d, refuse_lost_window, refuse_packed_images
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.context_shards import refuse_shard
 from torch_collate_kit.batch.dense import mrope_positions

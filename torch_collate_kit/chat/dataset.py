@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("torch_collate_kit.chat")
 
-_BATCH_SIZE = 256
+BATCH_SIZE = 256
 _PIXELS_BATCH_SIZE = 16  # an example may have tens of megabytes
 # Part of the fingerprint of the `datasets` cache: increase it when the output of a record changes.
 _CACHE_VERSION = 6
@@ -150,39 +150,49 @@ def without_skipped(
     return tokenized, skips
 
 
-@bars_of_rank_0()
 def _map(dataset: Any, setup: ChatSetup, num_proc: int | None) -> Any:
     import datasets
 
     features = _features(setup)
     if "weight" in dataset.column_names:
         features["weight"] = datasets.Value("float32")
-    if len(dataset) == 0:  # map would return no columns at all
-        return datasets.Dataset.from_dict({name: [] for name in features}, features=features)
     has_images, has_pixels = setup.images is not None, "pixel_values" in features
-    batch_size = _PIXELS_BATCH_SIZE if has_pixels else _BATCH_SIZE
+    batch_size = _PIXELS_BATCH_SIZE if has_pixels else BATCH_SIZE
     encoded = [name for name in dataset.features if _is_encoded(dataset.features, name)]
     is_table = has_images and bool(encoded)
-    mapped = dataset.with_format("arrow" if is_table else None).map(
+    # Relative paths of images start at the working directory.
+    version = (_CACHE_VERSION, os.getcwd() if has_images else "")
+    return mapped(
+        dataset.with_format("arrow" if is_table else None),
         _tokenize_rows,
-        with_indices=True,
-        batched=True,
+        features,
+        {"setup": setup, "is_table": is_table, "version": version},
         batch_size=batch_size,
         writer_batch_size=batch_size if has_pixels else None,
-        fn_kwargs={
-            "setup": setup,
-            "names": list(features),
-            "features": dataset.features,
-            "is_table": is_table,
-            # Relative paths of images start at the working directory.
-            "version": (_CACHE_VERSION, os.getcwd() if has_images else ""),
-        },
-        remove_columns=dataset.column_names,
-        features=features,
         num_proc=num_proc,
         desc="Tokenizing chats",
     )
-    return mapped.with_format(None)
+
+
+@bars_of_rank_0()
+def mapped(
+    dataset: Any, function: Any, features: Any, arguments: dict[str, Any], **options: Any
+) -> Any:
+    """Return the columns ``features`` that ``function`` makes of batches of records."""
+    import datasets
+
+    if len(dataset) == 0:  # map would return no columns at all
+        return datasets.Dataset.from_dict({name: [] for name in features}, features=features)
+    found = dataset.map(
+        function,
+        with_indices=True,
+        batched=True,
+        fn_kwargs={"names": list(features), "features": dataset.features, **arguments},
+        remove_columns=dataset.column_names,
+        features=features,
+        **options,
+    )
+    return found.with_format(None)
 
 
 def _features(setup: ChatSetup) -> Any:

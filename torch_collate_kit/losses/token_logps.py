@@ -15,12 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from torch_collate_kit.batch import IGNORE_INDEX, Batch
 from torch_collate_kit.batch.context import is_shard
-from torch_collate_kit.batch.trees import (
-    before_and_at,
-    cells_of_rows,
-    shares_prefixes,
-    token_width,
-)
+from torch_collate_kit.batch.trees import before_and_at, cells_of_rows, shares_prefixes, token_width
 from torch_collate_kit.batch.unpacking import in_rows
 from torch_collate_kit.ragged import Ragged
 

@@ -243,9 +243,7 @@ def _checked_types(logits: Any, batch_or_labels: Any, num_loss_tokens: Any) -> f
 
 
 def global_num_loss_tokens(
-    batches: Batch | Tensor | Iterable[Batch | Tensor],
-    *,
-    group: dist.ProcessGroup | None = None,
+    batches: Batch | Tensor | Iterable[Batch | Tensor], *, group: dist.ProcessGroup | None = None
 ) -> Tensor:
     """Count the loss tokens of an optimizer step, over its micro-batches and all ranks.
 

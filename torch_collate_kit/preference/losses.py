@@ -37,11 +37,7 @@ class PreferenceLoss(NamedTuple):
 
 
 def dpo(
-    sums: Tensor,
-    ref_sums: Tensor | Ragged,
-    *,
-    beta: float = 0.1,
-    label_smoothing: float = 0.0,
+    sums: Tensor, ref_sums: Tensor | Ragged, *, beta: float = 0.1, label_smoothing: float = 0.0
 ) -> PreferenceLoss:
     """Return the DPO loss of pairs, equation 7 of Rafailov et al. (2023).
 

@@ -20,13 +20,7 @@ from torch_collate_kit.rl.groups import (
     last_steps,
     trajectories,
 )
-from torch_collate_kit.rl.responses import (
-    checked_mask,
-    checked_tensors,
-    narrow,
-    refuse_cells,
-    wide,
-)
+from torch_collate_kit.rl.responses import checked_mask, checked_tensors, narrow, refuse_cells, wide
 
 Estimator: TypeAlias = Literal["grpo", "grpo_no_std", "rloo", "maxrl", "gae", "reinforce++"]
 _OUTCOME = ("grpo", "grpo_no_std", "rloo", "maxrl")

@@ -59,10 +59,7 @@ def response_values(values: Tensor, responses: Tensor | Batch) -> list[list[floa
 
 
 def from_response_values(
-    values: Sequence[Any] | Ragged,
-    responses: Tensor | Batch,
-    *,
-    dtype: torch.dtype = torch.float32,
+    values: Sequence[Any] | Ragged, responses: Tensor | Batch, *, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """Place values per response token in a new tensor ``[R, A]``, right-aligned, 0 elsewhere.
 

@@ -62,10 +62,7 @@ class VisionFamily:
 
 
 _PIXELS = "f"  # whole numbers would not be normalised
-_GRID = {
-    "pixel_values": ImageField("patch", 2, _PIXELS),
-    "image_grid_thw": ImageField("image", 2),
-}
+_GRID = {"pixel_values": ImageField("patch", 2, _PIXELS), "image_grid_thw": ImageField("image", 2)}
 _TILES = {"pixel_values": ImageField("tile", 4, _PIXELS)}
 _SIZED = {**_TILES, "image_sizes": ImageField("image", 2)}
 _MASKED = {**_TILES, "pixel_attention_mask": ImageField("tile", 3, "iufb")}
