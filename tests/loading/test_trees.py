@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from tests.loading.seals import resealed
 from tests.loading.test_segments import PAIRS, SOURCES, STREAMS, WHOLE, joined, read
 from tests.oracle import trie
 from torch_collate_kit import (
@@ -218,12 +219,33 @@ def test_states_know_whether_prefixes_are_shared(caplog: pytest.LogCaptureFixtur
     swapped[58]["input_ids"] = last
     with pytest.raises(StateError, match="trees_digest"):
         state_of(by_rows, TokenizedDataset(swapped)).load_state_dict(
-            state | {"fingerprint": TokenizedDataset(swapped).fingerprint()}
+            resealed(state, fingerprint=TokenizedDataset(swapped).fingerprint())
         )
     sampler = state_of(by_examples, share_prefixes=False)
     sampler.load_state_dict(state_of(by_examples, tp=4).state_at(0, 1))  # packed anew
     assert "share_prefixes True -> False" in caplog.text
     assert "other rows" in caplog.text
+
+
+def test_the_last_row_is_full_of_cells_not_of_tokens() -> None:
+    """32 tokens in the 20 cells of two rows: no second step is made of them."""
+    ids = [[[1, 2, 3, 4, 5], [1, 2, 3, 4, 6]], [[1, 2, 3], [1, 2, 4]]]
+    trees = [{"input_ids": of, "loss_mask": [[1] * len(of[0])] * 2} for of in ids * 2]
+    collate, dataset = collator(max_tokens=10, tp=1), TokenizedDataset(trees)
+    sampler = PackedBatchSampler(dataset, collate, batch_rows=2, window=1, tail="keep")
+    [batch] = DataLoader(dataset, batch_sampler=sampler, collate_fn=collate)
+    assert (batch.num_tokens, batch["input_ids"].shape) == (32, (2, 10))
+
+
+def test_other_trees_than_were_planned_are_named() -> None:
+    collate, dataset = collator(), TokenizedDataset(PAIRS)
+    part = next(iter(PackedBatchSampler(dataset, collate, batch_size=len(PAIRS), shuffle=False)))
+    changed = [dict(pair) for pair in PAIRS]
+    ids = changed[FIRST]["input_ids"]
+    changed[FIRST]["input_ids"] = [[90 - k, *segment[1:]] for k, segment in enumerate(ids)]
+    message = f"example {FIRST} of the dataset is a list of {len(ids)} segments in "
+    with pytest.raises(DataError, match=f"^{message}"):
+        collate(part.with_examples(changed))
 
 
 def test_what_sharing_drops_is_not_dropped_otherwise() -> None:

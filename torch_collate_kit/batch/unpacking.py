@@ -130,27 +130,14 @@ def cells_of_every_example(batch: Batch, num_columns: int, count: Count = "respo
     if of_segments is not None:
         offsets = np.append(0, np.cumsum(of_segments, dtype=np.int64))
         num_examples = int(offsets[-1])
-        places = offsets[examples] + _places_in_examples(batch, np.asarray(of_segments))
+        owners, numbers = (
+            np.asarray(batch.row_metadata[name].values)
+            for name in ("example_indices", "segment_numbers")
+        )
+        places = np.sort(offsets[owners] + numbers)
     lengths = np.zeros(num_examples, dtype=np.int64)
     lengths[places] = cells.lengths
     return Ragged.from_lengths(cells.values, lengths)
-
-
-def _places_in_examples(batch: Batch, num_segments: np.ndarray) -> np.ndarray:
-    """Return the place of each segment in the rows among those of its example: int64 [S].
-
-    In the order of examples and numbers. Of an example that was cut some may be elsewhere; where a
-    batch counts its runs as examples, they are numbered on.
-    """
-    owners, numbers = (
-        np.asarray(batch.row_metadata[name].values)
-        for name in ("example_indices", "segment_numbers")
-    )
-    order = np.lexsort((numbers, owners))
-    owners, numbers = owners[order], numbers[order]
-    last = np.zeros(len(num_segments), dtype=np.int64)
-    np.maximum.at(last, owners, numbers)
-    return numbers - np.maximum(0, last + 1 - num_segments)[owners]
 
 
 def cells_by_example(

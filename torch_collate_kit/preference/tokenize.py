@@ -24,7 +24,7 @@ from torch_collate_kit.chat.template import num_shared
 from torch_collate_kit.chat.tokenize import MarkedText, loss_target, marked_texts, too_long
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.preference.records import NUMBERS, PreferenceRecord, read_preference
-from torch_collate_kit.reading.keys import TOGETHER, check_no_other_weight
+from torch_collate_kit.reading.keys import check_no_other_weight
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -68,13 +68,13 @@ def tokenize_preferences(
     Returns a new dataset of the kept examples, in order, and a Counter of the reasons why others
     are skipped: "too_long", "bad_tool_arguments", "nothing_left_after_truncation", or of a side
     "no_assistant_turn" and "no_trained_tokens" ("rejected_..."). The columns are ``input_ids``
-    (lists of lists of int32) and ``loss_mask`` (int8), or with ``labels=True`` ``labels`` (int32),
-    and ``keep_together`` (True), which a collator with ``overflow="split"`` refuses. Segments of a
-    pair are the chosen and the rejected side; of a KTO row its prompt with its own answer, and with
-    the answer of another row for the KL term, cut at ``max_length``. With ``keep`` the column
-    ``num_cut_tokens`` (int64) says by how much a pair was cut. ``label`` (bool), ``margin``,
-    ``score_chosen``, ``score_rejected`` and ``weight`` (float32) are kept; other columns are not.
-    Warnings, progress and caching are as in :func:`~torch_collate_kit.tokenize_chat_dataset`.
+    (lists of lists of int32) and ``loss_mask`` (int8), or with ``labels=True`` ``labels`` (int32).
+    Segments of a pair are the chosen and the rejected side; of a KTO row its prompt with its own
+    answer, and with the answer of another row for the KL term, cut at ``max_length``. With ``keep``
+    the column ``num_cut_tokens`` (int64) says by how much a pair was cut. ``label`` (bool),
+    ``margin``, ``score_chosen``, ``score_rejected`` and ``weight`` (float32) are kept; other
+    columns are not. Warnings, progress and caching are as in
+    :func:`~torch_collate_kit.tokenize_chat_dataset`.
 
     Raises:
         DataError: as in ``tokenize_chat``, naming the index of the row and the side; a record is
@@ -157,7 +157,7 @@ def _features(setup: ChatSetup, names: Sequence[str], is_pair: bool) -> Any:
     if not is_pair:
         weight = {"weight": "float32"} if "weight" in names else {}
         numbers = {"label": "bool", **weight, "num_prompt": "int32", "prompt_key": "int64"}
-    others = {TOGETHER: "bool"} | numbers | {"num_cut_tokens": "int64", "skip_reason": "string"}
+    others = numbers | {"num_cut_tokens": "int64", "skip_reason": "string"}
     sequence = datasets.Sequence
     return datasets.Features(
         {name: sequence(sequence(datasets.Value(kind))) for name, kind in lists.items()}
@@ -253,7 +253,6 @@ def _example(
     return {
         "input_ids": [ids for ids, _ in kept],
         **{name: [target[name] for target in targets] for name in targets[0]},
-        TOGETHER: True,
         "num_prompt": num_prompt - first,
         "prompt_key": prompt_key(next(iter(texts.values())).input_ids[:num_prompt]),
         "num_cut_tokens": num_tokens - sum(len(ids) for ids, _ in kept),

@@ -18,8 +18,9 @@ from torch_collate_kit._reprs import plural
 from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.loading import PackedBatchSampler
 from torch_collate_kit.packing import PackingOptions, PackingPlan
+from torch_collate_kit.packing.atoms import Atoms, Patches, checked_sizes
+from torch_collate_kit.packing.fitting import fitted
 from torch_collate_kit.packing.options import Strategy
-from torch_collate_kit.packing.pieces import Load, cut_to_fit
 from torch_collate_kit.packing.planner import plan_rows
 from torch_collate_kit.packing.rows import Ints, row_sums
 from torch_collate_kit.ragged import Ragged
@@ -78,13 +79,12 @@ def packings_to_try(
 
 
 def candidates_of(
-    lengths: Ints,
+    atoms: Atoms,
     packings: Sequence[PackingOptions],
-    load: Load | None,
     batch_size: int | None,
     padded_batch_size: int,
     segments: Ragged | None = None,
-    trees: Load | None = None,
+    trees: Atoms | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Yield the figures of padded rows and of each strategy for every ``max_tokens``.
 
@@ -98,17 +98,15 @@ def candidates_of(
             whole = packing
             if packing.strategy == "wrapped":  # whose rows have all tokens
                 whole = replace(packing, strategy=None, overflow="split")
-            yield _padded(lengths, whole, load, padded_batch_size, segments)
+            yield _padded(atoms, whole, padded_batch_size, segments)
             if trees is not None:
                 overflow = "drop" if packing.overflow == "truncate" else packing.overflow
                 sharing = replace(packing, strategy=None, overflow=overflow, share_prefixes=True)
-                yield _packed(lengths, sharing, trees, batch_size)
-        yield _packed(lengths, packing, load, batch_size)
+                yield _packed(trees, sharing, batch_size)
+        yield _packed(atoms, packing, batch_size)
 
 
-def _packed(
-    lengths: Ints, packing: PackingOptions, load: Load | None, batch_size: int | None
-) -> dict[str, Any]:
+def _packed(atoms: Atoms, packing: PackingOptions, batch_size: int | None) -> dict[str, Any]:
     """Pack ``batch_size`` examples at a time, or all at once: then a step is a row per rank."""
 
     def per_step(per_row: Ints) -> Ints:
@@ -117,11 +115,11 @@ def _packed(
 
     sums: Counter[str] = Counter()
     tokens, costs, seconds = [], [], 0.0
-    for start in range(0, len(lengths), batch_size or len(lengths)):
-        batch = np.arange(start, min(start + (batch_size or len(lengths)), len(lengths)))
-        part = None if load is None else load.take(batch)
+    number = len(atoms.tokens)
+    for start in range(0, number, batch_size or number):
+        part = atoms.alone(np.arange(start, min(start + (batch_size or number), number)))
         began = time.perf_counter()
-        plan = plan_rows(lengths[batch], packing, part)
+        plan = plan_rows(part, packing)
         seconds += time.perf_counter() - began
         sums.update(
             num_rows=plan.num_rows,
@@ -141,9 +139,8 @@ def _packed(
 
 
 def _padded(
-    lengths: Ints,
+    atoms: Atoms,
     packing: PackingOptions,
-    load: Load | None,
     batch_size: int,
     segments: Ragged | None,
 ) -> dict[str, Any]:
@@ -151,7 +148,7 @@ def _padded(
 
     Each segment is a row.
     """
-    pieces = cut_to_fit(lengths, packing, load)
+    pieces = fitted(atoms, packing)
     kept, align = pieces.lengths, packing.parallel.row_align
     starts = first_examples = np.arange(0, len(kept), batch_size)
     vision = np.add.reduceat(pieces.vision_costs, first_examples)
@@ -347,8 +344,8 @@ def histogram(lengths: Ints) -> dict[str, list[int]]:
 
 
 def steps_of(
-    lengths: Ints,
-    load: Load | None,
+    lengths: Any,
+    patches: Patches | None,
     packing: PackingOptions,
     batch_rows: int,
     batch_size: int | None,
@@ -359,12 +356,16 @@ def steps_of(
     rows.
     """
     packing = replace(packing, strategy=None)
-    by_rows = _step_figures(lengths, load, packing, "by_rows", batch_rows=batch_rows)
+    by_rows = _step_figures(lengths, patches, packing, "by_rows", batch_rows=batch_rows)
     if batch_size is None:
         batch_size = max(1, round(len(lengths) / by_rows["num_steps"]))
-    found = [_step_figures(lengths, load, packing, "by_examples", batch_size=batch_size), by_rows]
+    found = [
+        _step_figures(lengths, patches, packing, "by_examples", batch_size=batch_size),
+        by_rows,
+    ]
+    is_text = patches is None and not isinstance(lengths, Ragged)
     can_be_cut = packing.parallel.align == 1 and packing.capacity == packing.max_tokens
-    if can_be_cut and packing.max_sequences_per_row is None and load is None:
+    if is_text and can_be_cut and packing.max_sequences_per_row is None:
         wrapped = replace(packing, strategy="wrapped", overflow="raise")
         found.append(_step_figures(lengths, None, wrapped, "wrapped", batch_rows=batch_rows))
     return found
@@ -406,13 +407,14 @@ def _name(step: dict[str, Any]) -> str:
 
 
 def _step_figures(
-    lengths: Ints, load: Load | None, packing: PackingOptions, kind: str, **number: Any
+    lengths: Any, patches: Patches | None, packing: PackingOptions, kind: str, **number: Any
 ) -> dict[str, Any]:
     """Return the figures of the first steps of the epochs that a sampler makes by default."""
     ids = SimpleNamespace(pad_token_id=0, eos_token_id=0)  # "wrapped" needs an end token
     collate = PackedCollator(ids, packing=packing, normalize_loss=False)
-    sampler = PackedBatchSampler(lengths, collate, dp_rank=0, patches=load, **number)
+    sampler = PackedBatchSampler(lengths, collate, dp_rank=0, patches=patches, **number)
     num_steps, epoch = sampler.count_steps(), 0
+    lengths = Atoms.of(*checked_sizes(lengths), packing).tokens
     figures: list[tuple[float, ...]] = []
     drawn: list[tuple[Ints, Ints]] = []
     while len(figures) < _MOST_STEPS:
@@ -442,13 +444,13 @@ def _of_step(plan: PackingPlan, width: int) -> tuple[float, ...]:
 
     Times are in units of the cost. Pads cost as much as tokens in the linear layers.
     """
-    cost, dp = plan.cost, plan.rows_multiple_of
+    cost, dp = plan.packing.cost, plan.rows_multiple_of
     ranks = plan.cost_per_rank + plan.vision_cost_per_rank
     cells = row_sums(plan.aligned_lengths, plan.row_offsets).reshape(dp, -1).sum(axis=1)
     attention = ranks - cost.language_linear * cells
     num_cells = plan.num_rows * width
     time = num_cells // dp * cost.language_linear + attention.max()
-    language = cost.language(plan.lengths) if plan.segments is None else plan.costs
+    language = plan.costs if plan.atoms.are_lists else cost.language(plan.lengths)
     ideal = (int(language.sum()) + int(plan.vision_costs.sum())) / dp
     slowest = ranks.max() / ranks.mean() if ranks.any() else 1.0
     return int(plan.lengths.sum()), num_cells, slowest, time, ideal

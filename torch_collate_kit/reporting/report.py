@@ -27,10 +27,8 @@ from torch_collate_kit.batch.showing.style import (
 from torch_collate_kit.batch.showing.tables import html_table, text_table
 from torch_collate_kit.families import family_of, left_padding_fault
 from torch_collate_kit.packing import ModelCost, PackingOptions, ParallelLayout
+from torch_collate_kit.packing.atoms import Atoms, Patches, checked_sizes
 from torch_collate_kit.packing.options import Balance, Overflow, Strategy
-from torch_collate_kit.packing.pieces import Load, Patches
-from torch_collate_kit.packing.planner import sizes_of
-from torch_collate_kit.packing.rows import Ints
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reporting.candidates import (
     PADDED,
@@ -245,8 +243,9 @@ def packing_report(
         dummy_image_tokens=found.dummy_image_tokens,
     )
     patches = found.patches if patches is None else patches
-    lengths, load = sizes_of(found.lengths, packing, patches)
-    packings = packings_to_try(packing, max_tokens, strategies, lengths)
+    sizes, offsets = checked_sizes(found.lengths)
+    atoms = Atoms.of(sizes, offsets, packing, patches)
+    packings = packings_to_try(packing, max_tokens, strategies, atoms.tokens)
     batch_size = checked_optional_int("batch_size", batch_size, hint="None packs all at once")
     usual = 8 if batch_size is None else max(1, batch_size // packing.parallel.dp)
     padded = usual if padded_batch_size is None else padded_batch_size
@@ -257,8 +256,8 @@ def packing_report(
     trees = None
     if found.shared is not None and found.shared.any() and packing.parallel.cp == 1:
         sharing = replace(packing, share_prefixes=True)
-        trees = sizes_of(found.lengths, sharing, depths=found.shared)[1]
-    report = _report(lengths, load, packings, batch_size, padded, segments, trees)
+        trees = Atoms.of(sizes, offsets, sharing, depths=found.shared)
+    report = _report(atoms, packings, batch_size, padded, segments, trees)
     if segments is not None and found.shared is None:
         report["recommended"]["notes"].append(
             "note: lengths do not show what segments share; pass the dataset to see share_prefixes"
@@ -273,24 +272,23 @@ def packing_report(
     best = report["recommended"]
     packing = replace(packing, max_tokens=best["max_tokens"])
     if batch_rows is not None and not fits_nothing(report):
-        report["steps"] = steps_of(lengths, load, packing, batch_rows, batch_size)
+        report["steps"] = steps_of(found.lengths, patches, packing, batch_rows, batch_size)
     if show:
         print(report)
     return report
 
 
 def _report(
-    lengths: Ints,
-    load: Load | None,
+    atoms: Atoms,
     packings: Sequence[PackingOptions],
     batch_size: int | None,
     padded_batch_size: int,
     segments: Ragged | None,
-    trees: Load | None,
+    trees: Atoms | None,
 ) -> PackingReport:
-    found = candidates_of(lengths, packings, load, batch_size, padded_batch_size, segments, trees)
+    found = candidates_of(atoms, packings, batch_size, padded_batch_size, segments, trees)
     candidates = list(found)
-    num_tokens = int(lengths.sum())
+    lengths, num_tokens = atoms.tokens, int(atoms.tokens.sum())
     options = packings[0].as_state()
     del options["max_tokens"], options["strategy"]
     return PackingReport(

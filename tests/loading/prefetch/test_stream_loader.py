@@ -211,11 +211,6 @@ def test_states_of_other_loaders_are_refused() -> None:
         state = loader.state_dict()
         with pytest.raises(StateError, match="no stream; it is of another kind of loader: wrap a"):
             loader.load_state_dict(other)
-        for epoch in (None, True, 2**40):
-            with pytest.raises(StateError, match=r"the state has epoch=.*; pass what state"):
-                loader.load_state_dict(state | {"epoch": epoch})
-        with pytest.raises(StateError, match="the state has version 3, this one reads version 6"):
-            loader.load_state_dict(state | {"stream": state["stream"] | {"version": 3}})
         assert loader.state_dict() == state
         assert ids(loader) == ORDER[3:]
         with pytest.raises(TypeError, match=r"reshuffle\(\): the order of a stream is its source"):

@@ -47,11 +47,13 @@ def test_resume_at_every_step(case):
 
 def test_the_state_is_small_and_complete():
     sampler = PrefetchingSampler(10**7, batch_size=64, seed=4, tail="wrap", dp_rank=0, dp_size=2)
-    assert sampler.state_at(3, 17) == {
-        "version": 4,
+    state = sampler.state_at(3, 17)
+    del state["checksum"]
+    assert state == {
+        "version": 5,
         "epoch": 3,
         "step": 17,
-        "num_examples": [[0, 10**7]],
+        "num_examples": 10**7,
         "reshuffles": [],
         "fingerprint": None,
         "batch_size": 64,

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.loading.seals import resealed
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.packing import PackingOptions, ParallelLayout, pack
@@ -62,8 +63,9 @@ def moved(state: dict[str, Any], source: Any = None, **place: int) -> dict[str, 
     ((shard, entry),) = state["shards"].items()
     counts = dict(zip(("num_read", "start", "num_batches"), entry, strict=False)) | place
     num_given = entry[3] if counts["num_batches"] == entry[2] else counts["num_batches"]
-    found = [*counts.values(), num_given, *([] if source is None else [source])]
-    return state | {"shards": {shard: found}}
+    shards = {shard: [*counts.values(), num_given]}
+    sources = {} if source is None else {"sources": {shard: source}}
+    return resealed(state, shards=shards, **sources)
 
 
 def tokens_of(batches: list[Any]) -> list[int]:

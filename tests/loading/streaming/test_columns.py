@@ -15,11 +15,12 @@ from torch.utils.data._utils.worker import WorkerInfo
 from tests.batch_checks import assert_same_batch
 from tests.building import packed_stream
 from tests.collators.test_cost import num_calls
+from tests.loading.seals import resealed
 from tests.loading.streaming.column_sources import FORMS, SOURCES, dataset_of, examples_of, table_of
 from tests.loading.streaming.streaming_oracle import EXAMPLES, SETTINGS, moved
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.loading import TokenizedDataset
-from torch_collate_kit.loading.dataset.list_columns import ListColumn
+from torch_collate_kit.loading.dataset.columns import ListColumn
 from torch_collate_kit.packing import ParallelLayout
 from torch_collate_kit.ragged import Ragged
 
@@ -100,7 +101,7 @@ def test_equals_the_examples_one_by_one(
 
 def as_known(states: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
     """What a callable makes is not looked at, so nothing is known of the data."""
-    return [state | {"fingerprint": None} for state in states] if name == "callable" else states
+    return [resealed(state, fingerprint=None) for state in states] if name == "callable" else states
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.loading.seals import resealed
 from torch_collate_kit import PackedCollator, PackedIterableDataset, TokenizedDataset
 from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading import merge_states
@@ -84,6 +85,6 @@ def test_what_cannot_be() -> None:
     state = stream_of().state_dict()
     state["shards"]["0"][1] = 500  # tokens of the first document
     damaged = stream_of()
-    damaged.load_state_dict(state)
+    damaged.load_state_dict(resealed(state))
     with pytest.raises(StateError, match="after token 500 of example 0 of the stream, which has"):
         list(damaged)

@@ -11,7 +11,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from tests.building import packed_stream
-from tests.loading.hang_guard import fails_when_it_hangs
+from tests.loading.seals import resealed
 from tests.loading.streaming.streaming_oracle import (
     EXAMPLES,
     SETTINGS,
@@ -116,44 +116,6 @@ def test_the_state_of_another_rank_is_refused() -> None:
         make(dp_rank=0, dp_size=2).load_state_dict(state)
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        ({"shards": None}, "the state has shards=None, ended=.*; it is damaged"),
-        ({"ended": [[]]}, r"ended=\[\[\]\]; it is damaged"),
-        ({"ended": [99]}, r"ended=\[99\]; it is damaged"),
-        ({"version": 4}, "the state has version 4, this one reads version 6"),
-        ({"shards": [[0, 0, 0, 0]] * 4}, "the state has shards=.*; it is damaged"),
-    ],
-)
-def test_a_damaged_state_is_refused(damage: dict[str, Any], message: str) -> None:
-    with pytest.raises(StateError, match=message):
-        make().load_state_dict(saved() | damage)
-    with pytest.raises(StateError, match="the state has no num_shards; it is damaged"):
-        make().load_state_dict({k: v for k, v in saved().items() if k != "num_shards"})
-
-
-@pytest.mark.parametrize(
-    ("found", "message"),
-    [
-        ([1, 0, 0], r"shard 2 is \[1, 0, 0\], not \[num_read, start, num_batches, num_given\]"),
-        ([1, 0, 0, -1], r"shard 2 is \[1, 0, 0, -1\], not"),
-        ({"num_read": 1}, r"shard 2 is \{'num_read': 1\}, not"),
-        ([1, 0, 0, 0, None, 7], "shard 2 is .*; it is damaged"),
-        ([1, 3, 0, 0], "the state's start is 3, within an example, but with overflow='raise'"),
-        ([2**62, 0, 0, 2**62], r"has shards that are \d{19} rounds apart, more than 1048576; it"),
-        ([9, 0, 0, 10**4], "a shard with 0 batches after 9 examples, but 10000 batches in all; it"),
-        ([9, 0, 3, 2], "a shard with 3 batches after 9 examples, but 2 batches in all; it is dama"),
-    ],
-)
-def test_a_damaged_shard_is_refused(found: Any, message: str) -> None:
-    state, dataset = saved(), make()
-    state["shards"]["2"] = found
-    with pytest.raises(StateError, match=message), fails_when_it_hangs(10):
-        load_and_read(dataset, state)
-    assert dataset.state_dict() == make().state_dict()
-
-
 def load_and_read(dataset: PackedIterableDataset, state: dict[str, Any]) -> None:
     dataset.load_state_dict(state)
     list(dataset)
@@ -161,10 +123,9 @@ def load_and_read(dataset: PackedIterableDataset, state: dict[str, Any]) -> None
 
 def test_rounds_without_a_batch_are_not_counted_one_by_one() -> None:
     state, dataset = saved(), make(overflow="split")
-    state |= {"overflow": "split"}
     expected = len(list(make(overflow="split"))) - 5
     state["shards"]["2"][3] += 2**20
-    dataset.load_state_dict(state)
+    dataset.load_state_dict(resealed(state, overflow="split"))
     began = time.perf_counter()
     assert len(list(dataset)) == expected
     assert time.perf_counter() - began < 1
@@ -209,8 +170,11 @@ def test_the_ended_shards_of_all_states_have_ended() -> None:
     ("states", "message"),
     [
         ([], "there is no state to merge; pass the states of all ranks"),
-        ([None], "state 0 is a NoneType, not a mapping"),
-        ([{"a": 1}], r"state 0 has \['a'\], no shards; pass the state of a PackedIterableDataset"),
+        ([None], "state 0 must be a mapping, got NoneType"),
+        (
+            [resealed({"version": 7})],
+            r"state 0 has \['version'\], no shards; pass the state of a Pa",
+        ),
         (states_of(4) + states_of(2)[:1], "state 4 has the shards 0, 1 of a state before it; pass"),
         ([states_of(2)[0], states_of(2, buffer_size=9)[1]], "state 1 is of buffer_size=9, state "),
         (
@@ -218,10 +182,6 @@ def test_the_ended_shards_of_all_states_have_ended() -> None:
             "state 1 is of num_shards=8, state 0 of num_shards=4",
         ),
         ([packed_stream(EXAMPLES, **SETTINGS).state_dict()], "state 0 is of a stream without num"),
-        ([saved() | {"shards": {"x": 1}}], "state 0 has .*, no shards"),
-        ([saved() | {"ended": [[]]}], "state 0 has .*, no shards"),
-        ([saved() | {"skipped": 3}], "the state has skipped=3; it is damaged"),
-        ([saved() | {"skipped": {"9": [1, 0]}}], "the state has skipped=.*; it is damaged"),
     ],
 )
 def test_states_that_do_not_belong_together_are_refused(states: list[Any], message: str) -> None:
@@ -241,5 +201,5 @@ def test_states_of_loaders_in_other_passes_are_refused() -> None:
         StateError, match="state 1 is of epoch=0, state 0 of epoch=1; merge the sta"
     ):
         merge_states(states)
-    with pytest.raises(StateError, match=r"state 1 has .*, no shards"):
+    with pytest.raises(StateError, match="state 1 has version 2, this release reads version 7"):
         merge_states([saved(dp_rank=0, dp_size=2), states[1]])

@@ -16,7 +16,7 @@ from tests.batch_checks import assert_same_batch
 from tests.building import packed_stream
 from tests.loading.streaming.column_sources import dataset_of
 from tests.loading.streaming.streaming_oracle import SETTINGS, StatefulSource, all_tokens, tokens_of
-from torch_collate_kit.errors import DataError, StateError
+from torch_collate_kit.errors import DataError
 from torch_collate_kit.loading import PackedIterableDataset, PrefetchLoader, merge_states
 from torch_collate_kit.testing import assert_exact_resume, batch_digest
 
@@ -263,18 +263,6 @@ def test_an_example_that_overflow_drops_may_be_wrong_too(more: dict[str, Any]) -
     assert_exact_resume(stream, num_steps=len(batches))
     first = list(stream(long[:1] + GOOD[:3]))
     assert (skipped_in(first), tokens_of(first)) == ([0], all_tokens(GOOD[:3]))
-
-
-@pytest.mark.parametrize("damaged", [3, None, [1], [1, -1], ["a", 1], [1, 2]])
-def test_damaged_counts_are_refused(damaged: Any) -> None:
-    for more in ({}, {"num_shards": 2}):
-        dataset = make(GOOD, **more)
-        state = dataset.state_dict() | {"skipped": {"0": damaged} if more else damaged}
-        with pytest.raises(StateError, match=r"the state has skipped=.*; it is damaged"):
-            dataset.load_state_dict(state)
-    for of_shards in (3, {"2": [1, 0]}, {"a": [1, 0]}):  # there are the shards 0 and 1
-        with pytest.raises(StateError, match=r"the state has skipped=.*; it is damaged"):
-            dataset.load_state_dict(state | {"skipped": of_shards})
 
 
 def test_shards_count_for_themselves_with_any_ranks_and_workers() -> None:

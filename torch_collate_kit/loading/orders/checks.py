@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import zlib
 from collections.abc import Mapping, Sized
 from typing import Any, Literal, TypeAlias
 
@@ -9,27 +11,15 @@ import numpy as np
 import numpy.typing as npt
 
 from torch_collate_kit._checks import checked_bool, checked_int
-from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.errors import StateError
 
 Indices: TypeAlias = npt.NDArray[np.int64]
 Shuffle: TypeAlias = bool | Literal["keyed"]
 Tail: TypeAlias = Literal["keep", "drop", "wrap"]
+LOADER_VERSION = 2  # of the states of PrefetchLoader, which merge_states reads, too
 MAX_COUNT = 2**63 - 1
 NEW_RUN = "build the sampler with the arguments of the saved run, or start without the state"
 MAX_WORD = 2**32 - 1  # one word of a SeedSequence each, or (2**32 + 1, 0) would be (1, 1)
-
-
-def refuse_trainer(caller: Any) -> None:
-    """Refuse a ``transformers.Trainer`` that would skip batches when it resumes."""
-    kinds = [(of.__module__, of.__name__) for of in type(caller).__mro__]
-    if ("transformers.trainer", "Trainer") in kinds and not caller.args.ignore_data_skip:
-        raise TypeError(
-            "Trainer cannot resume a PrefetchLoader: accelerate.skip_first_batches would make "
-            "another DataLoader of it; give Trainer PackedRows(TokenizedDataset(data), collate), "
-            "read a stream in a loop of your own, or pass ignore_data_skip=True, with which a "
-            "resumed run begins its epoch anew"
-        )
 
 
 def checked_length(data: int | Sized, name: str = "examples") -> int:
@@ -43,19 +33,6 @@ def checked_length(data: int | Sized, name: str = "examples") -> int:
             f"{type(data).__name__}; for a stream use an iterable dataset, without a sampler"
         )
     return checked_int(f"len({name})", len(data), hint=hint)
-
-
-def checked_collator(collate: Any) -> PackedCollator:
-    """Return the PackedCollator that ``collate`` is, or that it holds and calls."""
-    found = collate
-    while not isinstance(found, PackedCollator):
-        found = getattr(found, "collate", getattr(found, "collator", None))
-        if found is None:
-            raise TypeError(
-                f"collate must be a PackedCollator, got a {type(collate).__name__}: it says how "
-                "rows are packed; for batches without packing use a PrefetchingSampler"
-            )
-    return found
 
 
 def checked_batch_size(batch_size: int, least: int) -> int:
@@ -133,33 +110,44 @@ def differences(these: Mapping[str, Any], others: Mapping[str, Any]) -> str:
     return ", ".join(found)
 
 
-def is_count(value: Any, most: int = MAX_WORD) -> bool:
-    """Return whether it is an int, and no bool, of 0 .. ``most``."""
-    return type(value) is int and 0 <= value <= most
+def sealed(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state with the checksum of its content, by which ``unsealed`` notices damage.
+
+    Sealed is what the kit wrote. The states of sources, and of a sampler that is not the kit's, are
+    not: they may hold objects, or change in JSON. A sealed state inside counts by its checksum.
+    """
+    return {**state, "checksum": _checksum(state)}
 
 
-def are_pairs(value: Any) -> bool:
-    """Return whether it is a list of pairs, which are tuples where no JSON was between."""
-    are = isinstance(value, list) and all(isinstance(at, list | tuple) for at in value)
-    return are and all(len(at) == 2 for at in value)
+def unsealed(state: Any, version: int, name: str = "the state") -> dict[str, Any]:
+    """Return the content of a sealed state. Raises StateError if it is not one, or was changed."""
+    if not isinstance(state, Mapping):
+        raise StateError(
+            f"{name} must be a mapping, got {type(state).__name__}; pass what state_dict() returned"
+        )
+    if not is_same(state.get("version"), version):
+        raise StateError(
+            f"{name} has version {state.get('version')!r}, this release reads version {version}; "
+            "pass what state_dict() returned, in the release that saved it"
+        )
+    content = {key: value for key, value in state.items() if key != "checksum"}
+    try:
+        is_whole = is_same(state.get("checksum"), _checksum(content))
+    except (TypeError, ValueError):  # not what JSON can hold
+        is_whole = False
+    if not is_whole:
+        raise StateError(
+            f"{name} is damaged, was edited, or mixes parts of several: its checksum does not fit "
+            "its content; pass what state_dict() returned"
+        )
+    return content
 
 
-def damaged_state(found: str) -> StateError:
-    """Return the error of a state that no sampler made."""
-    return StateError(f"state has {found}; pass what state_dict() gave")
-
-
-def impossible_reshuffles(records: Any, epoch: int, step: int) -> StateError:
-    """Return the error of reshuffles that no run can have made before a position."""
-    return damaged_state(
-        f"reshuffles at {records!r}, which cannot all lie, in order, before its position, "
-        f"epoch {epoch} step {step}"
-    )
-
-
-def state_int(name: str, value: Any, most: int = MAX_WORD) -> int:
-    """``value`` when it is an int of 0 .. ``most``, else StateError."""
-    if not is_count(value, most):
-        raise damaged_state(f"{name}={value!r}, not an int between 0 and {most}")
-    number: int = value
-    return number
+def _checksum(state: Mapping[str, Any]) -> int:
+    inner = {
+        key: value["checksum"] if isinstance(value, Mapping) and "checksum" in value else None
+        for key, value in state.items()
+        if key in ("sampler", "stream")
+    }
+    content = {key: value for key, value in state.items() if key not in ("checksum", "sources")}
+    return zlib.crc32(json.dumps({**content, **inner}, sort_keys=True).encode())

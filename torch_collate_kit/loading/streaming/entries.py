@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,8 +10,7 @@ import numpy as np
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.loading.streaming.states import Place
 from torch_collate_kit.packing import PackingOptions
-from torch_collate_kit.packing.pieces import Load
-from torch_collate_kit.packing.segments import Segments
+from torch_collate_kit.packing.atoms import Atoms
 
 ENTRY = np.dtype(
     [
@@ -40,31 +40,29 @@ def place_after(entry: Any) -> Place:
     return Place(num_read, start, entry["source"], int(entry["taken"]))
 
 
-def of_segments(of: Segments | None, number: int = 0) -> tuple[int, int, int]:
-    """Return the cells, number and cost of the segments of one piece; zeros without any."""
-    if of is None:
-        return 0, 0, 0
-    return int(of.cells[number]), int(of.counts[number]), int(of.costs[number])
+_OF_TEXT = {"starts": "start", "patches": "patches", "vision_costs": "vision_cost"}
+_OF_SEGMENTS = {"cells": "cells", "segments": "num_segments", "costs": "cost"}
 
 
-def load_of(entries: np.ndarray, packing: PackingOptions) -> Load:
-    """Return what entries hold besides tokens.
+def atoms_of(entries: np.ndarray, packing: PackingOptions) -> Atoms:
+    """Return what is planned of entries.
 
     Raises:
         DataError: some examples are lists of segments, and others are not.
     """
-    patches, costs, cells, counts, costs_of_segments = (
-        np.ascontiguousarray(entries[name])
-        for name in ("patches", "vision_cost", "cells", "num_segments", "cost")
-    )
-    load, is_list = Load(patches, costs), counts > 0
-    if not is_list.any():
-        return load
-    if not is_list.all():
+    given: dict[str, Any] = {
+        name: np.ascontiguousarray(entries[column])
+        for name, column in {"tokens": "num_tokens", **_OF_TEXT, **_OF_SEGMENTS}.items()
+    }
+    atoms, is_list = Atoms.of(given["tokens"], None, packing), given["segments"] > 0
+    if is_list.all() and len(is_list):
+        given |= {"are_lists": True, "share": bool(packing.share_prefixes)}
+        return replace(atoms, reserved=packing.reserved, **given)
+    if is_list.any():
         flat, nested = (int(entries["position"][(is_list == of).argmax()]) for of in (False, True))
         raise DataError(
             f"example {nested} of the stream is a list of segments, and example {flat} is not; "
             "give every example a list, of one where it has one segment"
         )
-    segments = Segments(cells, counts, costs_of_segments, shares=bool(packing.share_prefixes))
-    return load._replace(segments=segments)
+    of_text = {name: given[name] for name in _OF_TEXT}
+    return replace(atoms, reserved=packing.reserved, **of_text)

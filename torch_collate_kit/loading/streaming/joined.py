@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from torch_collate_kit.loading.streaming.entries import ENTRY, load_of, place_after
+from torch_collate_kit.loading.streaming.entries import ENTRY, atoms_of, place_after
 from torch_collate_kit.loading.streaming.readers import check_start
 from torch_collate_kit.loading.streaming.states import Place
 from torch_collate_kit.packing import PackingOptions, PackingPlan
@@ -47,16 +47,16 @@ class JoinedDocuments:
             batch, skipped = self._buffer[:number], self._place.start
             first = batch[0]
             check_start(self._place, int(first["position"]), int(first["num_tokens"]))
-            load = load_of(batch, self._packing)  # examples of segments are refused
+            atoms = atoms_of(batch, self._packing)  # examples of segments are refused
             left = batch["num_tokens"].copy()
             left[0] -= skipped
             unread = max(0, int(ends[len(batch) - 1]) - self._num_tokens)
             left[-1] -= unread
-            plan = plan_rows(left, self._packing, load)
-            starts = plan.starts + np.where(plan.example_indices == 0, skipped, 0)
+            atoms = replace(atoms, tokens=left, starts=np.where(atoms.examples == 0, skipped, 0))
+            plan = plan_rows(atoms, self._packing)
             self._place = self._place_before(len(batch) - 1, int(left[-1]), unread)
             self._buffer = self._buffer[len(batch) - (unread > 0) :].copy()
-            yield batch, replace(plan, starts=starts), self._place
+            yield batch, plan, self._place
 
     def _read_on(self) -> np.ndarray:
         """Read until there is a batch, and return where documents end in tokens, from its start."""

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading.orders.mixture import Mixture
 from torch_collate_kit.loading.skipping import SkipPolicy
 from torch_collate_kit.loading.streaming.entries import ENTRY, place_after
@@ -219,7 +218,7 @@ def open_shard(
         sources.append(MixedSource(number, name, opened, by_tokens, most_passes))
     if place.source is not None:
         states = place.source
-        if len(mixture.stages) > 1 and isinstance(states, list) and states:
+        if len(mixture.stages) > 1:
             *states, of_stages = states
             stages.restore(of_stages)
         _restore(sources, states)
@@ -258,21 +257,13 @@ def _reader(
 
 
 def _restore(sources: list[MixedSource], states: Any) -> None:
-    """Move sources to where a state has them. Raises StateError if it is damaged."""
-    if not isinstance(states, list) or len(states) != len(sources):
-        raise StateError(f"the state has {states!r} of a mixture of {len(sources)}; it is damaged")
+    """Move sources to where a state has them."""
+    for source, (*counts, units, turn, end) in zip(sources, (of[:6] for of in states), strict=True):
+        source.units, source.turn, source.end = units, turn, end
+        source.place = Place(counts[0], counts[1], None, counts[2])
     for source, state in zip(sources, states, strict=True):
-        counts: list[Any] = (
-            state[:6] if isinstance(state, list) and len(state) in (6, 7) else [None]
-        )
-        if not all(type(count) is int and -1 <= count < 2**63 for count in counts):
-            raise StateError(
-                f"the state has {state!r} of {source.name}, not [num_read, start, taken, units, "
-                "turn, end] with a state of the source or without; it is damaged"
-            )
-        source.units, source.turn, source.end = counts[3:]
-        own = state[6] if len(state) > 6 else None
-        source.place = Place(counts[0], counts[1], own, counts[2])
+        if len(state) > 6:
+            source.place = source.place._replace(source=state[6])
 
 
 def _check_mixture(mixture: Mixture) -> None:

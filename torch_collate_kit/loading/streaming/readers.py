@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import islice
+from operator import index
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,17 +18,17 @@ import numpy as np
 from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading.dataset import TokenizedDataset
-from torch_collate_kit.loading.streaming.entries import ENTRY, of_segments
+from torch_collate_kit.loading.streaming.entries import ENTRY
 from torch_collate_kit.loading.streaming.shards import Example, Part, Stream
 from torch_collate_kit.loading.streaming.skipping import WrongExamples
 from torch_collate_kit.loading.streaming.states import Place
-from torch_collate_kit.packing.pieces import Load, cut_to_fit, image_load, num_pieces
-from torch_collate_kit.packing.planner import sizes_of
+from torch_collate_kit.packing.atoms import Atoms, checked_sizes
+from torch_collate_kit.packing.fitting import fitted, num_pieces
+from torch_collate_kit.packing.rows import running_sum
 from torch_collate_kit.packing.trees import depths_of
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.keys import KNOWN, MEDIA
 from torch_collate_kit.reading.reader import read_columns
-from torch_collate_kit.reading.runs import end_to_end
 from torch_collate_kit.reading.source import Examples, are_nested
 
 
@@ -76,19 +77,15 @@ class _ExampleReader:
         packing = self._collator.packing
         for example, position, after in examples:
             try:
-                num_tokens, load = self._sizes(example)
-                patches, cost = int(load.patches[0]), int(load.costs[0])
-                pieces = [(0, num_tokens, of_segments(load.segments))]
-                is_long = num_tokens > packing.capacity - packing.reserved
-                if patches or is_long or load.segments is not None:
-                    fitted = cut_to_fit(np.array([num_tokens]), packing, load)
+                num_tokens, atoms = self._sizes(example)
+                pieces, sizes = [(0, num_tokens)], [0] * 5
+                if atoms is not None:
+                    plan = fitted(atoms, packing)
                     if packing.overflow == "split":
-                        pieces = [
-                            (*of, of_segments(fitted.runs or load.segments, number))
-                            for number, of in enumerate(
-                                zip(fitted.starts.tolist(), fitted.lengths.tolist(), strict=True)
-                            )
-                        ]
+                        pieces = [*zip(plan.starts.tolist(), plan.lengths.tolist(), strict=True)]
+                    columns = [atoms.patches, atoms.vision_costs]
+                    columns += [atoms.cells, atoms.segments, atoms.costs] if atoms.are_lists else []
+                    sizes[: len(columns)] = [int(column[0]) for column in columns]
                 if is_split := len(pieces) > 1:
                     example = self._as_arrays(example)
             except DataError as error:
@@ -97,20 +94,24 @@ class _ExampleReader:
                 continue
             before = self.place
             check_start(before, position, num_tokens)
-            for start, length, segments in pieces:
+            for start, length in pieces:
                 stop = start + length
                 following = after if stop == num_tokens else before._replace(start=stop)
                 if start >= before.start:
-                    of = position, start, length, is_split, patches, cost
-                    yield *of, *segments, *following, example, self._wrong.taken(), 0
+                    of = position, start, length, is_split, *sizes
+                    yield *of, *following, example, self._wrong.taken(), 0
             self.place = after
         check_start(self.place)
 
-    def _sizes(self, example: Example) -> tuple[int, Load]:
-        """Return the tokens of one example, and what else it holds."""
+    def _sizes(self, example: Example) -> tuple[int, Atoms | None]:
+        """Return the tokens of one example, and what is planned; None of a text that fits."""
         ids: Any = example.get("input_ids") if isinstance(example, Mapping) else None
+        packing = self._collator.packing
         if ids is None or not are_nested([ids]):
-            return self._length(example), self._images(example, [example])
+            num_tokens, patches = self._length(example), self._patches(example, [example])
+            if not patches and num_tokens <= packing.capacity - packing.reserved:
+                return num_tokens, None
+            return num_tokens, Atoms.of(np.array([num_tokens]), None, packing, [patches])
         media = [key for key in MEDIA if example.get(key) is not None]
         try:
             counts = [*map(len, ids)]
@@ -119,33 +120,25 @@ class _ExampleReader:
             counts, parts = [0], []
         if not all(counts):
             _check(self._collator, [example])  # raises what is wrong
-        packing = self._collator.packing
-        depths, joined = None, None
-        if packing.share_prefixes:
-            joined = self._joined(example)
-            depths = depths_of(*joined, np.array([0, len(counts)]))
-        lengths, load = sizes_of(
-            [counts], packing, depths=depths, ids_of=None if joined is None else lambda _: joined
-        )
-        assert load is not None
-        images = self._images(example, parts)
-        return int(lengths[0]), images._replace(segments=load.segments, runs=load.runs)
+        depths = self._depths(example) if packing.share_prefixes else None
+        images, offsets = [self._patches(example, parts)], np.array([0, len(counts)])
+        return sum(counts), Atoms.of(np.array(counts), offsets, packing, images, depths=depths)
 
-    def _joined(self, example: Any) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids of all segments of an example, and where each begins, int64."""
-        ids = [np.asarray(of) for of in example["input_ids"]]
-        if any(of.ndim != 1 or of.dtype.kind not in "iu" for of in ids):
+    def _depths(self, example: Any) -> np.ndarray:
+        """Return the tokens that each segment of an example shares, int64."""
+        ids = [np.asarray(segment) for segment in example["input_ids"]]
+        if any(segment.ndim != 1 or segment.dtype.kind not in "iu" for segment in ids):
             _check(self._collator, [example])  # raises what is wrong with them
-        return end_to_end(ids)
+        offsets = running_sum(np.array([*map(len, ids)]))
+        return depths_of(np.concatenate(ids), offsets, np.array([0, len(ids)]))
 
-    def _images(self, example: Example, parts: list[Any]) -> Load:
-        """Return the images of one example, whose segments are ``parts``."""
+    def _patches(self, example: Example, parts: list[Any]) -> list[int]:
+        """Return the patches of each image of one example, whose segments are ``parts``."""
         vision = self._collator.vision
         if vision is None:
-            return _NO_IMAGE
+            return []
         try:
-            patches = [number for part in parts for number in vision.patches(part)]
-            return image_load([patches], 1, self._collator.packing.cost) if patches else _NO_IMAGE
+            return [index(number) for part in parts for number in vision.patches(part)]
         except (TypeError, ValueError, LookupError, AttributeError):
             _check(self._collator, [example])  # raises what is wrong with its images
             raise
@@ -215,14 +208,17 @@ class _RowReader:
         span = self._positions[:num_entries]
         positions = np.arange(span.start, span.stop, span.step)
         try:
-            lengths, load = self._sizes(positions)
-            check_start(self.place, span[0], int(lengths[0]))
-            counts = num_pieces(lengths, self._collator.packing, load)
-            counts[0] -= self._num_given(lengths, load)
+            atoms = self._atoms(positions)
+            check_start(self.place, span[0], int(atoms.tokens[0]))
+            counts = num_pieces(atoms, self._collator.packing)
+            counts[0] -= self._num_given()
             num_used = 1 + int(np.searchsorted(np.cumsum(counts), num_entries))
-            positions, lengths = positions[:num_used], lengths[:num_used]
-            self._check(positions[lengths == 0][:1])
-            entries = self._entries_of(positions, lengths, load.take(np.arange(len(lengths))))
+            positions, atoms = (
+                positions[:num_used],
+                atoms.take(np.arange(len(positions[:num_used]))),
+            )
+            self._check(positions[atoms.tokens == 0][:1])
+            entries = self._entries_of(positions, atoms)
             # before any of its pieces is given out
             self._check(np.unique(entries["position"][entries["is_piece"]]))
         except DataError as error:
@@ -239,48 +235,34 @@ class _RowReader:
         if len(positions):
             _check(self._collator, self._dataset.__getitems__(positions))
 
-    def _num_given(self, lengths: np.ndarray, load: Load) -> int:
+    def _num_given(self) -> int:
         """Return how many pieces of the first example are before the place."""
-        start = self.place.start
-        if load.runs is not None:
-            of_first = load.runs.take(np.zeros(1, dtype=np.int64))
-            return int(np.count_nonzero(of_first.starts < start))
-        one = Load.none(1)
-        return int(num_pieces(np.array([start]), self._collator.packing, one)[0]) if start else 0
+        start, packing = self.place.start, self._collator.packing
+        return -(-start // (packing.capacity - packing.reserved))
 
-    def _sizes(self, positions: np.ndarray) -> tuple[np.ndarray, Load]:
-        """Return the tokens of these rows, and what their segments take if they are lists."""
-        lengths = self._dataset._lengths_at(positions)
+    def _atoms(self, positions: np.ndarray) -> Atoms:
+        """Return what is planned of these rows."""
+        lengths, packing = self._dataset._lengths_at(positions), self._collator.packing
         if not isinstance(lengths, Ragged):
-            return lengths, Load.none(len(lengths))
+            return Atoms.of(lengths, None, packing, np.zeros_like(lengths))
         empty = np.flatnonzero(lengths.values == 0)
         if len(empty):
             self._check(positions[np.searchsorted(lengths.offsets, empty[:1], side="right") - 1])
-        packing = self._collator.packing
         depths = self._dataset._depths_at(positions) if packing.share_prefixes else None
+        return Atoms.of(*checked_sizes(lengths), packing, depths=depths)
 
-        def ids_of(number: int) -> tuple[np.ndarray, np.ndarray]:
-            return end_to_end(self._dataset[int(positions[number])]["input_ids"])
-
-        found, load = sizes_of(lengths, packing, depths=depths, ids_of=ids_of)
-        assert load is not None
-        return found, load
-
-    def _entries_of(self, positions: np.ndarray, lengths: np.ndarray, load: Load) -> np.ndarray:
+    def _entries_of(self, positions: np.ndarray, atoms: Atoms) -> np.ndarray:
         """Return the pieces of each example; of the first one only those after the place.
 
         Raises:
             DataError: an example is too long.
         """
-        packing = self._collator.packing
-        rows, starts, num_tokens = np.arange(len(lengths)), np.zeros_like(lengths), lengths
-        fitted, segments = cut_to_fit(lengths, packing, load), load.segments
+        packing, lengths = self._collator.packing, atoms.tokens
+        pieces = fitted(atoms, packing).atoms
         if packing.overflow == "split":
-            rows, starts, num_tokens = fitted.example_indices, fitted.starts, fitted.lengths
-            left = np.flatnonzero((rows > 0) | (starts >= self.place.start))
-            rows, starts, num_tokens = rows[left], starts[left], num_tokens[left]
-            if segments is not None:
-                segments = segments.take(rows) if fitted.runs is None else fitted.runs.take(left)
+            is_left = (pieces.examples > 0) | (pieces.starts >= self.place.start)
+            atoms = pieces.take(np.flatnonzero(is_left))
+        rows, starts, num_tokens = atoms.examples, atoms.starts, atoms.tokens
         is_last = starts + num_tokens == lengths[rows]
         num_read_before = np.append(self.place.num_read, positions[:-1] + 1)
         entries = np.zeros(len(rows), dtype=ENTRY)
@@ -290,9 +272,9 @@ class _RowReader:
         entries["num_tokens"], entries["is_piece"] = num_tokens, num_tokens < lengths[rows]
         entries["num_read"] = np.where(is_last, positions[rows] + 1, num_read_before[rows])
         entries["next_start"] = np.where(is_last, 0, starts + num_tokens)
-        if segments is not None:
-            entries["cells"], entries["num_segments"] = segments.cells, segments.counts
-            entries["cost"] = segments.costs
+        if atoms.are_lists:
+            entries["cells"], entries["num_segments"] = atoms.cells, atoms.segments
+            entries["cost"] = atoms.costs
         return entries
 
 
@@ -301,9 +283,6 @@ def _arrays_of(value: Any, *, is_nested: bool) -> Any:
     if is_nested and value and isinstance(value[0], list | tuple):
         return [np.asarray(of) for of in value]
     return np.asarray(value)
-
-
-_NO_IMAGE = Load.none(1)
 
 
 def check_start(place: Place, position: int = -1, num_tokens: int = 0) -> None:

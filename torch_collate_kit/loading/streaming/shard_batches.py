@@ -250,14 +250,8 @@ class DividedStream:
         return self.next_pass if self.saved is None else self.pass_in(self.saved)
 
     def pass_in(self, state: Mapping[str, Any], default: int = 0) -> int:
-        """Return the number of the pass of a state; the default of a stream without shuffle.
-
-        Raises:
-            StateError: it is damaged.
-        """
-        number = default if self.stream.seed is None else state.get("pass")
-        if type(number) is not int or not 0 <= number < 2**32:
-            raise StateError(f"the state has pass={number!r}; it is damaged")
+        """Return the number of the pass of a state; the default of a stream without shuffle."""
+        number: int = default if self.stream.seed is None else state["pass"]
         return number
 
     def turns(self, positions: Mapping[int, Position], epoch: int | None) -> Iterator[Turn]:
@@ -282,10 +276,7 @@ class DividedStream:
         Raises:
             StateError: the state does not fit, or is damaged.
         """
-        packing = self.stream.collator.packing
-        positions = positions_in(state, self._all_settings(), packing, self._shards)
-        self.pass_in(state)
-        return positions
+        return positions_in(state, self._all_settings(), self._shards)
 
     def _all_settings(self) -> dict[str, Any]:
         stream = self.stream

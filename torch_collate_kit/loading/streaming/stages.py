@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 
-from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading.streaming.states import Place, Position
 from torch_collate_kit.packing import PackingOptions
 
@@ -90,16 +88,7 @@ class ShardStages:
         num_waiting += self.has_ended  # no stage begins at the end when it is read again
         return place._replace(source=[*sources, [number, num_read, num_waiting, *later]])
 
-    def restore(self, state: Any) -> None:
-        """Move to where a state is. Raises StateError if it is damaged."""
-        counts: list[Any] = state if isinstance(state, list) and len(state) >= 3 else [None]
-        are_counts = all(type(count) is int and 0 <= count < 2**63 for count in counts)
-        if are_counts:
-            self.number, self.num_read, self._num_known, *self._known = counts
-            are_counts = self.number + len(self._known) <= len(self._starts)
-            self._set_mean(self.num_read)
-        if not are_counts or [self.num_read, *self._known] != sorted([self.num_read, *self._known]):
-            raise StateError(
-                f"the state has {state!r} of the stages of a mixture, not [stage, tokens before, "
-                "entries read before, where stages begin among them]; it is damaged"
-            )
+    def restore(self, state: list[int]) -> None:
+        """Move to where a state is."""
+        self.number, self.num_read, self._num_known, *self._known = state
+        self._set_mean(self.num_read)

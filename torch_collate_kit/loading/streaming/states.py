@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch_collate_kit.errors import StateError
-from torch_collate_kit.loading.orders.checks import is_same
+from torch_collate_kit.loading.orders.checks import (
+    LOADER_VERSION,
+    is_same,
+    sealed,
+    unsealed,
+)
 from torch_collate_kit.loading.streaming.fingerprints import check_same_data
-from torch_collate_kit.packing import PackingOptions
 
 # It goes up with the number of buffers in a window, and with any change to which examples make a
 # batch.
-_VERSION = 6
-_MAX_COUNT = 2**63 - 1
+_VERSION = 7
 _MOST_APART = 2**20  # rounds between two shards of a state: the rounds between are counted
-_COUNTS = ("num_read", "start", "num_batches", "num_given")
-_NONE = [0, 0]  # num_skipped and num_in_a_row of a shard that has left out nothing
 
 
 class Place(NamedTuple):
@@ -43,20 +44,21 @@ class Position(NamedTuple):
 def state_of(settings: Mapping[str, Any], positions: Mapping[int, Position]) -> dict[str, Any]:
     """Return the state of some shards.
 
-    Each has num_read, start, num_batches, num_given, of a shuffled stream taken, and the source's
-    own state, if there is one.
+    Each has num_read, start, num_batches, num_given, of a shuffled stream taken. The states of
+    sources lie beside, under "sources": they are not sealed.
     """
     is_shuffled = settings["seed"] is not None
     shards = {str(shard): _entry_of(at, is_shuffled) for shard, at in positions.items()}
     ended = [shard for shard, at in positions.items() if at.has_ended]
     skipped = {str(shard): _skipped_of(at) for shard, at in positions.items() if at.num_skipped}
-    return _with_shards({"version": _VERSION, **settings}, shards, ended, skipped)
+    states = {shard: at.place.source for shard, at in positions.items()}
+    sources = {str(shard): state for shard, state in states.items() if state is not None}
+    return _with_shards({"version": _VERSION, **settings}, shards, ended, skipped, sources)
 
 
-def _entry_of(at: Position, is_shuffled: bool) -> list[Any]:
+def _entry_of(at: Position, is_shuffled: bool) -> list[int]:
     counts = [at.place.num_read, at.place.start, at.num_batches, at.num_given]
-    counts += [at.place.taken] if is_shuffled else []
-    return counts if at.place.source is None else [*counts, at.place.source]
+    return [*counts, at.place.taken] if is_shuffled else counts
 
 
 def _skipped_of(at: Position) -> list[int]:
@@ -64,72 +66,52 @@ def _skipped_of(at: Position) -> list[int]:
 
 
 def _with_shards(
-    state: dict[str, Any], shards: dict[str, Any], ended: list[int], skipped: dict[str, Any]
+    state: dict[str, Any],
+    shards: dict[str, Any],
+    ended: list[int],
+    skipped: dict[str, Any],
+    sources: dict[str, Any],
 ) -> dict[str, Any]:
     state["shards"] = {shard: shards[shard] for shard in sorted(shards, key=int)}
     state["ended"] = sorted(ended)
     if skipped:
         state["skipped"] = skipped
-    return copy.deepcopy(state)
+    if sources:
+        state["sources"] = sources
+    return sealed(copy.deepcopy(state))
 
 
 def positions_in(
-    state: Mapping[str, Any], settings: Mapping[str, Any], packing: PackingOptions, shards: range
+    state: Mapping[str, Any], settings: Mapping[str, Any], shards: range
 ) -> dict[int, Position]:
     """Return the positions of ``shards`` in a state that has them, and may have more.
 
     Raises:
         StateError: the state does not fit, is damaged, or has not all of the shards.
     """
-    version = state.get("version") if isinstance(state, Mapping) else None
-    if not is_same(version, _VERSION):
-        raise StateError(
-            f"the state has version {version!r}, this one reads version {_VERSION}; pass what "
-            "state_dict() of a PackedIterableDataset gave, in the same version of the library"
-        )
+    state = unsealed(state, _VERSION)
     _check_settings(state, settings)
-    if not _has_shards(state):
-        found, ended = state.get("shards"), state.get("ended")
-        raise StateError(f"the state has shards={found!r}, ended={ended!r}; it is damaged")
     if missing := [shard for shard in shards if str(shard) not in state["shards"]]:
         raise StateError(
             f"the state has {len(state['shards'])} shards, but not {missing}, which this rank "
             "reads; it is the state of another rank or worker: with num_shards= load "
             "merge_states([...]) of the states of all ranks"
         )
-    skipped = _skipped_in(state)
     positions = {}
-    names = _COUNTS if settings["seed"] is None else (*_COUNTS, "taken")
     for shard in shards:
-        entry = state["shards"][str(shard)]
-        of, sizes = len(names), (len(names), len(names) + 1)
-        if not isinstance(entry, list) or len(entry) not in sizes or not _are_counts(entry[:of]):
-            raise StateError(
-                f"the state's shard {shard} is {entry!r}, not [{', '.join(names)}] with a state of "
-                "the source or without; it is damaged"
-            )
-        position = _position(entry, of, skipped.get(str(shard), _NONE), packing)
-        if position.place.taken >= max(1, settings["buffer_size"]):
-            raise StateError(
-                f"the state has taken={position.place.taken} in shard {shard}, but a block has "
-                f"buffer_size={settings['buffer_size']} examples; it is damaged"
-            )
-        positions[shard] = position._replace(has_ended=shard in state["ended"])
-    _check_rounds(state, positions.values(), packing)
-    return positions
-
-
-def _position(entry: list[Any], of: int, skipped: Any, packing: PackingOptions) -> Position:
-    num_read, start, num_batches, num_given, *taken = entry[:of]
-    source = copy.deepcopy(entry[of]) if len(entry) > of else None
-    _check_start(start, packing)
-    is_pair = isinstance(skipped, list) and len(skipped) == 2 and _are_counts(skipped)
-    if not is_pair or skipped[1] > skipped[0]:
+        num_read, start, num_batches, num_given, *taken = state["shards"][str(shard)]
+        source = copy.deepcopy(state.get("sources", {}).get(str(shard)))
+        place = Place(num_read, start, source, *taken)
+        skipped = state.get("skipped", {}).get(str(shard), (0, 0))
+        has_ended = shard in state["ended"]
+        positions[shard] = Position(place, num_batches, num_given, has_ended, *skipped)
+    rounds = [at.num_given for at in positions.values() if not at.has_ended]
+    if rounds and max(rounds) - min(rounds) > _MOST_APART:
         raise StateError(
-            f"the state has skipped={skipped!r}, not [num_skipped, num_in_a_row]; it is damaged"
+            f"the state has shards that are {max(rounds) - min(rounds)} rounds apart, more than "
+            f"{_MOST_APART}; merge states that were saved after the same step"
         )
-    place = Place(num_read, start, source, *taken)
-    return Position(place, num_batches, num_given, False, *skipped)
+    return positions
 
 
 def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -155,20 +137,21 @@ def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     all_states = list(states)
     if not all_states:
         raise StateError("there is no state to merge; pass the states of all ranks")
-    for number, state in enumerate(all_states):
-        if not isinstance(state, Mapping):
-            raise StateError(f"state {number} is a {type(state).__name__}, not a mapping")
-    if all(isinstance(state.get("stream"), Mapping) for state in all_states):
+    is_of_loaders = all("stream" in state for state in all_states if isinstance(state, Mapping))
+    version = LOADER_VERSION if is_of_loaders else _VERSION
+    all_states = [unsealed(state, version, f"state {i}") for i, state in enumerate(all_states)]
+    if is_of_loaders:
         around = [{k: v for k, v in state.items() if k != "stream"} for state in all_states]
         _check_agree(around)
-        return {**copy.deepcopy(around[0]), "stream": _merged([s["stream"] for s in all_states])}
+        streams = [unsealed(state["stream"], _VERSION) for state in all_states]
+        return sealed({**copy.deepcopy(around[0]), "stream": _merged(streams)})
     return _merged(all_states)
 
 
-def _merged(states: list[Mapping[str, Any]]) -> dict[str, Any]:
+def _merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     settings = []
     for number, state in enumerate(states):
-        if not _has_shards(state):
+        if "shards" not in state:
             raise StateError(
                 f"state {number} has {sorted(map(str, state))}, no shards; pass the state of a "
                 "PackedIterableDataset with num_shards=, or of a PrefetchLoader of one"
@@ -178,12 +161,13 @@ def _merged(states: list[Mapping[str, Any]]) -> dict[str, Any]:
                 f"state {number} is of a stream without num_shards, whose shards depend on the "
                 "number of ranks and workers; only that number can go on with it"
             )
-        of_shards = ("shards", "ended", "skipped")
+        of_shards = ("shards", "ended", "skipped", "sources")
         settings.append({k: v for k, v in state.items() if k not in of_shards})
     _check_agree(settings)
     shards: dict[str, Any] = {}
     ended: list[int] = []
     skipped: dict[str, Any] = {}
+    sources: dict[str, Any] = {}
     for number, state in enumerate(states):
         if twice := sorted(shards.keys() & state["shards"].keys(), key=int):
             raise StateError(
@@ -192,8 +176,9 @@ def _merged(states: list[Mapping[str, Any]]) -> dict[str, Any]:
             )
         shards |= state["shards"]
         ended += state["ended"]
-        skipped |= _skipped_in(state)
-    return _with_shards(settings[0], shards, ended, skipped)
+        skipped |= state.get("skipped", {})
+        sources |= state.get("sources", {})
+    return _with_shards(settings[0], shards, ended, skipped, sources)
 
 
 def _check_agree(states: list[dict[str, Any]]) -> None:
@@ -209,11 +194,9 @@ def _check_agree(states: list[dict[str, Any]]) -> None:
 
 def _check_settings(state: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     for name, expected in settings.items():
-        if name not in state:
-            raise StateError(f"the state has no {name}; it is damaged")
         if name == "fingerprint":
-            check_same_data(state[name], expected)
-        elif not is_same(state[name], expected):
+            check_same_data(state.get(name), expected)
+        elif not is_same(state.get(name), expected):
             hint = "resume with the settings it was saved with"
             if name == "rows_per_rank":
                 hint = "batch_rows / parallel.dp must stay as it was"
@@ -223,64 +206,6 @@ def _check_settings(state: Mapping[str, Any], settings: Mapping[str, Any]) -> No
                     "batch_rows rows: with half the rows a step, give twice the steps"
                 )
             raise StateError(
-                f"the state is of {name}={state[name]!r}, the dataset has {name}={expected!r}; "
+                f"the state is of {name}={state.get(name)!r}, the dataset has {name}={expected!r}; "
                 f"{hint}"
             )
-
-
-def _has_shards(state: Mapping[str, Any]) -> bool:
-    """Return whether a state has shards by number, and a list of those that have ended."""
-    shards, ended = state.get("shards"), state.get("ended")
-    if not isinstance(shards, Mapping) or not isinstance(ended, list):
-        return False
-    are_numbered = all(isinstance(shard, str) and shard.isdecimal() for shard in shards)
-    return are_numbered and all(type(shard) is int and str(shard) in shards for shard in ended)
-
-
-def _skipped_in(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    skipped = state.get("skipped", {})
-    if not isinstance(skipped, Mapping) or not skipped.keys() <= state["shards"].keys():
-        raise StateError(f"the state has skipped={skipped!r}; it is damaged")
-    return skipped
-
-
-def _are_counts(counts: list[Any]) -> bool:
-    return all(type(count) is int and 0 <= count <= _MAX_COUNT for count in counts)
-
-
-def _check_rounds(
-    state: Mapping[str, Any], positions: Iterable[Position], packing: PackingOptions
-) -> None:
-    """Check that shards can have given out so many batches, and are not too many rounds apart."""
-    rounds = [at.num_given for at in positions if not at.has_ended]
-    if rounds and max(rounds) - min(rounds) > _MOST_APART:
-        raise StateError(
-            f"the state has shards that are {max(rounds) - min(rounds)} rounds apart, more than "
-            f"{_MOST_APART}; it is damaged, or merged of states that were not saved after the same "
-            "step"
-        )
-    for at in positions:
-        # a batch has an example at least, a given one or a skipped one
-        too_few = at.num_batches > at.num_given + at.num_skipped
-        too_many = at.num_given > at.place.num_read + at.place.taken + at.num_batches
-        if too_few or (too_many and packing.overflow != "split" and packing.strategy != "wrapped"):
-            raise StateError(
-                f"the state has a shard with {at.num_batches} batches after "
-                f"{at.place.num_read} examples, but {at.num_given} batches in all; it is damaged"
-            )
-
-
-def _check_start(start: int, packing: PackingOptions) -> None:
-    overflow, capacity = packing.overflow, packing.capacity - packing.reserved
-    if packing.strategy == "wrapped":  # documents are cut anywhere
-        return
-    if start and overflow != "split":
-        raise StateError(
-            f"the state's start is {start}, within an example, but with overflow={overflow!r} "
-            "none is split; it is damaged"
-        )
-    if start % capacity and not packing.share_prefixes:  # trees are cut between any segments
-        raise StateError(
-            f"the state's start is {start}, but pieces of examples begin every {capacity} "
-            "tokens; it is damaged"
-        )

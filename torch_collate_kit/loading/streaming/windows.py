@@ -19,10 +19,11 @@ from typing import TypeAlias
 
 import numpy as np
 
-from torch_collate_kit.loading.streaming.entries import ENTRY, load_of, place_after
+from torch_collate_kit.loading.streaming.entries import ENTRY, atoms_of, place_after
 from torch_collate_kit.loading.streaming.stages import ShardStages
 from torch_collate_kit.loading.streaming.states import Place
 from torch_collate_kit.packing import PackingOptions, PackingPlan
+from torch_collate_kit.packing.atoms import NO_ATOMS
 from torch_collate_kit.packing.options import MOST_CELLS
 from torch_collate_kit.packing.planner import batch_of_rows, fill_rows
 
@@ -115,8 +116,7 @@ def _planned(entries: np.ndarray, plan: PackingPlan) -> tuple[np.ndarray, Packin
     """Return a batch of entries whose plan names the pieces of examples."""
     is_piece = entries["is_piece"]
     if is_piece.any():
-        starts = entries["start"][plan.example_indices]
-        plan = replace(plan, starts=starts, cut=np.flatnonzero(is_piece))
+        plan = replace(plan, cut=np.flatnonzero(is_piece))
     return entries, plan
 
 
@@ -135,8 +135,8 @@ def _fullest_groups(
     # first eighth of a window they would be 1.6 times as long as the mean.
     most = min(packed.max_tokens, MOST_CELLS)
     percent_free = (most - packed.row_cells) * 100 // most
-    if packed.max_patches is not None:  # full in one of the two is full
-        most = min(packed.max_patches, 1 << 56)  # the product must fit int64
+    if packing.max_patches is not None:  # full in one of the two is full
+        most = min(packing.max_patches, 1 << 56)  # the product must fit int64
         percent_free = np.minimum(percent_free, (most - packed.row_patches) * 100 // most)
     order = np.lexsort((packed.example_indices[packed.row_offsets[:-1]], percent_free))
     num_examples = np.cumsum(np.diff(packed.row_offsets)[order])
@@ -165,12 +165,12 @@ def _grouped(
     # the longest would come first, and by their oldest example those with many short ones.
     if len(packed.lengths):
         chosen = chosen[np.argsort(packed.example_indices[packed.row_offsets[chosen]])]
-    dropped = packed.dropped  # they are counted in the first batch
+    left_out = packed.left_out  # counted in the first batch
     groups = []
     for i in range(0, len(chosen), rows_per_batch):
         rows = chosen[i : i + rows_per_batch]
-        groups.append(batch_of_rows(packed, rows, dropped, packing))
-        dropped = dropped[:0]
+        groups.append(batch_of_rows(packed, rows, left_out, packing))
+        left_out = NO_ATOMS
     return groups
 
 
@@ -190,5 +190,4 @@ def _num_ready(buffer: np.ndarray, packing: PackingOptions, rows_per_batch: int)
 
 def _filled(entries: np.ndarray, packing: PackingOptions) -> PackingPlan:
     """Return the rows of entries, as the strategy opens them."""
-    lengths = np.ascontiguousarray(entries["num_tokens"])
-    return fill_rows(lengths, packing, load_of(entries, packing))
+    return fill_rows(atoms_of(entries, packing), packing)
