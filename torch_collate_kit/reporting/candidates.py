@@ -100,8 +100,7 @@ def candidates_of(
                 whole = replace(packing, strategy=None, overflow="split")
             yield _padded(atoms, whole, padded_batch_size, segments)
             if trees is not None:
-                overflow = "drop" if packing.overflow == "truncate" else packing.overflow
-                sharing = replace(packing, strategy=None, overflow=overflow, share_prefixes=True)
+                sharing = replace(packing, strategy=None, share_prefixes=True)
                 yield _packed(trees, sharing, batch_size)
         yield _packed(atoms, packing, batch_size)
 

@@ -254,7 +254,8 @@ def packing_report(
     batch_rows = checked_optional_int("batch_rows", batch_rows, hint="None compares no steps")
     segments = found.lengths if isinstance(found.lengths, Ragged) else None
     trees = None
-    if found.shared is not None and found.shared.any() and packing.parallel.cp == 1:
+    can_share = packing.parallel.cp == 1 and overflow in ("drop", "raise")
+    if can_share and found.shared is not None and found.shared.any():
         sharing = replace(packing, share_prefixes=True)
         trees = Atoms.of(sizes, offsets, sharing, depths=found.shared)
     report = _report(atoms, packings, batch_size, padded, segments, trees)
