@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class computed_once(Generic[T]):
-    """A property that keeps its value; that of ``functools`` has a lock, which hangs a fork."""
+    """A cached property without the lock of ``functools``, which hangs forks."""
 
     def __init__(self, compute: Callable[[Any], T]) -> None:
         self.compute = compute

@@ -1,4 +1,4 @@
-"""The commands ``report``, ``audit``, ``explain`` and ``template``, and what they share."""
+"""The commands ``report``, ``audit``, ``explain`` and ``template``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention over context ranks, and what the ranks computed joined to whole rows."""
+"""Attention over context ranks, and joins of the ranks' results to whole rows."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def context_join(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Return values of the shards of all context ranks as those of the batch, in its order.
+    """Join values from the shards of all context ranks, in the order of the batch.
 
     Of cells, ``[R, W / cp_size, ...]`` per rank, such as logits or entropies, the result is
     ``[R, W, ...]``. Of trained tokens, ``[n]`` per rank, as ``token_logps`` returns, it is ``[N]``,
@@ -173,7 +173,7 @@ def _check_ranks(parts: list[Tensor], shards: list[Any]) -> None:
 
 
 def _in_cells(values: Any, shard: Batch) -> Tensor:
-    """Return values per cell as they are, and those of trained tokens in the cells of a shard."""
+    """Return values per cell unchanged, and place values of trained tokens in a shard's cells."""
     if not isinstance(values, Tensor):
         raise TypeError(f"values must be tensors, got {type(values).__name__}")
     shape = shard["loss_mask"].shape

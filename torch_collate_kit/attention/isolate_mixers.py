@@ -216,7 +216,7 @@ class _ModelForward(_Forward):
 
 @functools.cache
 def _keep_out_of_graphs() -> None:
-    """Disable compilation of what reads boundaries; on first use, since it loads the compiler."""
+    """Disable compilation of calls that read boundaries; on first use: it loads the compiler."""
     compiler: Any = torch.compiler  # whose functions have no types
     reason = "isolate_mixers cuts rows by boundaries in host memory"
     whole = [(_MixerForward, "__call__", True), (_ModelForward, "_read", True)]

@@ -60,28 +60,17 @@ def check_isolation(
 ) -> None:
     """Check that packed examples do not change each other's logits, and equal each run alone.
 
-    1. Changed are the tokens of the first segment of each row, the middle one and the last one, and
-       the pixels of an image in the first segment with images of each row and in the last one. This
-       finds leaks by a choice, such as of experts, which have no gradient.
+    1. The tokens of some segments, and the pixels of some images, are changed, and others must not
+       move. This finds leaks by a choice, such as of experts, which has no gradient.
     2. The gradient of the logits of any segment at the embeddings and pixels of any other one must
        be exactly 0. This finds leaks that are smaller than any tolerance. Where the model has no
-       such gradient (a kernel without a backward pass, embeddings that are not called, NaN), a
-       warning says so, and the gradient is not compared.
+       such gradient, a warning says so, and the gradient is not compared.
     3. Each example is run alone, as a batch of one, and compared.
 
-    Of rows that share prefixes the branches of their trees take the place of segments: one sees
-    those on its path and no other, and each path is run alone.
-
-    Of a large batch a part is checked that shows the same: two rows of two or three segments, cut
-    to 72 tokens, or to a little more than windows and chunks of the model. Rows with images or
-    shared prefixes and padded rows are not cut, nor are those of models with chunked attention or
-    rope that depends on the length; model inputs that are not as the kit makes them are whole. A
-    part needs less time than a training step of the batch. After 5 s a line is logged.
-
-    A call runs about ``rows + 3`` forward passes without gradients, about as many again for
-    images, ``2 * ceil(log2(segments))`` passes (one for each branch) with a backward pass to the
-    embeddings, all of them twice in training mode, because some leaks exist in one mode only; and a
-    pass of one example for each segment.
+    In rows that share prefixes the branches of their trees are compared: one sees those on its path
+    and no other, and each path is run alone. From a large batch a part is run that shows the same,
+    in less time than a training step (docs/isolation.md); after 5 s a line is logged. In training
+    mode 1 and 2 run in both modes, because some leaks exist in one mode only.
 
     Args:
         model: run in eval mode, and in training mode too if it is in training mode, with the same
@@ -147,7 +136,7 @@ def check_isolation(
 
 
 class _Change(NamedTuple):
-    """Other inputs for one segment, and its cells [R, W], of which one must react."""
+    """Changed inputs of one segment, and its cells [R, W], one of which must react."""
 
     segment: int
     what: str
@@ -306,7 +295,7 @@ def _change_tokens(model: nn.Module, ids_RW: Tensor) -> Tensor:
 def _check_alone(
     model: nn.Module, packed: PackedInputs, logits: Tensor, tolerance: float | None
 ) -> None:
-    """Check that the packed ``logits`` [R, W, V] are those of each segment alone."""
+    """Check that the packed ``logits`` [R, W, V] equal those of each segment alone."""
     segments = packed.segments
     precision = lowest_precision(model, logits)
     if precision == torch.float32 and logits.is_cuda:

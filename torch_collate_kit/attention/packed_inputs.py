@@ -379,7 +379,7 @@ def branches_of(batch: Batch) -> tuple[Tensor, list[int], np.ndarray]:
 def read_part(
     model: nn.Module, batch: Batch | Mapping[str, Any], vision: VisionLayout | None
 ) -> PackedInputs:
-    """Return inputs of two rows, of two or three short segments each: what shows the same.
+    """Return the inputs of two rows, with two or three short segments each, that show the same.
 
     Two, since attention may separate the segments of one row, and not those of more. Rows with
     images or shared prefixes, padded rows, and those of models for which every length counts are

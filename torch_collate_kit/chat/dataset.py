@@ -124,7 +124,7 @@ def bars_of_rank_0(hide: bool = False) -> Iterator[None]:
 def without_skipped(
     tokenized: Any, removed: Sequence[str], needed: str, num_conversations: int | None = None
 ) -> tuple[Any, Counter[str]]:
-    """Return the kept examples, and how many have each ``skip_reason``; DataError if all have one.
+    """Return the kept examples, and the count of each ``skip_reason``. DataError if all have one.
 
     ``needed`` is the way out then. Given ``num_conversations``, rows are segments of them.
     """

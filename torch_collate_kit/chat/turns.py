@@ -254,7 +254,7 @@ def _end_after(rendering: Rendering, turn: int, known: str) -> int:
 
 
 def _reply(rendering: Rendering, turn: int) -> Messages:
-    """Return messages that may follow a turn: results of its calls, or else a question."""
+    """Return messages that may follow a turn: results of its calls, or a question."""
     said: Messages = [
         {**_TOOL_SAID, "name": call["function"]["name"], "tool_call_id": call.get("id", "")}
         for call in rendering.messages[turn].get("tool_calls", ())
@@ -353,7 +353,7 @@ class PlainTurn:
 
     @computed_once
     def header(self) -> str:
-        """The text that the prompt adds to the question; "" if it changes what is before."""
+        """The text that the prompt adds to the question; "" if it changes the text before."""
         asked, prompt = self._asked
         return prompt[len(asked) :] if prompt.startswith(asked) else ""
 

@@ -1,4 +1,4 @@
-"""The token-mean loss, what it is divided by, and a model and its loss in one module."""
+"""The token-mean loss, its divisors, and a model and its loss in one module."""
 
 from __future__ import annotations
 
@@ -435,7 +435,7 @@ class ModelWithLoss(nn.Module):
 
 
 def _eager(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Call what reads the batch in host memory, which has no graph."""
+    """Call a function that reads the batch in host memory, outside of compiled graphs."""
     return function(*args, **options)
 
 

@@ -111,7 +111,7 @@ def tokenize_preferences(
 
 
 def _are_pairs(names: Sequence[str]) -> bool:
-    """Return whether the columns are those of pairs, or of labelled answers (False)."""
+    """Return whether the columns hold pairs; False: labelled answers."""
     is_labelled = {"completion", "label"} <= set(names)
     if is_labelled and {"chosen", "rejected"} <= set(names):
         raise DataError(

@@ -173,7 +173,7 @@ def _padded(
 
 
 def _lost(pieces: PackingPlan) -> dict[str, int]:
-    """Return the figures of what does not fit."""
+    """Return counts of dropped and cut examples and tokens."""
     return {
         "num_dropped": len(pieces.dropped),
         "num_dropped_tokens": pieces.num_dropped_tokens,
@@ -260,12 +260,12 @@ def _within(candidates: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def _num_lost(candidate: Mapping[str, Any]) -> int:
-    """Return how many examples are dropped or cut."""
+    """Return the number of dropped and cut examples."""
     return int(candidate["num_dropped"] + candidate["num_cut"])
 
 
 def _num_lost_tokens(candidate: Mapping[str, Any]) -> int:
-    """Return how many tokens are lost; examples that continue in another row lose none."""
+    """Return the number of lost tokens; examples that continue in another row lose none."""
     return int(candidate["num_dropped_tokens"] + candidate["num_cut_tokens"])
 
 
@@ -462,7 +462,7 @@ def _token_mean(values: npt.NDArray[np.float64], lengths: Ints) -> float:
 def _unlikeness(
     means: npt.NDArray[np.float64], sizes: Ints, tokens: Ints, lengths: Ints
 ) -> float | None:
-    """Return the variance of the steps' ``means`` over that of as many examples drawn at random.
+    """Return the variance of the steps' ``means``, relative to steps drawn at random.
 
     ``sizes`` and ``tokens`` int64 [S], those of the example and those placed, of every piece.
     """

@@ -49,7 +49,7 @@ class DataLengths(NamedTuple):
 
 
 def data_lengths(data: Any) -> DataLengths:
-    """Return the lengths of integers, or of a dataset in any form, of which only masks are read."""
+    """Return given lengths, or those of a dataset in any form, reading only its masks."""
     lengths: Any
     patches, smallest, shared = None, 0, None
     if isinstance(data, Batch):
@@ -129,7 +129,7 @@ def _of_source(source: Source) -> tuple[np.ndarray | Ragged, np.ndarray | None]:
 
 
 def _check_columns(source: Source, name: str) -> None:
-    """Check that there are ids, a row for each example, and as many rows of everything else."""
+    """Check that there are ids, one row per example, and columns of one length."""
     if name not in source.names:
         raise DataError(
             f"no input_ids among the columns {sorted(map(str, source.names))}; tokenize first "

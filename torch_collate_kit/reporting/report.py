@@ -157,7 +157,7 @@ class PackingReport(dict[str, Any]):
         return f"<div>{html}</div>"
 
     def _further_tables(self) -> Iterator[tuple[list[str], list[list[str]], list[str]]]:
-        """Yield header, rows and legend of the tables beside that of the candidates."""
+        """Yield header, rows and legend of each table after the candidates."""
         if self.get("steps"):
             names, rows = steps_table(self)
             yield names, rows, steps_legend(names)

@@ -183,7 +183,7 @@ def _group_advantages(
     group_of_one: str,
     masked: Set[Hashable],
 ) -> np.ndarray:
-    """Compare every score with those of its uid: float64 [N]; ``masked`` uids have other rows."""
+    """Compare every score with the others of its uid: float64 [N]; ``masked`` uids lost rows."""
     groups, names = group_numbers(uids)
     sizes = np.bincount(groups, minlength=len(names))
     is_alone = sizes == 1

@@ -111,7 +111,7 @@ class ImageProcessing(NamedTuple):
 
     @property
     def _from_sizes(self) -> bool:
-        """Whether the processor is called with sizes alone; Gemma-3 cuts crops by the pixels."""
+        """Whether the processor is called with sizes only; Gemma-3 crops by pixel values."""
         defaults = getattr(self.processor, "images_kwargs", None) or {}
         is_cropped = getattr(self.processor.image_processor, "do_pan_and_scan", None)
         return not self.pixels and not (is_cropped or defaults.get("do_pan_and_scan"))

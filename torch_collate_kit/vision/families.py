@@ -152,7 +152,7 @@ def sharing_models(processor: Any) -> tuple[str, ...]:
 
 
 def num_kept(fields: Collection[str], count: int, *, of: int) -> int:
-    """Return how many of its first ``count`` images an example keeps when the others are cut off.
+    """Return the number of the first ``count`` images that an example keeps after a cut.
 
     LLaVA-OneVision (``batch_num_images``) cuts an image into tiles only if it is alone, so the
     first image of several cannot be kept alone.

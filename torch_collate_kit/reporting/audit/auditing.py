@@ -413,7 +413,7 @@ def _without_images(examples: Any) -> tuple[Any, list[bool] | bool]:
 
 
 def _are_mappings(examples: Any) -> bool:
-    """Return whether they are columns, or rows of which each is a mapping."""
+    """Return whether examples are a mapping of columns, or rows that are mappings."""
     return isinstance(examples, Mapping) or all(isinstance(e, Mapping) for e in examples)
 
 

@@ -1,4 +1,4 @@
-"""What a check is, and the checks of the dataset as a whole and of its targets."""
+"""The check decorator, and checks of the dataset as a whole and of its targets."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ def _drift(template: ChatTemplate, messages: list[dict[str, Any]]) -> str:
 
 @check("error", of_rows=False)
 def masks_all_zero(columns: AuditColumns) -> Found | None:
-    """Find a dataset without a trained token, or chat records of which none has an answer."""
+    """Find a dataset without a trained token, or chat records without any answer."""
     if columns.trained_places.size:
         return None
     if len(columns.without_answer):
@@ -400,7 +400,7 @@ def eos_truncated(columns: AuditColumns) -> Found | None:
 
 
 def _cut_targets(columns: AuditColumns) -> tuple[np.ndarray, np.ndarray]:
-    """Return each row's first token beyond the limit, and whether a part of its target is there."""
+    """Return each row's first token over the limit, and whether its target is cut there."""
     if columns.max_tokens is None:
         return columns.ends, np.zeros(len(columns.lengths), dtype=np.bool_)
     limits = columns.starts + columns.max_tokens

@@ -160,7 +160,7 @@ class AuditColumns:
 
     @cached_property
     def is_fully_trained(self) -> np.ndarray:
-        """Rows of two tokens or more of which all but the first are trained: bool [N]."""
+        """Rows of two or more tokens that train all but the first: bool [N]."""
         return (self.num_trained == self.lengths - 1) & (self.lengths > 1)
 
     @cached_property

@@ -212,7 +212,7 @@ class Vocabulary:
         return np.flatnonzero([bool(has(t)) for t in self.texts([[i] for i in range(size)])])
 
     def text(self, ids: Sequence[int]) -> str:
-        """Return the text of ids; the ids as numbers without a tokenizer, or beyond its size."""
+        """Return the text of ids, or the numbers without a tokenizer or over its size."""
         is_known = self.size is None or not ids or (min(ids) >= 0 and max(ids) < self.size)
         try:
             if self.tokenizer is not None and is_known:
