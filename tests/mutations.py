@@ -159,7 +159,7 @@ FAULTS = [
     Fault("attention/kernels.py", "or any(n > m for n, m in", "or any(False for n, m in", "test_trees.py"),
     Fault("attention/isolation.py", "allowed = segments.seeing(change.segment)", "allowed = range(len(segments.rows))", "test_isolation_trees.py test_isolation.py"),
     Fault("attention/isolation.py", "others[sources] = found[sources]", "others[:0] = found[:0]", "test_isolation_trees.py test_isolation_gradients.py"),
-    Fault("attention/packed_inputs.py", "num_after[at] == 1", "num_after[at] >= 1", "test_isolation_trees.py"),
+    Fault("attention/packed_inputs.py", "num_after[earlier] == 1", "num_after[earlier] >= 1", "test_isolation_trees.py"),
     Fault("reading/packed_elsewhere.py", "np.flatnonzero(values != expected)", "np.flatnonzero(values == 0)", "collators/test_packed_elsewhere.py"),
     Fault("reading/packed_elsewhere.py", "if _are_numbers(entry):", "if False:", "collators/test_packed_elsewhere.py"),
     Fault("batch/batch.py", 'dis.opname[at] == "DICT_MERGE"', 'dis.opname[at] == "DICT_UPDATE"', "test_batch_stars.py"),

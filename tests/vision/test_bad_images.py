@@ -95,7 +95,11 @@ def test_token_types_of_paligemma_must_be_given() -> None:
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: VisionLayout("qwen", 9), ValueError, "'qwen' is unknown; known are qwen2_vl, "),
+        (
+            lambda: VisionLayout("qwen", 9),
+            ValueError,
+            "'qwen' is unknown; known families are qwen2_vl, ",
+        ),
         (lambda: VisionLayout("gemma3", 9, pixel_dtype="uint8"), ValueError, "got 'uint8'"),
         (lambda: VisionLayout("mllama", 9), ValueError, "mllama models are not supported: a tok"),
         (lambda: VisionLayout.of("gemma3"), TypeError, "a processor with an image_processor, got"),
