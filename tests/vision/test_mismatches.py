@@ -23,7 +23,9 @@ from torch_collate_kit.vision import VisionLayout
         ("qwen2_5_vl", "qwen3_vl", "patch_size=14, the qwen3_vl config says patch_size=16; load"),
     ],
 )
-def test_processor_and_config_of_two_models(processor: str, config: str, message: str) -> None:
+def test_processor_and_config_of_two_models_are_refused(
+    processor: str, config: str, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         VisionLayout.of(FAMILIES[processor].processor(), FAMILIES[config].model().config)
 
