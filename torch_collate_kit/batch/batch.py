@@ -14,26 +14,22 @@ import torch
 from torch import Tensor, nn
 
 from torch_collate_kit._checks import checked_int
-from torch_collate_kit.batch import rows
-from torch_collate_kit.batch.buffer import tensor_of, version_of
-from torch_collate_kit.batch.columns import Columns
-from torch_collate_kit.batch.context import ContextParallel, is_shard
-from torch_collate_kit.batch.context_shards import instead_of
+from torch_collate_kit.batch.context_shards import instead_of, is_shard, shard_of
 from torch_collate_kit.batch.counts import Counted
-from torch_collate_kit.batch.dense import make_field
-from torch_collate_kit.batch.fields import Field
+from torch_collate_kit.batch.dense import cells_of_shard, make_field
+from torch_collate_kit.batch.fields import Field, equal_values, take_rows
 from torch_collate_kit.batch.model_inputs import model_inputs
 from torch_collate_kit.batch.placement import Placement
 from torch_collate_kit.batch.row_changes import changed_rows, joined, padded
 from torch_collate_kit.batch.showing.displayed import Displayed
-from torch_collate_kit.batch.storage import Storage
+from torch_collate_kit.batch.storage import Columns, Storage, tensor_of, version_of
 from torch_collate_kit.ragged import Ragged, row_indices
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class Batch(Counted, ContextParallel, Displayed, Mapping[str, Field]):
+class Batch(Counted, Displayed, Mapping[str, Field]):
     """A training batch: fields with one entry per row, ``row_metadata`` and ``metadata``.
 
     ``batch["input_ids"]`` is a field, a tensor ``[R, ...]`` or a :class:`Ragged` with R rows;
@@ -162,7 +158,7 @@ class Batch(Counted, ContextParallel, Displayed, Mapping[str, Field]):
         if not isinstance(other, Batch):
             return NotImplemented
         same = self.stored().equals(other.stored())
-        return all(rows.equal(self[n], other[n]) for n in self) if same is None else same
+        return all(equal_values(self[n], other[n]) for n in self) if same is None else same
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -240,7 +236,7 @@ class Batch(Counted, ContextParallel, Displayed, Mapping[str, Field]):
         picked = row_indices(indices)
         if picked.ndim != 1 or ((picked < 0) | (picked >= len(self))).any():
             raise IndexError(f"rows {picked.tolist()} of a batch with {len(self)} rows")
-        return Batch.of_storage(changed_rows(self.stored(), lambda of: rows.take(of, picked)))
+        return Batch.of_storage(changed_rows(self.stored(), lambda of: take_rows(of, picked)))
 
     @classmethod
     def cat(cls, batches: Sequence[Batch], metadata: Mapping[str, Any] | None = None) -> Batch:
@@ -351,3 +347,60 @@ class Batch(Counted, ContextParallel, Displayed, Mapping[str, Field]):
             sliding_window=sliding_window,
             context_group=context_group,
         )
+
+    def context_shard(
+        self,
+        cp_rank: int,
+        cp_size: int,
+        *,
+        layout: Literal["zigzag", "contiguous", "head_tail"] = "zigzag",
+    ) -> Batch:
+        """Return the cells of each row that one of ``cp_size`` context ranks computes: a copy.
+
+        The shard is a Batch of the same rows, ``W / cp_size`` cells wide, in their order:
+
+        - "zigzag" (TransformerEngine, Megatron-Core, ring-flash-attn) gives each rank two parts of
+          every segment, as far from its start as from its end, so attention costs all the same;
+        - "head_tail" (torch, Accelerate) does so with whole rows, "contiguous" (Ulysses, DeepSpeed)
+          gives each rank one part of a row.
+
+        ``input_ids``, ``position_ids`` (those in the segment), ``mrope_position_ids`` and masks are
+        of its cells. ``targets``, int64 ``[R, W / cp_size]``, are the ids that they predict,
+        shifted before the rows were cut: -100 where that is not trained, or the segment ends.
+        ``loss_mask``, ``response_mask`` and all declared fields per token are with the cell that
+        predicts, in that shape. Fields per example, images and row metadata stay whole, and so does
+        ``metadata["num_loss_tokens"]``. ``metadata["cu_seq_lens"]``, int32 ``[S + 1]``, bounds the
+        segments of the batch flat over its rows, ``"cu_seq_lens_local"`` their parts in the shard.
+        :attr:`cells` says which cells these are. Cut rows before, not after: a shard has no slices.
+
+        Raises:
+            ValueError: segments or rows that the ranks do not divide; a batch that is a shard, was
+                built from tensors, or whose segments share prefixes.
+
+        >>> from torch_collate_kit import PackedCollator, ParallelLayout
+        >>> collate = PackedCollator(0, max_tokens=8, parallel=ParallelLayout(cp=2))
+        >>> batch = collate([{"input_ids": [5, 6, 7, 8]}, {"input_ids": [3, 4, 9]}])
+        >>> shard = batch.context_shard(1, 2)
+        >>> shard["input_ids"].tolist(), shard["position_ids"].tolist()
+        ([[6, 7, 4, 9]], [[1, 2, 1, 2]])
+        >>> shard["targets"].tolist(), shard.cells.tolist()
+        ([[7, 8, 9, -100]], [1, 2, 5, 6])
+        """
+        return self.of_storage(shard_of(self.stored(), cp_rank, cp_size, layout))
+
+    @property
+    def cells(self) -> Tensor:
+        """Cells of the batch that a shard has, ``row * W + column``: int64, in its order.
+
+        Raises:
+            ValueError: the batch is not a shard.
+        """
+        columns = self.stored().columns
+        if columns.placement is None or columns.placement.shard is None:
+            raise ValueError(
+                "the batch is not a shard, so its cells are all of them; cut it with "
+                "batch.context_shard(cp_rank, cp_size)"
+            )
+        if "cells of the batch" not in self._shared:
+            self._shared["cells of the batch"] = cells_of_shard(columns)
+        return self._shared["cells of the batch"]

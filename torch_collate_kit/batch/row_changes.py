@@ -10,20 +10,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_collate_kit.batch.columns import Columns
 from torch_collate_kit.batch.context_shards import refuse_shard
 from torch_collate_kit.batch.counts import OF_A_STEP, num_cells
 from torch_collate_kit.batch.dense import make_field
 from torch_collate_kit.batch.fields import (
     IGNORE_INDEX,
     Field,
+    PackedValues,
     PerImage,
     PerResponseToken,
     PerToken,
+    cat_rows,
+    equal_values,
+    take_rows,
 )
 from torch_collate_kit.batch.placement import Placement
-from torch_collate_kit.batch.rows import PackedValues, cat, equal, take
-from torch_collate_kit.batch.storage import Storage
+from torch_collate_kit.batch.storage import Columns, Storage
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.vision.families import IMAGE_FIELDS
 
@@ -58,8 +60,8 @@ def joined(
     names = [name for name in first.names if not columns or name in stored]
     return Storage(
         columns,
-        {name: cat([of[name] for of in fields]) for name in names},
-        {key: cat([part.row_metadata[key] for part in parts]) for key in first.row_metadata},
+        {name: cat_rows([of[name] for of in fields]) for name in names},
+        {key: cat_rows([part.row_metadata[key] for part in parts]) for key in first.row_metadata},
         {k: v for k, v in first.metadata.items() if k != _OF_A_PART} | overrides,
     )
 
@@ -117,7 +119,7 @@ def _check_metadata(
             raise ValueError(f"only one of batch 0 and batch {index} has the {kind} {sorted(odd)}")
     pairs = {key: (value, part.metadata[key]) for key, value in first.metadata.items()}
     pairs.pop(_OF_A_PART, None)
-    differ = {key: pair for key, pair in pairs.items() if not equal(*pair)}
+    differ = {key: pair for key, pair in pairs.items() if not equal_values(*pair)}
     if "loss_mask_divisor" in differ:
         mine, theirs = differ["loss_mask_divisor"]
         raise ValueError(
@@ -183,7 +185,7 @@ def _padded_metadata(storage: Storage, added: int) -> dict[str, Any]:
 
 def _repeated(value: Any, added: int) -> Any:
     """Return a copy with row 0 repeated ``added`` times at the end."""
-    return take(value, np.append(np.arange(len(value)), np.zeros(added, dtype=np.int64)))
+    return take_rows(value, np.append(np.arange(len(value)), np.zeros(added, dtype=np.int64)))
 
 
 def _with_empty_rows(ragged: Ragged, added: int) -> Ragged:

@@ -9,6 +9,7 @@ import numpy as np
 from torch_collate_kit._checks import checked_bool, checked_choice, checked_optional_int
 from torch_collate_kit._reprs import plural
 from torch_collate_kit.batch import Batch
+from torch_collate_kit.batch.fields import PackedValues
 from torch_collate_kit.batch.placement import (
     MAX_WIDTH,
     Placement,
@@ -16,11 +17,9 @@ from torch_collate_kit.batch.placement import (
     too_wide,
     whole_examples,
 )
-from torch_collate_kit.batch.rows import PackedValues
-from torch_collate_kit.collators.collator import Collator
-from torch_collate_kit.collators.trainer import ForTrainer, check_targets
+from torch_collate_kit.collators.collator import Collator, ForTrainer, check_targets
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.packing.mixed_examples import counts_by_source
+from torch_collate_kit.packing.rank_plan import counts_by_source
 from torch_collate_kit.packing.rows import Pieces, row_sums
 from torch_collate_kit.ragged import span_indices
 from torch_collate_kit.reading.entries import DeclaredFields

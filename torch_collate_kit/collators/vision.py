@@ -13,14 +13,13 @@ from torch_collate_kit._reprs import call_repr, changed_settings
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.chat.options import DEFAULT_OPTIONS, ChatOptions, ChatSetup
 from torch_collate_kit.chat.tokenize import tokenize_records
+from torch_collate_kit.collators.collator import ForTrainer
 from torch_collate_kit.collators.packed import PackedCollator
 from torch_collate_kit.collators.padded import PaddedCollator
-from torch_collate_kit.collators.trainer import ForTrainer
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing import PackingOptions
-from torch_collate_kit.packing.mixed_examples import MixedExamples
 from torch_collate_kit.packing.options import Overflow
-from torch_collate_kit.packing.rank_plan import PlannedExamples, named_in_errors
+from torch_collate_kit.packing.rank_plan import MixedExamples, PlannedExamples, named_in_errors
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.entries import DeclaredFields
 from torch_collate_kit.reading.keys import is_other_weight

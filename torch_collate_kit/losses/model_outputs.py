@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.batch.context import is_shard
-from torch_collate_kit.batch.trees import (
+from torch_collate_kit.batch.context_shards import is_shard
+from torch_collate_kit.batch.unpacking import (
     before_and_at,
     cells_of_rows,
     shares_prefixes,

@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_collate_kit.batch import IGNORE_INDEX, Batch
-from torch_collate_kit.batch.context import is_shard
-from torch_collate_kit.batch.trees import shares_prefixes, token_width
-from torch_collate_kit.batch.unpacking import in_rows
+from torch_collate_kit.batch.context_shards import is_shard
+from torch_collate_kit.batch.unpacking import in_rows, shares_prefixes, token_width
 from torch_collate_kit.losses.linear_nll import linear_logps
 from torch_collate_kit.losses.model_outputs import (
     check_fit,

@@ -14,10 +14,9 @@ import numpy as np
 
 from torch_collate_kit.packing.atoms import NO_ATOMS, Atoms
 from torch_collate_kit.packing.balance import assign_ranks, level_rows, weights_of
-from torch_collate_kit.packing.fitting import fitted, wrapped
 from torch_collate_kit.packing.options import PackingOptions
 from torch_collate_kit.packing.plan import PackingPlan
-from torch_collate_kit.packing.planner import filled_rows, limits_of, part_of
+from torch_collate_kit.packing.planner import filled_rows, fitted, limits_of, part_of, wrapped
 from torch_collate_kit.packing.rows import Ints, Limits
 from torch_collate_kit.packing.strategies import num_rows_best_fit, sequential
 

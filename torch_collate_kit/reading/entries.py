@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -27,10 +27,10 @@ from torch_collate_kit.reading.columns import (
     Numbers,
     Rows,
     are_wrapped,
+    scalar_column,
     tensor_to_numpy,
     wrapped_label,
 )
-from torch_collate_kit.reading.values import scalar_column
 
 DeclaredFields = Mapping[str, PerToken | PerResponseToken | PerExample]
 # Type codes of arrays that torch takes; not of the other 64-bit integers, nor of a longer float.
@@ -337,3 +337,15 @@ def _is_outside(cast: Tensor, most: float) -> np.ndarray | None:
         return None
     is_bad = ~(cast.isfinite() & (cast <= most)).numpy()
     return is_bad if is_bad.any() else None
+
+
+def segment_name(offsets: np.ndarray | None) -> Callable[[int], str] | None:
+    """Return a function that names a segment in errors; None for examples of one each."""
+    if offsets is None:
+        return None
+
+    def name(segment: int) -> str:
+        example = int(np.searchsorted(offsets, segment, side="right")) - 1
+        return f"example {example}, segment {segment - offsets[example]}"
+
+    return name

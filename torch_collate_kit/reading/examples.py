@@ -20,7 +20,6 @@ from torch_collate_kit.errors import DataError, examples_named
 from torch_collate_kit.packing.rows import Pieces, row_sums, running_sum
 from torch_collate_kit.packing.trees import Trees, trees_of
 from torch_collate_kit.ragged import Ragged, span_indices, unchecked
-from torch_collate_kit.reading.arrays import read_images
 from torch_collate_kit.reading.columns import Numbers
 from torch_collate_kit.reading.entries import (
     DeclaredFields,
@@ -30,13 +29,12 @@ from torch_collate_kit.reading.entries import (
     placed_ids,
     placed_labels,
     placed_weights,
+    segment_name,
     taken,
     weighted,
     with_row,
 )
-from torch_collate_kit.reading.images import Images
-from torch_collate_kit.reading.responses import last_of_examples, last_tokens
-from torch_collate_kit.reading.segments import name_of
+from torch_collate_kit.reading.images import Images, read_images
 from torch_collate_kit.vision import VisionLayout
 
 _Placed = tuple[FieldSpec, np.ndarray | Tensor, Pieces]  # values, and which entries they are
@@ -200,7 +198,7 @@ class ExampleColumns:
 
     def place(self, pieces: Pieces) -> PlacedColumns:
         """Return the columns of the pieces, whose first tokens nothing predicts or trains."""
-        with examples_named(name_of(self.segment_offsets)):
+        with examples_named(segment_name(self.segment_offsets)):
             placed, counts, num_trained = self._placed(pieces)
         examples, numbers = self.examples_of(pieces)
         whole = pieces
@@ -268,7 +266,7 @@ class ExampleColumns:
         is_image = None
         if image_token_id is not None:
             is_image = joined(self.input_ids).values == image_token_id
-        with examples_named(name_of(self.segment_offsets)):
+        with examples_named(segment_name(self.segment_offsets)):
             counts = self._target(whole_examples(self.lengths), is_image)[2]
         if self.segment_offsets is None or per_segment:
             return counts
@@ -348,3 +346,16 @@ class ExampleColumns:
     @property
     def _unit_of_weights(self) -> str:
         return "token" if self.num_actions is None else "response token"
+
+
+def last_of_examples(pieces: Pieces, lengths: np.ndarray, num_actions: np.ndarray) -> Pieces:
+    """Return which of its example's last ``num_actions`` tokens each piece has."""
+    prompts = (lengths - num_actions)[pieces.examples]
+    ends = pieces.starts + pieces.lengths
+    num_responses = np.clip(ends - prompts, 0, pieces.lengths - 1)
+    return pieces._replace(starts=ends - num_responses - prompts, lengths=num_responses)
+
+
+def last_tokens(pieces: Pieces, numbers: np.ndarray) -> np.ndarray:
+    """Return the places of so many last tokens of each piece among all tokens."""
+    return span_indices(np.cumsum(pieces.lengths) - numbers, numbers)

@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from torch_collate_kit.batch.columns import Columns
 from torch_collate_kit.batch.counts import examples_per_row
 from torch_collate_kit.batch.fields import IGNORE_INDEX
-from torch_collate_kit.batch.storage import Storage
+from torch_collate_kit.batch.storage import Columns, Storage
 from torch_collate_kit.ragged import Ragged, span_indices
 
 

@@ -14,7 +14,6 @@ import numpy as np
 from torch import Tensor
 
 from torch_collate_kit._reprs import plural
-from torch_collate_kit.batch.buffer import tensor_of
 from torch_collate_kit.batch.counts import examples_per_row, num_cells, num_filled, num_tokens
 from torch_collate_kit.batch.showing.cells import (
     NAMES,
@@ -24,7 +23,7 @@ from torch_collate_kit.batch.showing.cells import (
     example_numbers,
 )
 from torch_collate_kit.batch.showing.style import COLORS
-from torch_collate_kit.batch.storage import Storage
+from torch_collate_kit.batch.storage import Storage, tensor_of
 
 _MAX_ROWS = 8
 _WIDTH = 80
