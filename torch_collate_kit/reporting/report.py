@@ -16,7 +16,7 @@ from torch_collate_kit._checks import (
     checked_optional_int,
     needed_package,
 )
-from torch_collate_kit.batch.showing.tables import html_table, text_table
+from torch_collate_kit.batch.showing.style import html_table, text_table
 from torch_collate_kit.families import family_of, left_padding_fault
 from torch_collate_kit.packing import ModelCost, PackingOptions, ParallelLayout
 from torch_collate_kit.packing.atoms import Atoms, Patches, checked_sizes

@@ -22,7 +22,7 @@ from torch_collate_kit.batch.fields import (
     PerToken,
 )
 from torch_collate_kit.batch.showing.cells import Cells, cells_of
-from torch_collate_kit.batch.showing.tables import html_table, text_table
+from torch_collate_kit.batch.showing.style import html_table, text_table
 from torch_collate_kit.batch.storage import Storage
 from torch_collate_kit.ragged import Ragged
 
