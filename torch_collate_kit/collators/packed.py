@@ -279,7 +279,7 @@ class PackedCollator(Collator, ForTrainer):
         if self.vision is not None:
             placed.counts["examples"] = (placed.examples < num_examples).astype(np.int64)
         names = [*_FIELDS, *self._of_images, *columns.names, "sub_seq_lengths"]
-        tree_width, align = 0, plan.align
+        tree_width, align = 0, plan.packing.parallel.align
         if plan.atoms.share:  # a row of tokens, and where they are in a row of cells
             per_row_tokens = row_sums(pieces.lengths, pieces.row_offsets)
             tree_width, width, align = width, max(1, int(per_row_tokens.max(initial=1))), 1
@@ -319,7 +319,7 @@ class PackedCollator(Collator, ForTrainer):
             metadata["vision_cost_per_rank"] = tuple(images.tolist())
             metadata["num_dummy_images"] = int(np.count_nonzero(plan.needs_dummy_image))
         if plan.atoms.are_lists:
-            metadata["num_segments"] = tuple(plan.segments_per_example.tolist())
+            metadata["num_segments"] = tuple(_segments_per_example(plan).tolist())
             if plan.atoms.share:
                 metadata["step_num_filled_cells"] = int(plan.atoms.cells.sum())
         return metadata | (part.metadata or {})
@@ -394,6 +394,14 @@ def refuse_unpacked(vision: VisionLayout) -> None:
             "vision=VisionLayout.of(processor, model.config), or config=model.config to "
             "VisionLanguageCollator (PaddedCollator needs none)"
         )
+
+
+def _segments_per_example(plan: PackingPlan) -> np.ndarray:
+    """Return the number of segments of each example, dropped ones included: int64 [N]."""
+    examples = np.append(plan.atoms.examples, plan.left_out.examples)
+    counts = np.zeros(int(examples.max(initial=-1)) + 1, dtype=np.int64)
+    counts[examples] = np.append(plan.atoms.segments, plan.left_out.segments)
+    return counts
 
 
 def atoms_of(columns: ExampleColumns, packing: PackingOptions, patches: Patches | None) -> Atoms:

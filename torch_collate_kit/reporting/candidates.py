@@ -120,11 +120,11 @@ def _packed(atoms: Atoms, packing: PackingOptions, batch_size: int | None) -> di
             num_tokens=int(plan.lengths.sum()),
             num_cells=plan.num_rows * plan.width,
             num_filled=int(
-                plan.aligned_lengths.sum() if packing.share_prefixes else plan.lengths.sum()
+                plan.atoms.cells.sum() if packing.share_prefixes else plan.lengths.sum()
             ),
             **_lost(plan),
         )
-        of_pieces = plan.costs + plan.vision_costs
+        of_pieces = plan.atoms.costs + plan.atoms.vision_costs
         tokens.append(per_step(plan.row_tokens))
         costs.append(per_step(row_sums(of_pieces, plan.row_offsets)))
     ranks = np.concatenate(tokens), np.concatenate(costs)
@@ -145,7 +145,7 @@ def _padded(
     pieces = fitted(atoms, packing)
     kept, align = pieces.lengths, packing.parallel.row_align
     starts = first_examples = np.arange(0, len(kept), batch_size)
-    vision = np.add.reduceat(pieces.vision_costs, first_examples)
+    vision = np.add.reduceat(pieces.atoms.vision_costs, first_examples)
     if segments is not None:
         of_kept = segments.take(pieces.example_indices)
         kept, starts = of_kept.values, of_kept.offsets[first_examples]

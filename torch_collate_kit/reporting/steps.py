@@ -120,12 +120,12 @@ def _of_step(plan: PackingPlan, width: int) -> tuple[float, ...]:
     """
     cost, dp = plan.packing.cost, plan.rows_multiple_of
     ranks = plan.cost_per_rank + plan.vision_cost_per_rank
-    cells = row_sums(plan.aligned_lengths, plan.row_offsets).reshape(dp, -1).sum(axis=1)
+    cells = row_sums(plan.atoms.cells, plan.row_offsets).reshape(dp, -1).sum(axis=1)
     attention = ranks - cost.language_linear * cells
     num_cells = plan.num_rows * width
     time = num_cells // dp * cost.language_linear + attention.max()
-    language = plan.costs if plan.atoms.are_lists else cost.language(plan.lengths)
-    ideal = (int(language.sum()) + int(plan.vision_costs.sum())) / dp
+    language = plan.atoms.costs if plan.atoms.are_lists else cost.language(plan.lengths)
+    ideal = (int(language.sum()) + int(plan.atoms.vision_costs.sum())) / dp
     slowest = ranks.max() / ranks.mean() if ranks.any() else 1.0
     return int(plan.lengths.sum()), num_cells, slowest, time, ideal
 
