@@ -1,7 +1,6 @@
 """Packing: from lengths to a plan of rows. Integers in, integers out; torch is never imported."""
 
-from torch_collate_kit.packing.cost import ModelCost
-from torch_collate_kit.packing.options import PackingOptions, ParallelLayout
+from torch_collate_kit.packing.options import ModelCost, PackingOptions, ParallelLayout
 from torch_collate_kit.packing.plan import PackingPlan
 from torch_collate_kit.packing.planner import pack
 from torch_collate_kit.packing.rank_plan import RankPlan

@@ -12,8 +12,7 @@ from numpy.ma import MaskedArray
 
 from torch_collate_kit._checks import checked_lengths
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.packing.cost import ModelCost
-from torch_collate_kit.packing.options import PackingOptions
+from torch_collate_kit.packing.options import ModelCost, PackingOptions
 from torch_collate_kit.packing.rows import Ints, Sizes, row_sums
 
 _MOST_PATCHES = 2**28 - 1  # of an image; the cost of more would not fit int64
