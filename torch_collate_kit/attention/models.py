@@ -14,7 +14,7 @@ from torch_collate_kit.batch.model_kind import ModelKind, config_of, inside, unw
 from torch_collate_kit.errors import IsolationError
 from torch_collate_kit.families import sliding_window
 from torch_collate_kit.vision import VisionLayout
-from torch_collate_kit.vision.families import OTHER, family_of
+from torch_collate_kit.vision.families import OTHER, vision_family_of
 
 _MEDIA = {"image", "video", "audio", "vision", "boi", "eoi"}
 _BY_PRECISION = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -27,7 +27,7 @@ def keep_random_state() -> AbstractContextManager[None]:
 
 def uses_mrope(model: nn.Module) -> bool:
     """Check whether a token has three positions, of time, height and width."""
-    return family_of(config=config_of(model)).positions == "mrope"
+    return vision_family_of(config=config_of(model)).positions == "mrope"
 
 
 def vocabulary(model: nn.Module, ids_RW: Tensor) -> tuple[int, Tensor]:
@@ -49,7 +49,7 @@ def refuse_packed_images(
     model: nn.Module, inputs: Mapping[str, Any], vision: VisionLayout | None
 ) -> None:
     """Refuse rows with several examples and images, if the model's family is not packed."""
-    family = family_of(config=config_of(model))
+    family = vision_family_of(config=config_of(model))
     if family is OTHER and vision is not None:
         family = vision.family
     reason = family.not_packed or family.refused

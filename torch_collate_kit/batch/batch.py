@@ -96,7 +96,7 @@ class Batch(Counted, Mapping[str, Field]):
             )
         if (step := key.indices(len(self))[2]) < 1:
             raise ValueError(f"rows cannot be sliced with step {step}; use batch.select(indices)")
-        return Batch.of_storage(changed_rows(self.stored(), lambda of: of[key]))
+        return Batch.of_storage(changed_rows(self.stored(), lambda rows: rows[key]))
 
     if not TYPE_CHECKING:  # a type checker would take every name for an attribute
 
@@ -138,8 +138,8 @@ class Batch(Counted, Mapping[str, Field]):
         """Return the names of the fields; TypeError in ``model(**batch)`` of packed rows."""
         placement, frame = self.placement, sys._getframe(1)
         is_row = "cu_seq_lens" in self if placement is None else placement.is_packed
-        at = frame.f_code.co_code[frame.f_lasti] if is_row or is_shard(self) else 0
-        if dis.opname[at] == "DICT_MERGE":
+        operation = frame.f_code.co_code[frame.f_lasti] if is_row or is_shard(self) else 0
+        if dis.opname[operation] == "DICT_MERGE":
             raise TypeError(
                 "model(**batch) would pass a mask with which a packed row is one text; call "
                 "model(**batch.model_inputs(model)), or your own function as f(**dict(batch))"
@@ -239,7 +239,7 @@ class Batch(Counted, Mapping[str, Field]):
         picked = row_indices(indices)
         if picked.ndim != 1 or ((picked < 0) | (picked >= len(self))).any():
             raise IndexError(f"rows {picked.tolist()} of a batch with {len(self)} rows")
-        return Batch.of_storage(changed_rows(self.stored(), lambda of: take_rows(of, picked)))
+        return Batch.of_storage(changed_rows(self.stored(), lambda rows: take_rows(rows, picked)))
 
     @classmethod
     def cat(cls, batches: Sequence[Batch], metadata: Mapping[str, Any] | None = None) -> Batch:
@@ -252,7 +252,7 @@ class Batch(Counted, Mapping[str, Field]):
         [0, 1, 2, 3]
         """
         return cls.of_storage(
-            joined([of.stored() for of in batches], batches, dict(metadata or {}))
+            joined([batch.stored() for batch in batches], batches, dict(metadata or {}))
         )
 
     def pad_rows(self, *, multiple_of: int) -> Batch:
@@ -268,7 +268,9 @@ class Batch(Counted, Mapping[str, Field]):
     def stored(self) -> Storage:
         """Return all that is stored, with the dense fields that were changed in place."""
         storage = replace(self._storage, row_metadata=self.row_metadata, metadata=self.metadata)
-        changed = {k: of for k, (of, at) in self._made.items() if version_of(of) != at}
+        changed = {
+            k: field for k, (field, version) in self._made.items() if version_of(field) != version
+        }
         return storage.with_given(changed)
 
     @property
@@ -445,7 +447,7 @@ class Batch(Counted, Mapping[str, Field]):
         """
         most = checked_int("max_rows", max_rows)
         stored = self.stored()
-        return draw_rows(stored.change(lambda of: of[:most]), stored.num_rows, ax)
+        return draw_rows(stored.change(lambda rows: rows[:most]), stored.num_rows, ax)
 
     def __repr__(self) -> str:
         return described(self.stored())

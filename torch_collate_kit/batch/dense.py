@@ -71,8 +71,8 @@ class _Maker:
         """The first cells of a row, which ``[R, A]`` does not have."""
         segments = dict(columns.segments)
         self.num_segments = segments.pop("num_segments")
-        self.per_segment: dict[str, Tensor] = {k: of.values for k, of in segments.items()}
-        self.flat: dict[str, Tensor] = {k: of.values for k, of in columns.values.items()}
+        self.per_segment: dict[str, Tensor] = {k: column.values for k, column in segments.items()}
+        self.flat: dict[str, Tensor] = {k: column.values for k, column in columns.values.items()}
         self.device = self.num_segments.device
 
     def row_of_segment(self) -> Tensor:
@@ -360,7 +360,9 @@ def _put_spans(
     if len(values) == 1:
         values, starts = values.repeat_interleave(int(lengths.max()), 0), 0 * starts
     size, flat = values[:1].nbytes, (dense, values.contiguous().view(-1))
-    room, source = (of.view(torch.uint8).numpy().data for of in flat)
-    bounds = [(size * of).tolist() for of in (cells, cells + lengths, starts, starts + lengths)]
+    room, source = (tensor.view(torch.uint8).numpy().data for tensor in flat)
+    bounds = [
+        (size * numbers).tolist() for numbers in (cells, cells + lengths, starts, starts + lengths)
+    ]
     for begin, end, start, stop in zip(*bounds, strict=True):
         room[begin:end] = source[start:stop]

@@ -39,7 +39,7 @@ def check_group(shard: Shard, group: Any) -> None:
 
 def check_one_batch(contents: list[list[int]]) -> None:
     """Refuse shards of different batches or layouts; ``contents`` is ``content_of`` each rank."""
-    if any(of != contents[0] for of in contents):
+    if any(content != contents[0] for content in contents):
         raise ValueError(
             "the context ranks have shards of different batches or layouts, with the checksums "
             f"{[of[0] for of in contents]}; all must cut the same rows: let a group read them as "
@@ -96,8 +96,8 @@ def shard_inputs(
         check_one_batch(gathered_ints(content_of(shard), group))
         _COMPARED.add(group)
     queries, keys, cells = paths_of_shard(columns.placement, columns.num_rows)
-    ends = [np.append(0, np.cumsum(of)) for of in (queries, keys)]
-    if max(int(of[-1]) for of in ends) > MAX_WIDTH:
+    ends = [np.append(0, np.cumsum(lengths)) for lengths in (queries, keys)]
+    if max(int(bounds[-1]) for bounds in ends) > MAX_WIDTH:
         raise ValueError(
             f"rows of {ends[1][-1]} cells are more than int32 boundaries can count, {MAX_WIDTH}; "
             "cut them in parts, such as batch.split(rows)"
@@ -141,7 +141,7 @@ def places_in_ranks(placement: Placement, num_rows: int) -> np.ndarray:
         slices_of_rank(bounds, num_rows, rank, shard.size, shard.layout)
         for rank in range(shard.size)
     ]
-    cells = np.concatenate([span_indices(of.begins, of.ends - of.begins) for of in of_ranks])
+    cells = np.concatenate([span_indices(own.begins, own.ends - own.begins) for own in of_ranks])
     places = np.empty_like(cells)
     places[cells] = np.arange(len(cells))
     return places
@@ -303,5 +303,5 @@ def tree_mask(
         masks["sliding_attention"] = (seen & (of_key > of_query - window))[:, None]
     if attention != "sdpa":
         zeros = torch.zeros(seen[:, None].shape, dtype=torch.bfloat16, device=device)
-        masks = {name: zeros.masked_fill(~of, -math.inf) for name, of in masks.items()}
+        masks = {name: zeros.masked_fill(~mask, -math.inf) for name, mask in masks.items()}
     return masks["full_attention"] if window is None else masks

@@ -145,7 +145,7 @@ def padded(counts: dict[str, np.ndarray], width: int, *, padding_side: str) -> d
     starts = width - lengths if padding_side == "left" else np.zeros_like(lengths)
     offsets = np.arange(len(lengths) + 1, dtype=np.int64)
     values = {"starts": starts, **counts}
-    return {name: unchecked(of.astype(np.int32), offsets) for name, of in values.items()}
+    return {name: unchecked(numbers.astype(np.int32), offsets) for name, numbers in values.items()}
 
 
 def packed(

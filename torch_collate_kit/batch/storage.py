@@ -45,7 +45,7 @@ def fresh_bytes(size: int) -> np.ndarray:
     return array[first : first + size]
 
 
-class Slot(NamedTuple):
+class FieldSlot(NamedTuple):
     """Place of a field in the buffer; ``offsets`` is set for a ragged field."""
 
     start: int
@@ -65,14 +65,14 @@ def version_of(field: Tensor | Ragged) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def slots_of(fields: Mapping[Key, Tensor | Ragged]) -> dict[Key, Slot]:
+def slots_of(fields: Mapping[Key, Tensor | Ragged]) -> dict[Key, FieldSlot]:
     """Return the places of the fields in one buffer, one after the other in their order."""
-    slots: dict[Key, Slot] = {}
+    slots: dict[Key, FieldSlot] = {}
     end = 0
     for key, value in fields.items():
         tensor = tensor_of(value)
         offsets = value.offsets if isinstance(value, Ragged) else None
-        slots[key] = Slot(_aligned(end), tuple(tensor.shape), tensor.dtype, offsets)
+        slots[key] = FieldSlot(_aligned(end), tuple(tensor.shape), tensor.dtype, offsets)
         end = _stop(slots[key])
     return slots
 
@@ -81,13 +81,13 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def _stop(slot: Slot) -> int:
+def _stop(slot: FieldSlot) -> int:
     return slot.start + math.prod(slot.shape) * slot.dtype.itemsize
 
 
 def gather(
     fields: Mapping[Key, Tensor | Ragged], *, pin: bool = False, share: bool = False
-) -> tuple[Tensor, dict[Key, Slot]]:
+) -> tuple[Tensor, dict[Key, FieldSlot]]:
     """Return a new uint8 buffer with the bytes of all fields, and their places there."""
     slots = slots_of(fields)
     sources = [tensor_of(field) for field in fields.values()]
@@ -109,7 +109,7 @@ def gather(
     return buffer, slots
 
 
-def _write(storage: Any, places: Sequence[tuple[Tensor, Slot]]) -> None:
+def _write(storage: Any, places: Sequence[tuple[Tensor, FieldSlot]]) -> None:
     """Write the sources to the file that a shared storage is.
 
     Torch shares it as it is, and would copy any other memory. Written through its addresses, the
@@ -130,7 +130,7 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return storage[first : first + plain.nbytes].numpy().data
 
 
-def carve(buffer: Tensor, slots: Mapping[Key, Slot]) -> dict[Key, Tensor | Ragged]:
+def carve(buffer: Tensor, slots: Mapping[Key, FieldSlot]) -> dict[Key, Tensor | Ragged]:
     """Return the fields, as views of the buffer."""
     fields: dict[Key, Tensor | Ragged] = {}
     for key, slot in slots.items():
@@ -139,7 +139,7 @@ def carve(buffer: Tensor, slots: Mapping[Key, Slot]) -> dict[Key, Tensor | Ragge
     return fields
 
 
-def _view(buffer: Tensor, slot: Slot) -> Tensor:
+def _view(buffer: Tensor, slot: FieldSlot) -> Tensor:
     return buffer[slot.start : _stop(slot)].view(slot.dtype).view(slot.shape)
 
 
@@ -176,7 +176,7 @@ class Columns:
 
         host = placement.segments
         segments: dict[str, Any] = {
-            name: unchecked(moved(of.values), of.offsets) for name, of in host.items()
+            name: unchecked(moved(column.values), column.offsets) for name, column in host.items()
         }
         segments["num_segments"] = moved(host["starts"].lengths.astype(np.int32))
         return cls(values, specs, names, placement, segments)
@@ -201,11 +201,11 @@ class Columns:
         **placement: Any,
     ) -> Columns:
         """Return a copy with every column and every count per segment changed."""
-        on_host = {name: counts(name, of) for name, of in self.placement.segments.items()}
+        on_host = {name: counts(name, column) for name, column in self.placement.segments.items()}
         return replace(
             self,
             values={name: column(name, values) for name, values in self.values.items()},
-            segments={name: counts(name, of) for name, of in self.segments.items()},
+            segments={name: counts(name, column) for name, column in self.segments.items()},
             placement=replace(self.placement, segments=on_host, **placement),
         )
 
@@ -230,11 +230,15 @@ class Columns:
             return self
         if segments["num_segments"].device.type == "cpu":
             pairs = [
-                (k, of, of.values.numpy()) for k, of in segments.items() if k != "num_segments"
+                (k, column, column.values.numpy())
+                for k, column in segments.items()
+                if k != "num_segments"
             ]
         else:  # copies, or they would keep the memory alive that the batch was moved out of
-            pairs = [(k, of, of.values.copy()) for k, of in self.placement.segments.items()]
-        on_host = {k: unchecked(values, of.offsets) for k, of, values in pairs}
+            pairs = [
+                (k, column, column.values.copy()) for k, column in self.placement.segments.items()
+            ]
+        on_host = {k: unchecked(values, column.offsets) for k, column, values in pairs}
         placement = replace(self.placement, segments=on_host)
         return replace(self, values=values, segments=segments, placement=placement)
 
@@ -281,7 +285,7 @@ class Storage:
     given: dict[str, Field]
     row_metadata: dict[str, Any] = field(default_factory=dict)
     metadata: dict[str, Any] = field(default_factory=dict)
-    buffer: tuple[Tensor, dict[Key, Slot]] | None = field(default=None, compare=False)
+    buffer: tuple[Tensor, dict[Key, FieldSlot]] | None = field(default=None, compare=False)
     """The buffer that holds all tensors of a batch that was moved or sent, and their places."""
 
     @property
@@ -339,7 +343,10 @@ class Storage:
 
     def equals(self, other: Storage) -> bool | None:
         """Return whether all is equal; None where equal fields may be stored in other forms."""
-        pairs = [(of.row_metadata, of.metadata, dict(of.names)) for of in (self, other)]
+        pairs = [
+            (storage.row_metadata, storage.metadata, dict(storage.names))
+            for storage in (self, other)
+        ]
         if not all(map(equal_values, *pairs)):
             return False
         mine, theirs = self.contents(), other.contents()
@@ -353,7 +360,9 @@ class Storage:
         """Return everything that is stored on the device, by its kind and name."""
         columns = self.columns
         kinds = {"given": self.given, "columns": columns.values, "segments": columns.segments}
-        return {(kind, name): value for kind, of in kinds.items() for name, value in of.items()}
+        return {
+            (kind, name): value for kind, values in kinds.items() for name, value in values.items()
+        }
 
     def contents(self) -> dict[str, Any]:
         """Return the dense fields as they are, and the columns in the dtypes of dense fields."""
@@ -394,7 +403,7 @@ class Storage:
         storage = replace(self, metadata={**self.metadata, "loss_mask_divisor": divisor})
         return storage.with_given({} if mask is None else {"loss_mask": mask * (before / divisor)})
 
-    def in_one_buffer(self, *, pin: bool = False) -> tuple[Tensor, dict[Key, Slot]]:
+    def in_one_buffer(self, *, pin: bool = False) -> tuple[Tensor, dict[Key, FieldSlot]]:
         """Return the content in one buffer, and its places there; copied unless it is in one."""
         return gather(self.items(), pin=pin) if self.buffer is None else self.buffer
 
@@ -414,7 +423,7 @@ class Storage:
         buffer, slots = self.in_one_buffer()
         return self._carved(buffer.pin_memory(), slots)
 
-    def _carved(self, buffer: Tensor, slots: dict[Key, Slot]) -> Storage:
+    def _carved(self, buffer: Tensor, slots: dict[Key, FieldSlot]) -> Storage:
         return _rebuilt(buffer, slots, self.columns, self.row_metadata, self.metadata)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -478,7 +487,7 @@ def _not_sent(nbytes: int, error: str, way_out: str) -> Any:
 
 def _rebuilt(
     buffer: Tensor,
-    slots: dict[Key, Slot],
+    slots: dict[Key, FieldSlot],
     columns: Columns,
     row_metadata: dict[str, Any],
     metadata: dict[str, Any],

@@ -195,8 +195,8 @@ def _pieces(batch: Batch, num_pieces: np.ndarray) -> tuple[np.ndarray, np.ndarra
             found = Ragged(batch["attention_mask"].argmax(1), np.arange(len(batch) + 1))
         starts = found.to("cpu")
     first, length = (
-        np.asarray(of.values, dtype=np.int64)[span_indices(of.offsets[:-1], num_pieces)]
-        for of in (starts, lengths)
+        np.asarray(counts.values, dtype=np.int64)[span_indices(counts.offsets[:-1], num_pieces)]
+        for counts in (starts, lengths)
     )
     return first, length
 

@@ -21,7 +21,7 @@ from torch_collate_kit.batch.storage import Columns, Storage
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import unchecked
 from torch_collate_kit.reading.entries import DeclaredFields
-from torch_collate_kit.reading.examples import ExampleColumns, PlacedColumns
+from torch_collate_kit.reading.examples import ExampleColumns, RowColumns
 from torch_collate_kit.vision import VisionLayout
 
 _ROW_METADATA = (
@@ -67,7 +67,7 @@ class Collator:
 
     def _batch(
         self,
-        placed: PlacedColumns,
+        placed: RowColumns,
         placement: Placement,
         names: tuple[str, ...],
         *,

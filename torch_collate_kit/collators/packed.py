@@ -37,7 +37,7 @@ from torch_collate_kit.packing.rows import row_sums, running_sum
 from torch_collate_kit.packing.trees import is_shared
 from torch_collate_kit.ragged import Ragged, take_spans, unchecked
 from torch_collate_kit.reading.entries import DeclaredFields, joined
-from torch_collate_kit.reading.examples import ExampleColumns, PlacedColumns
+from torch_collate_kit.reading.examples import ExampleColumns, RowColumns
 from torch_collate_kit.reading.keys import KNOWN, ROLLOUT_KEYS, unknown_images
 from torch_collate_kit.reading.reader import read_columns
 from torch_collate_kit.reading.source import Examples
@@ -124,14 +124,14 @@ class PackedCollator(Collator, ForTrainer):
             self.packing = replace(self.packing, strategy="balanced")
         self.eos_token_id = None
         if self.packing.strategy == "wrapped":
-            self.eos_token_id = eos_token_id_of(tokenizer)
+            self.eos_token_id = _eos_token_id_of(tokenizer)
         if self.vision is not None:
             if self.packing.share_prefixes:
                 raise ValueError(
                     "share_prefixes is for text: equal placeholders of images may stand for "
                     "different pixels; leave it out"
                 )
-            refuse_unpacked(self.vision)
+            _refuse_unpacked(self.vision)
             if not self.packing.dummy_image_tokens:
                 tokens = self.vision.smallest_tokens
                 self.packing = replace(self.packing, dummy_image_tokens=tokens)
@@ -168,7 +168,7 @@ class PackedCollator(Collator, ForTrainer):
         else:
             columns = self._read(examples, rollouts=None)
             patches, cuts = self._patches(columns)
-            atoms = atoms_of(columns, self.packing, patches)
+            atoms = _atoms_of(columns, self.packing, patches)
             part = RankPlan(plan := plan_rows(atoms, self.packing, cuts))
             part.metadata = counts_by_source(examples, plan.atoms.examples, plan.atoms.tokens)
         if for_trainer:
@@ -184,14 +184,14 @@ class PackedCollator(Collator, ForTrainer):
             vision=self.vision,
         )
         if columns.are_rollouts:
-            check_rollouts(columns, self.packing, has_vision=self.vision is not None)
+            _check_rollouts(columns, self.packing, has_vision=self.vision is not None)
             if self.train_all:
                 raise ValueError(
                     "train_all=True is for examples with input_ids; rollouts mark trained tokens "
                     "with loss_mask; remove train_all"
                 )
         if self.eos_token_id is not None:
-            check_ends(columns, self.eos_token_id)
+            _check_ends(columns, self.eos_token_id)
         return columns
 
     def _read_part(self, part: RankPlan, examples: Examples) -> ExampleColumns:
@@ -200,10 +200,12 @@ class PackedCollator(Collator, ForTrainer):
             columns = self._read(examples)
         else:
             columns = ExampleColumns.of_none(self.fields, self.vision)
-        check_planned(columns, part, self.packing)
+        _check_planned(columns, part, self.packing)
         is_limited = part.plan.packing.max_patches is not None or part.plan.rows_multiple_of > 1
         if columns.images is not None and is_limited:
-            part.check_patches(np.array([sum(of) for of in columns.patches()], dtype=np.int64))
+            part.check_patches(
+                np.array([sum(numbers) for numbers in columns.patches()], dtype=np.int64)
+            )
         return columns
 
     def _check_part(self, part: RankPlan, *, normalize_loss: bool) -> None:
@@ -260,7 +262,7 @@ class PackedCollator(Collator, ForTrainer):
             columns, pieces = columns.with_dummy_images(pieces, part.needs_dummy_image)
         indices = unchecked(plan.atoms.examples[part.numbers], part.pieces.row_offsets)
         if plan.atoms.are_lists:
-            pieces = columns.opened(pieces)
+            pieces = columns.in_segments(pieces)
             per_piece = plan.atoms.segments[part.numbers]
             offsets = running_sum(per_piece)[indices.offsets]
             indices = unchecked(np.repeat(indices.values, per_piece), offsets)
@@ -273,9 +275,9 @@ class PackedCollator(Collator, ForTrainer):
             indices = unchecked(firsts, pieces.row_offsets)
         placed = columns.place(pieces)
         if plan.atoms.share:
-            first = first_cells(plan.atoms.cells[part.numbers], part.pieces.row_offsets)
+            first = _first_cells(plan.atoms.cells[part.numbers], part.pieces.row_offsets)
             first = np.repeat(first, per_piece)
-            per_row["shared_lengths"] = place_in_trees(placed, columns, first)
+            per_row["shared_lengths"] = _place_in_trees(placed, columns, first)
         if self.vision is not None:
             placed.counts["examples"] = (placed.examples < num_examples).astype(np.int64)
         names = [*_FIELDS, *self._of_images, *columns.names, "sub_seq_lengths"]
@@ -338,7 +340,7 @@ class PackedCollator(Collator, ForTrainer):
         return {**(changed if changed.keys() <= common else {"packing": packing}), **own}
 
 
-def check_ends(columns: ExampleColumns, eos_token_id: int) -> None:
+def _check_ends(columns: ExampleColumns, eos_token_id: int) -> None:
     """Check that every document ends with the end token, which parts it from the next."""
     if columns.are_rollouts:
         raise DataError('strategy="wrapped" joins documents with input_ids, not rollouts')
@@ -354,7 +356,7 @@ def check_ends(columns: ExampleColumns, eos_token_id: int) -> None:
         )
 
 
-def check_rollouts(rollouts: ExampleColumns, packing: PackingOptions, *, has_vision: bool) -> None:
+def _check_rollouts(rollouts: ExampleColumns, packing: PackingOptions, *, has_vision: bool) -> None:
     """Check that rollouts fit in a row whole, and that their images are understood."""
     if rollouts.images is not None and not has_vision:
         raise unknown_images(f"example {min(rollouts.images.units)}")
@@ -369,7 +371,7 @@ def check_rollouts(rollouts: ExampleColumns, packing: PackingOptions, *, has_vis
         )
 
 
-def eos_token_id_of(tokenizer: Any) -> int:
+def _eos_token_id_of(tokenizer: Any) -> int:
     """Return the end token of a tokenizer, which must have one."""
     found = getattr(tokenizer, "eos_token_id", None)
     if not isinstance(found, int | np.integer):
@@ -380,7 +382,7 @@ def eos_token_id_of(tokenizer: Any) -> int:
     return int(found)
 
 
-def refuse_unpacked(vision: VisionLayout) -> None:
+def _refuse_unpacked(vision: VisionLayout) -> None:
     """Refuse models whose examples cannot be packed exactly, or whose family is ambiguous."""
     if vision.family.not_packed:
         raise ValueError(
@@ -404,7 +406,7 @@ def _segments_per_example(plan: PackingPlan) -> np.ndarray:
     return counts
 
 
-def atoms_of(columns: ExampleColumns, packing: PackingOptions, patches: Patches | None) -> Atoms:
+def _atoms_of(columns: ExampleColumns, packing: PackingOptions, patches: Patches | None) -> Atoms:
     """Return what is planned of each example."""
     depths, are_lists = None, columns.segment_offsets is not None
     if are_lists and packing.share_prefixes:
@@ -413,7 +415,7 @@ def atoms_of(columns: ExampleColumns, packing: PackingOptions, patches: Patches 
     return Atoms.of(columns.lengths, columns.segment_offsets, packing, patches, depths=depths)
 
 
-def check_planned(columns: ExampleColumns, part: RankPlan, packing: PackingOptions) -> None:
+def _check_planned(columns: ExampleColumns, part: RankPlan, packing: PackingOptions) -> None:
     """Check that the examples are those that were planned.
 
     Raises:
@@ -427,13 +429,13 @@ def check_planned(columns: ExampleColumns, part: RankPlan, packing: PackingOptio
     part.check_segments(found.cells, found.segments)
 
 
-def first_cells(cells: np.ndarray, row_offsets: np.ndarray) -> np.ndarray:
+def _first_cells(cells: np.ndarray, row_offsets: np.ndarray) -> np.ndarray:
     """Return the first cell in its row of each tree, int64 [P]; ``cells`` are those of each."""
     before = running_sum(cells)
     return before[:-1] - np.repeat(before[row_offsets[:-1]], np.diff(row_offsets))
 
 
-def place_in_trees(placed: PlacedColumns, columns: ExampleColumns, first: np.ndarray) -> Ragged:
+def _place_in_trees(placed: RowColumns, columns: ExampleColumns, first: np.ndarray) -> Ragged:
     """Add the cell of every token, and the cells of its own of every segment.
 
     ``first`` int64 [S] is the first cell in its row of the tree of each segment. Returns the tokens

@@ -148,8 +148,8 @@ class RankPlan:
         first, stop = self.plan.row_offsets[[rows.start, rows.stop]]
         if self.plan.rows_multiple_of == 1 or len(self.numbers) == stop - first:
             return needed
-        left = row_sums(self.atoms.patches, self.pieces.row_offsets)
-        return needed | ((self.plan.row_patches[rows] > 0) & (left == 0))
+        row_patches = row_sums(self.atoms.patches, self.pieces.row_offsets)
+        return needed | ((self.plan.row_patches[rows] > 0) & (row_patches == 0))
 
     @property
     def patches(self) -> Ints:
@@ -217,8 +217,8 @@ class RankPlan:
         if is_other.any():
             piece = int(is_other.argmax())
             found, planned = (
-                f"a list of {plural(int(number[piece]), 'segment')} in {of[piece]} cells"
-                for number, of in ((counts, cells), (planned_counts, planned_cells))
+                f"a list of {plural(int(number[piece]), 'segment')} in {cells_S[piece]} cells"
+                for number, cells_S in ((counts, cells), (planned_counts, planned_cells))
             )
             raise self._other_segments(int(self.pieces.examples[piece]), found, planned)
 

@@ -132,15 +132,15 @@ def plan_wrapped(
 
     ``lengths`` int64 [N] are what is read of each, the skipped tokens included.
     """
-    left = lengths.copy()
-    left[:1] -= skipped
-    atoms = Atoms.of(left, None, packing)
+    unread = lengths.copy()
+    unread[:1] -= skipped
+    atoms = Atoms.of(unread, None, packing)
     atoms = replace(atoms, starts=np.where(atoms.examples == 0, skipped, 0))
     layout = replace(packing.parallel, dp=1)
     alone = replace(packing, parallel=layout, rows_multiple_of=num_steps * batch_rows)
     plan = replace(wrapped(atoms, alone), packing=packing)
     costs = plan.rows.totals(weights_of(plan.atoms, packing)[0])
-    return WindowPlan(left, plan, _dealt(costs, num_steps, group))
+    return WindowPlan(unread, plan, _dealt(costs, num_steps, group))
 
 
 def _dealt(costs: Ints, num_steps: int, group: int) -> Ints:

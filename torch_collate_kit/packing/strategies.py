@@ -318,7 +318,7 @@ def fill_two_budgets(fill: Fill, sizes: Sizes, limits: Limits) -> Rows:
     num_tokens, num_patches = (int(values.sum()) for values in sizes)
     least = max(-(-num_tokens // limits.tokens), -(-num_patches // limits.patches))
     best: Rows | None = None
-    for rows in _plans(fill, _Pieces(sizes, limits), least):
+    for rows in _plans(fill, _Budgets(sizes, limits), least):
         if best is None or len(rows.offsets) < len(best.offsets):
             best = rows
         if len(best.offsets) - 1 <= least:
@@ -327,19 +327,19 @@ def fill_two_budgets(fill: Fill, sizes: Sizes, limits: Limits) -> Rows:
     return best
 
 
-def _plans(fill: Fill, pieces: _Pieces, least: int) -> Iterator[Rows]:
+def _plans(fill: Fill, pieces: _Budgets, least: int) -> Iterator[Rows]:
     images = np.flatnonzero(pieces.classes)
-    yield _Opened(fill, pieces).filled(images)
+    yield _Filling(fill, pieces).filled(images)
     order = images[np.argsort(-pieces.shares[images], kind="stable")]
     shares = np.cumsum(pieces.shares[order])
     dealt = int(np.searchsorted(shares, shares[-1] - shares[-1] // _KEPT)) + 1
     for num_rows in (least, least + -(-least // 100)):
-        rows = _Opened(fill, pieces)
-        left = rows.deal(order[:dealt], min(num_rows, dealt))
-        yield rows.filled(np.concatenate([left, order[dealt:]]))
+        rows = _Filling(fill, pieces)
+        unplaced = rows.deal(order[:dealt], min(num_rows, dealt))
+        yield rows.filled(np.concatenate([unplaced, order[dealt:]]))
 
 
-class _Pieces:
+class _Budgets:
     """Sizes, shares and classes of the pieces, each [S], and the limits of their rows."""
 
     def __init__(self, sizes: Sizes, limits: Limits) -> None:
@@ -364,10 +364,10 @@ class _Pieces:
         self.classes[patches == 0] = 0
 
 
-class _Opened:
+class _Filling:
     """Rows being filled: their pieces, and the free room in each."""
 
-    def __init__(self, fill: Fill, pieces: _Pieces) -> None:
+    def __init__(self, fill: Fill, pieces: _Budgets) -> None:
         self._fill, self._pieces = fill, pieces
         self._free = [np.zeros(0, dtype=np.int64)] * len(pieces.takes)
         self._order: list[Ints] = []
@@ -377,7 +377,7 @@ class _Opened:
         """Deal pieces, at least as many as rows, and return those that did not fit."""
         known, limits = self._pieces, self._pieces.limits
         self._add(pieces[:num_rows], np.arange(num_rows), num_rows)
-        left = [pieces[:0]]
+        unplaced = [pieces[:0]]
         for first in range(num_rows, len(pieces), num_rows):
             dealt = pieces[first : first + num_rows]
             free: Any = self._free[_TOKENS].astype(known.integer) * limits.patches
@@ -387,8 +387,8 @@ class _Opened:
             for takes, has in zip(known.takes, self._free, strict=True):
                 fits &= takes[dealt] <= has[rows]
             self._add(dealt[fits], rows[fits], 0)
-            left.append(dealt[~fits])
-        return np.concatenate(left)
+            unplaced.append(dealt[~fits])
+        return np.concatenate(unplaced)
 
     def filled(self, images: Ints) -> Rows:
         """Return the rows with these images, and all pieces without one, as they were placed."""

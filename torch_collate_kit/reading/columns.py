@@ -35,7 +35,7 @@ _KINDS: dict[Kind, tuple[str, str, str]] = {
 _FORM_OF = attrgetter("dtype", "ndim", "layout", "is_cpu")
 
 
-class Rows:
+class RowArrays:
     """Column of arrays or tensors that are joined only when rows are put in their order."""
 
     def __init__(self, arrays: list[Any], offsets: np.ndarray) -> None:
@@ -57,7 +57,7 @@ class Rows:
         return self.offsets[1:] - self.offsets[:-1]
 
 
-Numbers = Ragged | Rows  # of ndarrays
+Numbers = Ragged | RowArrays  # of ndarrays
 
 
 def number_column(name: str, column: Any, kind: Kind, *, first: int = 0) -> Numbers:
@@ -75,7 +75,7 @@ def number_column(name: str, column: Any, kind: Kind, *, first: int = 0) -> Numb
         if types == {list}:
             return _from_lists(name, column, typecode, first)
         if types == {Tensor} and _are_plain(name, column, kinds):
-            return Rows(column, _offsets(list(map(Tensor.numel, column))))
+            return RowArrays(column, _offsets(list(map(Tensor.numel, column))))
         rows = column
         if types != {np.ndarray} or any(row.ndim != 1 for row in rows):
             rows = [_row_array(name, i, row, typecode) for i, row in enumerate(column)]
@@ -90,7 +90,7 @@ def number_column(name: str, column: Any, kind: Kind, *, first: int = 0) -> Numb
     if len(rows) == 1:
         return unchecked(rows[0], offsets)
     if len(dtypes) == 1:
-        return Rows(rows, offsets)
+        return RowArrays(rows, offsets)
     for i, row in enumerate(rows):
         if kind == "whole numbers":
             rows[i] = _whole(name, i, row)
@@ -411,8 +411,8 @@ def vector_column(name: str, column: Any, kind: Kind, shape: _Shape) -> Numbers:
                     number_column(place, [vector], kind, first=i)
         raise
     offsets = numbers.offsets // size
-    if isinstance(numbers, Rows):
-        return Rows([row.reshape(-1, *shape) for row in numbers.arrays], offsets)
+    if isinstance(numbers, RowArrays):
+        return RowArrays([row.reshape(-1, *shape) for row in numbers.arrays], offsets)
     return unchecked(numbers.values.reshape(-1, *shape), offsets)
 
 

@@ -25,7 +25,7 @@ from torch_collate_kit.packing.rows import Pieces
 from torch_collate_kit.ragged import Ragged, take_spans, unchecked
 from torch_collate_kit.reading.columns import (
     Numbers,
-    Rows,
+    RowArrays,
     are_wrapped,
     scalar_column,
     tensor_to_numpy,
@@ -82,7 +82,7 @@ def taken(column: Numbers, pieces: Pieces, values: np.ndarray | None = None) -> 
     examples, starts, lengths, _ = pieces
     if not len(examples):
         return (joined(column).values if values is None else values)[:0].copy()
-    if isinstance(column, Rows):
+    if isinstance(column, RowArrays):
         chosen = [column.arrays[i] for i in examples.tolist()]
         if starts.any() or not np.array_equal(lengths, column.lengths[examples]):
             spans_of = zip(chosen, starts.tolist(), (starts + lengths).tolist(), strict=True)
@@ -247,10 +247,10 @@ def count_trained(trained: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray,
     num_before = np.searchsorted(begins, bounds)  # runs that begin before each bound
     # of the last run before a bound, the part after the bound belongs to the next piece
     last = num_before - 1
-    until = np.cumsum(ends - begins)[last] - np.maximum(ends[last] - bounds, 0)
-    until[last < 0] = 0
+    num_trained = np.cumsum(ends - begins)[last] - np.maximum(ends[last] - bounds, 0)
+    num_trained[last < 0] = 0
     first = np.append(begins, len(trained))[num_before[:-1]]
-    return until[1:] - until[:-1], np.maximum(bounds[1:] - first, 0)
+    return num_trained[1:] - num_trained[:-1], np.maximum(bounds[1:] - first, 0)
 
 
 @dataclass(frozen=True)
@@ -299,10 +299,10 @@ class FieldColumn:
 
     def _bad_number(self, number: Any, example: int, place: tuple[int, ...]) -> DataError:
         if self.key is None:
-            at = "".join(f"[{i}]" for i in place[isinstance(self.spec, PerExample) :])
+            entry = "".join(f"[{i}]" for i in place[isinstance(self.spec, PerExample) :])
             return DataError(
-                f"example {example}: {self.name}{at} is {number}, which {self.spec.dtype} does not "
-                "hold; declare another dtype, or give other numbers"
+                f"example {example}: {self.name}{entry} is {number}, which {self.spec.dtype} does "
+                "not hold; declare another dtype, or give other numbers"
             )
         found = f"example {example}: {self.key} is {number} at response token {place[0]}"
         if self.most < float(number) < math.inf:

@@ -85,7 +85,7 @@ def read_images(raw: Mapping[str, Any], layout: VisionLayout, input_ids: Numbers
     arrays = {name: _image_arrays(name, given[name], field) for name, field in fields.items()}
     units: dict[int, ImageUnits] = {}
     for i in owners:
-        own = {name: of[i] for name, of in arrays.items() if i in of}
+        own = {name: found[i] for name, found in arrays.items() if i in found}
         if not layout.other_fields:  # of which nothing is known
             own = _laid_flat(i, own, layout)
         units[i] = layout.units(own)
@@ -309,7 +309,7 @@ class Images:
     def with_smallest(self, input_ids: Numbers) -> Images:
         """Return the images with one more example, the smallest image, as in ``input_ids``."""
         fields, i = self.layout.smallest(), len(self.input_ids)
-        arrays = {name: {**of, i: fields[name]} for name, of in self.arrays.items()}
+        arrays = {name: {**found, i: fields[name]} for name, found in self.arrays.items()}
         units = {**self.units, i: self.layout.units(fields)}
         return Images(self.layout, input_ids, units, arrays)
 

@@ -17,7 +17,7 @@ class ImageField(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Family:
+class VisionFamily:
     """Properties of models of one kind.
 
     ``positions`` is "mrope" (three rows by the grid of the image, and one that restarts),
@@ -63,22 +63,22 @@ _IMAGES = {"pixel_values": ImageField("image", 4, _PIXELS)}
 _QWEN3_5 = ("qwen3_5", "qwen3_5_moe")  # their processor is Qwen3-VL's, see _SHARED_PROCESSORS
 
 FAMILIES = (
-    Family("qwen2_vl", ("Qwen2VLProcessor",), ("qwen2_vl",), _GRID, "mrope"),
-    Family("qwen2_5_vl", ("Qwen2_5_VLProcessor",), ("qwen2_5_vl",), _GRID, "mrope"),
-    Family("qwen3_vl", ("Qwen3VLProcessor",), ("qwen3_vl", "qwen3_vl_moe"), _GRID, "mrope"),
-    Family("glm4v", ("Glm4vProcessor",), ("glm4v", "glm4v_moe"), _GRID, "mrope"),
-    Family("qwen3_5", (), _QWEN3_5, _GRID, "mrope"),
-    Family("qwen4_exp", (), ("qwen4_exp",), _GRID, "mrope"),
-    Family("internvl", ("InternVLProcessor",), ("internvl",), _TILES, "restarting"),
-    Family(
+    VisionFamily("qwen2_vl", ("Qwen2VLProcessor",), ("qwen2_vl",), _GRID, "mrope"),
+    VisionFamily("qwen2_5_vl", ("Qwen2_5_VLProcessor",), ("qwen2_5_vl",), _GRID, "mrope"),
+    VisionFamily("qwen3_vl", ("Qwen3VLProcessor",), ("qwen3_vl", "qwen3_vl_moe"), _GRID, "mrope"),
+    VisionFamily("glm4v", ("Glm4vProcessor",), ("glm4v", "glm4v_moe"), _GRID, "mrope"),
+    VisionFamily("qwen3_5", (), _QWEN3_5, _GRID, "mrope"),
+    VisionFamily("qwen4_exp", (), ("qwen4_exp",), _GRID, "mrope"),
+    VisionFamily("internvl", ("InternVLProcessor",), ("internvl",), _TILES, "restarting"),
+    VisionFamily(
         "llava_onevision",
         ("LlavaOnevisionProcessor",),
         ("llava_onevision",),
         {**_SIZED, "batch_num_images": ImageField("example", 1)},
         "restarting",
     ),
-    Family("llava_next", ("LlavaNextProcessor",), ("llava_next",), _SIZED, "restarting"),
-    Family(
+    VisionFamily("llava_next", ("LlavaNextProcessor",), ("llava_next",), _SIZED, "restarting"),
+    VisionFamily(
         "idefics3",
         ("Idefics3Processor", "SmolVLMProcessor"),
         ("idefics3", "smolvlm"),
@@ -86,8 +86,10 @@ FAMILIES = (
         "restarting",
         joins_tiles=True,
     ),
-    Family("gemma3", ("Gemma3Processor",), ("gemma3",), _IMAGES, "restarting", "token_type_ids"),
-    Family(
+    VisionFamily(
+        "gemma3", ("Gemma3Processor",), ("gemma3",), _IMAGES, "restarting", "token_type_ids"
+    ),
+    VisionFamily(
         "paligemma",
         ("PaliGemmaProcessor",),
         ("paligemma",),
@@ -96,7 +98,7 @@ FAMILIES = (
         "token_type_ids",
         not_packed="it takes the prefixes of all examples of a row for one block",
     ),
-    Family(
+    VisionFamily(
         "mllama",
         ("MllamaProcessor",),
         ("mllama",),
@@ -116,7 +118,7 @@ _SHARED_PROCESSORS: Mapping[str, tuple[str, ...]] = {
 ``model_type`` of each: only the config tells which it is."""
 IMAGE_FIELDS = tuple(dict.fromkeys(name for family in FAMILIES for name in family.fields))
 PIXEL_FIELDS = ("pixel_values", "pixel_attention_mask")  # large; the others say what these are
-OTHER = Family(
+OTHER = VisionFamily(
     "other",
     (),
     (),
@@ -127,7 +129,7 @@ OTHER = Family(
 )
 
 
-def family_of(processor: Any = None, config: Any = None) -> Family:
+def vision_family_of(processor: Any = None, config: Any = None) -> VisionFamily:
     """Return the family by the model's config if given, else by the processor, or OTHER."""
     if config is not None:
         model_type = getattr(config, "model_type", None)

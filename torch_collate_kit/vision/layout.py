@@ -13,7 +13,13 @@ import numpy.typing as npt
 import torch
 
 from torch_collate_kit._reprs import dataclass_repr
-from torch_collate_kit.vision.families import FAMILIES, OTHER, PIXEL_FIELDS, Family, ImageField
+from torch_collate_kit.vision.families import (
+    FAMILIES,
+    OTHER,
+    PIXEL_FIELDS,
+    ImageField,
+    VisionFamily,
+)
 from torch_collate_kit.vision.settings import layout_settings
 
 PixelDtype: TypeAlias = Literal["float32", "bfloat16", "float16"] | torch.dtype
@@ -107,7 +113,7 @@ class VisionLayout:
         return cls(**settings)
 
     @property
-    def family(self) -> Family:
+    def family(self) -> VisionFamily:
         """The family's row of the table."""
         return _BY_NAME[self.family_name]
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from torch_collate_kit.vision.families import OTHER, family_of, sharing_models
+from torch_collate_kit.vision.families import OTHER, sharing_models, vision_family_of
 
 
 def layout_settings(processor: Any, config: Any) -> dict[str, Any]:
@@ -18,7 +18,7 @@ def layout_settings(processor: Any, config: Any) -> dict[str, Any]:
             "load it with AutoProcessor.from_pretrained, or see load_processor"
         )
     _check_config(processor, images, config)
-    family = family_of(processor, config)
+    family = vision_family_of(processor, config)
     settings: dict[str, Any] = {
         "family_name": family.name,
         "image_token_id": _image_token_id(processor),
@@ -44,7 +44,7 @@ def _check_config(processor: Any, images: Any, config: Any) -> None:
     """Check that processor and config fit: families of one kind, patches of one size."""
     if config is None:
         return
-    ours, theirs = family_of(processor), family_of(config=config)
+    ours, theirs = vision_family_of(processor), vision_family_of(config=config)
     model, name = getattr(config, "model_type", None), type(processor).__name__
     if OTHER not in (ours, theirs) and ours.fields != theirs.fields:
         raise ValueError(

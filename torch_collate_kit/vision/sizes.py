@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.vision.families import family_of
+from torch_collate_kit.vision.families import vision_family_of
 from torch_collate_kit.vision.images import image_files
 from torch_collate_kit.vision.layout import VisionLayout
 
@@ -32,7 +32,7 @@ def image_grid(image: Any, processor: Any) -> npt.NDArray[np.int64]:
     Traceback (most recent call last):
     ValueError: NoneType makes no image_grid_thw; image_grid is for processors of Qwen-VL and GLM-V
     """
-    if not family_of(processor).has_grids:
+    if not vision_family_of(processor).has_grids:
         raise ValueError(
             f"{type(processor).__name__} makes no image_grid_thw; image_grid is for processors of "
             "Qwen-VL and GLM-V"

@@ -104,7 +104,7 @@ class Cells(NamedTuple):
         is_first = np.diff(looks, prepend=-1) != 0
         is_first[::width] = True
         first = np.flatnonzero(is_first)
-        kinds, segments = (of.ravel()[first] for of in (self.kinds, self.segments))
+        kinds, segments = (numbers.ravel()[first] for numbers in (self.kinds, self.segments))
         lengths, examples = np.diff(first, append=looks.size), self.examples.ravel()[first]
         return Runs(*np.divmod(first, width), lengths, kinds, segments, examples, looks[first] % 2)
 

@@ -110,12 +110,13 @@ def _field_lines(stored: Storage) -> dict[str, str]:
     columns, given = stored.columns, stored.given
     lines = {}
     if columns:
-        forms = ", ".join(f"{name} {_form(of)}" for name, of in columns.values.items())
+        forms = ", ".join(f"{name} {_form(column)}" for name, column in columns.values.items())
         lines["stored"] = f"{forms} ({stored.nbytes:,} bytes)"
         made = [n for n in columns.names if n not in columns.values and n not in given]
         lines["made when read"] = ", ".join(made)
     lines["given" if columns else "fields"] = ", ".join(
-        f"{k} {_form(of) if isinstance(of, Tensor) else repr(of)}" for k, of in given.items()
+        f"{k} {_form(value) if isinstance(value, Tensor) else repr(value)}"
+        for k, value in given.items()
     )
     return {name: line for name, line in lines.items() if line}
 

@@ -131,9 +131,9 @@ def _draw_runs(ax: Any, runs: Runs, chosen: np.ndarray, name: str, **look: Any) 
     """Draw the chosen runs as rectangles, and return whether there are any."""
     if not chosen.any():
         return False
-    left, right = runs.starts[chosen], (runs.starts + runs.lengths)[chosen]
+    begins, ends = runs.starts[chosen], (runs.starts + runs.lengths)[chosen]
     top, bottom = runs.rows[chosen] - _HEIGHT / 2, runs.rows[chosen] + _HEIGHT / 2
-    corners = np.array([[left, top], [right, top], [right, bottom], [left, bottom]])
+    corners = np.array([[begins, top], [ends, top], [ends, bottom], [begins, bottom]])
     collection = matplotlib_module("collections").PolyCollection(
         corners.transpose(2, 0, 1), label=name, **look
     )
@@ -157,8 +157,10 @@ def _draw_numbers(ax: Any, stored: Storage, runs: Runs, width: int) -> None:
     if names is None and "example_indices" in stored.row_metadata:
         return
     is_own = np.flatnonzero(runs.examples >= 0)
-    examples, first, of = np.unique(runs.examples[is_own], return_index=True, return_inverse=True)
-    sizes = np.bincount(of, weights=runs.lengths[is_own])
+    examples, first, numbers = np.unique(
+        runs.examples[is_own], return_index=True, return_inverse=True
+    )
+    sizes = np.bincount(numbers, weights=runs.lengths[is_own])
     for example, size, run in zip(examples, sizes, is_own[first], strict=True):
         row = int(runs.rows[run])
         if size >= _LABELLED * width:
