@@ -111,7 +111,7 @@ _INPUTS = {
     *("input_ids", "position_ids", "attention_mask", "inputs_embeds", "router_padding_mask"),
     *("token_type_ids", "mm_token_type_ids", "rollout_expert_indices"),
 }
-"""Fields that a model reads cell by cell; all others are with the cell that predicts."""
+"""Inputs stay in their cell; targets move to the cell that predicts them."""
 
 
 def is_shard(batch: Any) -> bool:

@@ -249,7 +249,7 @@ class _Maker:
     def sub_seq_lengths(self) -> Ragged:
         segments = self.placement.segments
         lengths = segments["lengths"].values
-        if "examples" in segments:  # a dummy image is no sub-sequence
+        if "examples" in segments:  # a dummy image is not a sub-sequence
             lengths = lengths * segments["examples"].values
         before = np.append(0, np.cumsum(lengths > 0))
         values = torch.from_numpy(lengths[lengths > 0].astype(np.int64))

@@ -48,12 +48,12 @@ def check_one_batch(contents: list[list[int]]) -> None:
 
 
 def content_of(shard: Shard) -> list[int]:
-    """Return integers that are the same on all ranks that cut the same batch in the same way."""
+    """Return integers that are equal on all ranks that cut the same batch in the same way."""
     return [shard.content, LAYOUTS.index(shard.layout)]
 
 
 def gathered_ints(values: list[int], group: Any) -> list[list[int]]:
-    """Return the integers of every rank of the group; it waits for the device."""
+    """Return the integers of every rank of the group; waits for the device."""
     backends = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
     devices = [part.partition(":")[0] for part in backends.split(",")]
     own = torch.tensor(values, dtype=torch.int64, device="cpu" if "cpu" in devices else devices[0])

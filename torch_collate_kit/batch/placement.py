@@ -34,7 +34,7 @@ class Shard:
     content: int
     """Checksum of the batch, the same for all ranks."""
     num_trained: int | None
-    """Trained targets of the shard; None if the device would have to be asked."""
+    """Trained targets of the shard; None if that needs a wait for the device."""
     has_left_pads: bool
     """Whether a row of the batch begins with pads."""
 

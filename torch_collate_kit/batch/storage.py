@@ -34,7 +34,7 @@ Key = tuple[str, str]  # "given", "columns" or "segments", and a name there
 def fresh_bytes(size: int) -> np.ndarray:
     """Return an unfilled array, uint8 [size]; from 1 MB on it begins where a page of 2 MB may.
 
-    NumPy asks for such pages, for arrays of 4 MB and more. To touch fresh memory in pages of 4 KB
+    NumPy requests such pages, for arrays of 4 MB and more. To touch fresh memory in pages of 4 KB
     takes up to ten times as long as to fill it. The bytes around the array are never touched, so
     they take addresses, and memory only up to the end of its last page.
     """

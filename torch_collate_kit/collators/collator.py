@@ -159,7 +159,7 @@ def _checked_fields(fields: DeclaredFields | None, taken_names: tuple[str, ...])
         elif name in _ROW_METADATA:
             raise ValueError(f"fields names {name!r}, which is row metadata; rename yours")
         if not isinstance(name, str) or not name.isidentifier():
-            raise ValueError(f"fields names {name!r}, which is no name; use letters and _")
+            raise ValueError(f"fields names {name!r}, which is not a name; use letters and _")
         if name in taken_names:
             raise ValueError(
                 f"fields names {name!r}, which the collator reads or makes itself; rename yours"
@@ -275,7 +275,7 @@ class TrainerCollator:
 
 
 def check_targets(columns: ExampleColumns, train_all: bool) -> None:
-    """Check that labels alone say what is trained."""
+    """Check that labels alone determine what is trained."""
     if columns.are_rollouts:
         raise ValueError(
             "for_trainer() passes on labels alone, so the rewards of rollouts would be lost; take "

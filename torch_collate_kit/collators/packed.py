@@ -341,7 +341,7 @@ class PackedCollator(Collator, ForTrainer):
 
 
 def _check_ends(columns: ExampleColumns, eos_token_id: int) -> None:
-    """Check that every document ends with the end token, which parts it from the next."""
+    """Check that every document ends with the end token, which separates it from the next."""
     if columns.are_rollouts:
         raise DataError('strategy="wrapped" joins documents with input_ids, not rollouts')
     ids = joined(columns.input_ids)
@@ -407,7 +407,7 @@ def _segments_per_example(plan: PackingPlan) -> np.ndarray:
 
 
 def _atoms_of(columns: ExampleColumns, packing: PackingOptions, patches: Patches | None) -> Atoms:
-    """Return what is planned of each example."""
+    """Return the atoms of the examples."""
     depths, are_lists = None, columns.segment_offsets is not None
     if are_lists and packing.share_prefixes:
         found = columns.trees.depths

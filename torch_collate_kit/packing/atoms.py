@@ -137,7 +137,7 @@ class Atoms:
         return replace(self, tokens=tokens, cells=cells, costs=packing.cost.language(cells))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what another process is sent: of a column of one number that alone."""
+        """Return the state to pickle, in which a column of one number is that number."""
         columns = {k: v for k, v in vars(self).items() if k in _COLUMNS and len(v)}
         once = {k: int(v[0]) for k, v in columns.items() if v.strides == (0,)}
         return vars(self) | once
@@ -191,7 +191,7 @@ def are_nested(lengths: Any) -> bool:
 
 
 def checked_sizes(lengths: Any) -> tuple[Ints, Ints | None]:
-    """Return checked lengths as int64, and where those of each example begin if they are nested."""
+    """Return checked lengths, int64, and the offsets of examples; None if they are not nested."""
     if not are_nested(lengths):
         return checked_lengths(lengths), None
     if hasattr(lengths, "offsets"):
@@ -246,7 +246,7 @@ def image_sizes(patches: Patches, num_examples: int, cost: ModelCost) -> Sizes:
 
 
 def _patches_of_images(patches: Any) -> tuple[npt.NDArray[Any], Ints | None]:
-    """Return the patches of all images, and each example's offset; None: one per example."""
+    """Return the patches of all images, and the offsets of examples; None: one per example."""
     kinds = set(map(type, patches)) if isinstance(patches, Sequence) else {type(patches)}
     if MaskedArray in kinds:
         raise TypeError("patches are a masked array, whose mask would be lost; pass .compressed()")

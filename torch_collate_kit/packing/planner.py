@@ -32,11 +32,11 @@ from torch_collate_kit.packing.trees import bare_lengths
 
 Cuts: TypeAlias = tuple[Ints, Ints, Ints]
 """Tokens, patches and vision cost that truncation leaves of an example: of its longest beginning
-that fits and does not end within an image, int64 [N] each. Only a collator knows them."""
+that fits and does not end within an image, int64 [N] each. Only a collator has them."""
 
 
 def fitted(atoms: Atoms, packing: PackingOptions, cuts: Cuts | None = None) -> PackingPlan:
-    """Return what is placed of the examples, one atom in each row.
+    """Return the examples, or pieces of them, that are placed: one atom per row.
 
     Without ``cuts`` no example with an image is cut.
     """
@@ -125,7 +125,7 @@ def _split(atoms: Atoms, packing: PackingOptions, limits: Ints) -> Atoms:
 def _truncated(
     atoms: Atoms, packing: PackingOptions, limits: Ints, with_images: Ints, cuts: Cuts | None
 ) -> Atoms:
-    """Cut texts at the limits, and the examples ``with_images`` as ``cuts`` says."""
+    """Cut texts at the limits, and examples ``with_images`` at ``cuts``."""
     tokens = np.minimum(atoms.tokens, limits)
     if cuts is not None and len(with_images):
         kept, patches, costs = (values[with_images] for values in cuts)
@@ -342,7 +342,7 @@ def _for_ranks(
 
 
 def part_of(plan: PackingPlan, rows: Rows, examples: Ints) -> PackingPlan:
-    """Return rows of some of a plan's pieces, the ``examples``, ascending, numbered anew from 0."""
+    """Return rows of some pieces of a plan, whose ``examples``, ascending, are numbered from 0."""
 
     def renumbered(numbers: Ints) -> Ints:
         if not len(numbers):  # isin takes 70 us

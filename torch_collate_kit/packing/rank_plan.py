@@ -30,8 +30,8 @@ class RankPlan:
         def __getitems__(self, indices):
             return indices.with_examples([self[i] for i in indices.indices])
 
-    and then ``PackedCollator`` follows the plan. It cannot be iterated, or a dataset that does not
-    know about plans would return the examples alone, and each rank would pack its own.
+    and then ``PackedCollator`` follows the plan. It cannot be iterated, or a dataset without
+    support for plans would return the examples alone, and each rank would pack its own.
     ``indices``, ``lengths`` and ``num_loss_tokens`` are int64 [N], of all examples of the batch;
     ``dp_size`` divides ``plan.rows_multiple_of``, and is that by default.
 
@@ -105,7 +105,7 @@ class RankPlan:
         """Return the same rows without the examples at ``positions`` of ``indices``.
 
         The width stays, the rest of a row moves up, and a row may be left without a piece. Other
-        ranks do not know, so numbers of the whole batch stay as planned.
+        ranks are not informed, so batch-wide counts stay as planned.
 
         Raises:
             IndexError: a position that is not of ``indices``.
@@ -134,7 +134,7 @@ class RankPlan:
 
     @property
     def atoms(self) -> Atoms:
-        """What is planned of the pieces in these rows; its examples are those of the batch."""
+        """The atoms of these rows, with the numbers of examples in the batch."""
         return self.plan.atoms.take(self.numbers)
 
     @property
@@ -162,7 +162,7 @@ class RankPlan:
         return patches
 
     def check_lengths(self, lengths: Ints, *, are_lists: bool = False) -> None:
-        """Check that the examples read, of these lengths, are those that were planned.
+        """Check that the examples read have the planned lengths.
 
         ``are_lists``: they are lists of segments.
         """
@@ -191,7 +191,7 @@ class RankPlan:
             )
 
     def _check_whole(self, lengths: Ints) -> None:
-        """Check the lengths of all examples that the plan numbers, those it drops among them."""
+        """Check the lengths of all examples in the plan, dropped ones included."""
         plan = self.plan
         numbered = np.append(plan.atoms.examples, plan.left_out.examples)
         num_planned = int(numbered.max(initial=-1)) + 1
@@ -230,7 +230,7 @@ class RankPlan:
         )
 
     def check_patches(self, patches: Ints) -> None:
-        """Check that the examples read have as many patches of images, int64, as planned."""
+        """Check that the examples read have the planned patches of images, int64."""
         planned = self._patches_of(len(patches))
         if self.dp_rank is None:
             cut = np.isin(np.arange(len(patches)), [*self.plan.cut, *self.plan.left_out.examples])
@@ -245,7 +245,7 @@ class RankPlan:
             )
 
     def num_loss_tokens_elsewhere(self, found: int) -> int:
-        """Return the loss tokens of the batch besides those ``found`` here, checked; or 0."""
+        """Return the loss tokens of other ranks, after a check of those ``found`` here; or 0."""
         if self.own_num_loss_tokens not in (None, found):
             if not self.is_divisor:
                 return 0
@@ -294,7 +294,7 @@ class PlannedExamples:
 
 
 def named_in_errors(examples: Any) -> AbstractContextManager[None]:
-    """Let a DataError call an example what ``PlannedExamples.name`` does, in place of its place."""
+    """Name examples in a DataError as ``PlannedExamples.name`` does."""
     if not isinstance(examples, PlannedExamples):
         return examples_named(None)
     indices = examples.part.indices
@@ -307,11 +307,11 @@ def named_in_errors(examples: Any) -> AbstractContextManager[None]:
 
 
 class PlannedRow(ABC):
-    """A row that is planned already, of a dataset of rows; its examples are read when collated."""
+    """A planned row of a dataset of rows, whose examples are read when it is collated."""
 
     @abstractmethod
     def joined(self, rows: Sequence[PlannedRow]) -> PlannedExamples:
-        """Return rows of this dataset, itself among them, as one batch with its examples."""
+        """Return rows of this dataset, this one included, as one batch with its examples."""
 
 
 def joined_rows(examples: Any) -> Any:

@@ -153,7 +153,7 @@ def _dealt(costs: Ints, num_steps: int, group: int) -> Ints:
 
 
 def _num_within_slots(atoms: Atoms, packing: PackingOptions, num_rows: int) -> int:
-    """Return how many of the first atoms rows may hold, whatever their sizes."""
+    """Return how many of the first atoms fit by ``max_sequences_per_row`` alone."""
     slots, number = packing.max_sequences_per_row, len(atoms.tokens)
     if slots is None:
         return number
@@ -169,9 +169,9 @@ def _num_in_order(atoms: Atoms, limits: Limits, num_rows: int) -> int:
 def _num_in_budgets(
     atoms: Atoms, limits: Limits, packing: PackingOptions, num_rows: int
 ) -> tuple[int, int]:
-    """Return how many of the first atoms the rows have room for, and how many if all is filled.
+    """Return how many of the first atoms fit with a margin, and how many without.
 
-    0.5% stay free, or as many are dealt alike as rows have room for so many of the longest.
+    The margin is 0.5% of the cells; none where every row has room for as many of the longest.
     """
     budgets = [(atoms.cells, packing.capacity)]
     if packing.max_patches is not None and limits.patches:

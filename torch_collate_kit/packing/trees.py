@@ -70,14 +70,14 @@ def trees_of(ids: np.ndarray, offsets: Ints, examples: Ints) -> Trees:
 
 
 def depths_of(ids: np.ndarray, offsets: Ints, examples: Ints) -> Ints:
-    """Return ``depths`` of the trees alone, int64 [Q], from what ``trees_of`` is given."""
+    """Return ``depths`` of the trees alone, int64 [Q]; arguments are those of ``trees_of``."""
     return _shared(ids, offsets, examples)[0]
 
 
 def is_shared(packing: PackingOptions, lengths: Ints, depths: Ints) -> bool:
-    """Return whether segments of these lengths, int64 [Q], share what they have in common.
+    """Return whether segments of these lengths, int64 [Q], share their prefixes.
 
-    "auto" shares where that pays, and says how many tokens there are for each cell.
+    "auto" shares where that pays, and logs the number of tokens per cell.
     """
     if packing.share_prefixes != "auto":
         return bool(packing.share_prefixes)
@@ -96,7 +96,7 @@ def is_shared(packing: PackingOptions, lengths: Ints, depths: Ints) -> bool:
 
 
 def bare_lengths(packing: PackingOptions) -> ValueError:
-    """Return the error for prefixes that are to be shared where no token is known."""
+    """Return the error for shared prefixes of examples whose tokens are unknown."""
     return ValueError(
         f"share_prefixes={packing.share_prefixes!r} depends on the tokens of the segments, and "
         "lengths do not tell how many they share; pass a sampler the TokenizedDataset (or a "

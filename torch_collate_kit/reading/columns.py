@@ -102,7 +102,7 @@ def number_column(name: str, column: Any, kind: Kind, *, first: int = 0) -> Numb
 
 
 def are_wrapped(labels: np.ndarray) -> np.ndarray:
-    """Return where a label is what -100 becomes in its unsigned dtype: bool."""
+    """Return where a label is -100 wrapped around in an unsigned dtype: bool."""
     if labels.dtype.kind != "u":
         return np.zeros(len(labels), dtype=np.bool_)
     is_wrapped: np.ndarray = labels == np.array(IGNORE_INDEX).astype(labels.dtype)

@@ -266,7 +266,7 @@ class FieldColumn:
     """Largest number that a field of our own may have."""
 
     def with_row(self, num_tokens: int) -> FieldColumn:
-        """Return it with one more example without a response: pads per token, else nothing."""
+        """Return the column and an example without a response: pads per token, else nothing."""
         number = num_tokens if self.spec.count == "lengths" else 0
         pad = self.spec.pad if isinstance(self.spec, PerToken) else 0
         empty = np.zeros((number, *joined(self.values).values.shape[1:]))
@@ -317,7 +317,7 @@ class FieldColumn:
 
 
 def _is_lost(values: np.ndarray, cast: Tensor) -> np.ndarray | None:
-    """Return where the cast changed a whole number, or made one infinite; None: nowhere."""
+    """Return where the cast changed a whole number, or made one infinite: bool, or None."""
     if not cast.is_floating_point():
         is_lost = values != cast.numpy()
     elif cast.dtype == torch.float16 or (
@@ -330,7 +330,7 @@ def _is_lost(values: np.ndarray, cast: Tensor) -> np.ndarray | None:
 
 
 def _is_outside(cast: Tensor, most: float) -> np.ndarray | None:
-    """Return where a number is not finite, or over ``most``; None if no number is."""
+    """Return where a number is not finite, or over ``most``: bool, or None."""
     # NumPy finds the largest of 285,000 numbers in 12 us, torch in 44
     is_within = most == math.inf or not len(cast) or bool(cast.numpy().max() <= most)
     if is_within and cast.sum().isfinite():

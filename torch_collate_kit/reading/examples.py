@@ -166,7 +166,7 @@ class ExampleColumns:
 
     @computed_once
     def trees(self) -> Trees:
-        """What the segments of each example have in common."""
+        """The prefix trees of the segments of each example."""
         ids, offsets = joined(self.input_ids), self.segment_offsets
         if offsets is None:  # a rank without examples
             offsets = np.zeros(1, dtype=np.int64)
@@ -181,7 +181,7 @@ class ExampleColumns:
         return [[*chain(*found[start:stop])] for start, stop in pairwise(offsets.tolist())]
 
     def in_segments(self, pieces: Pieces) -> Pieces:
-        """Return the pieces of segments for whole examples that are lists of them."""
+        """Return pieces of whole examples as the pieces of their segments."""
         if self.segment_offsets is None:  # a rank without examples
             return pieces
         counts = np.diff(self.segment_offsets)[pieces.examples]
@@ -351,7 +351,7 @@ class ExampleColumns:
 
 
 def last_of_examples(pieces: Pieces, lengths: np.ndarray, num_actions: np.ndarray) -> Pieces:
-    """Return which of its example's last ``num_actions`` tokens each piece has."""
+    """Return the response tokens of each piece: the last ``num_actions`` of its example."""
     prompts = (lengths - num_actions)[pieces.examples]
     ends = pieces.starts + pieces.lengths
     num_responses = np.clip(ends - prompts, 0, pieces.lengths - 1)
@@ -359,5 +359,5 @@ def last_of_examples(pieces: Pieces, lengths: np.ndarray, num_actions: np.ndarra
 
 
 def last_tokens(pieces: Pieces, numbers: np.ndarray) -> np.ndarray:
-    """Return the places of so many last tokens of each piece among all tokens."""
+    """Return the places, among all tokens, of the last ``numbers`` tokens of each piece."""
     return span_indices(np.cumsum(pieces.lengths) - numbers, numbers)

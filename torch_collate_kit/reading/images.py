@@ -110,8 +110,8 @@ def _refuse_other_media(raw: Mapping[str, Any], layout: VisionLayout) -> None:
                 else "use the processor of the model"
             )
             raise DataError(
-                f"example {i} has {name}, which is no image field of {layout.family_name} models "
-                f"({', '.join(fields) or 'none is known'}); {hint}"
+                f"example {i} has {name}, which is not an image field of {layout.family_name} "
+                f"models ({', '.join(fields) or 'none is known'}); {hint}"
             )
 
 
@@ -287,7 +287,7 @@ def _as_array(name: str, index: int, entry: Any, shape: str) -> np.ndarray:
         return np.asarray(parts)
     except (TypeError, ValueError, RuntimeError):
         raise DataError(
-            f"example {index}: {name} is a list whose parts differ in shape or are no numbers; "
+            f"example {index}: {name} is a list whose parts differ in shape or are not numbers; "
             f"give {shape}"
         ) from None
 

@@ -130,7 +130,7 @@ def first_with(examples: Any) -> dict[str, int]:
 
 
 def added_keys(examples: Any, owners: Mapping[str, int]) -> list[str]:
-    """Return the keys that a Mixture has added to examples, which say nothing about the loss."""
+    """Return the keys that a Mixture has added to examples, which do not concern the loss."""
     is_list = not isinstance(examples, Mapping)
     return [k for k, i in owners.items() if is_list and isinstance(examples[i][k], SourceName)]
 
@@ -245,7 +245,7 @@ def _is_all_none(column: Any) -> bool:
 def check_keys(
     owners: Mapping[str, str], *, train_all: bool, declared: tuple[str, ...] = ()
 ) -> None:
-    """Check the keys of examples; ``owners`` says whose each is, such as "example 0"."""
+    """Check the keys of examples; ``owners`` names the first with each, such as "example 0"."""
     others = [key for key in owners if key not in KNOWN and key not in declared]
     check_no_other_weight(owners, others)
     targets = [name for name in TARGETS if name in owners]
@@ -263,8 +263,8 @@ def check_keys(
         raise DataError(
             f"{owners[others[0]]} has {', '.join(map(repr, others[:5]))}"
             f"{', ...' if len(others) > 5 else ''} and no loss target, so it is not clear whether "
-            f"every token is trained; understood are {', '.join(KNOWN)}: give a target among "
-            "these (or remove the rest), or pass train_all=True to train every token"
+            f"every token is trained; known keys are {', '.join(KNOWN)}; give one target, "
+            "remove the other keys, or pass train_all=True to train every token"
         )
 
 
@@ -310,7 +310,7 @@ def _looks_like(owner: str, name: str, key: str) -> DataError:
 def _token_types(
     examples: Any, raw: Mapping[str, Any], others: Mapping[str, int], layout: VisionLayout
 ) -> dict[str, PerToken]:
-    """Return the fields per token that the model reads; ``others`` are keys that nobody reads."""
+    """Return the fields per token that the model reads; ``others`` are unknown keys."""
     has_images = any(name in raw for name in layout.other_fields)
     needed = layout.token_fields if has_images else (layout.family.token_types,)
     missing = [name for name in needed if name and name not in raw]

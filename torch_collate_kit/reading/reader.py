@@ -293,7 +293,7 @@ def _declared(key: str, raw: Mapping[str, Any]) -> Any:
 
 
 def _wanted_entries(key: str, expected: int, is_response: bool, are_rollouts: bool) -> str:
-    """Return the part of an error that says how many entries a field needs."""
+    """Return the part of an error with the number of entries that a field needs."""
     if not is_response:
         hint = ""
         if key == "loss_mask":
@@ -360,7 +360,7 @@ def opened_column(
     if not all(is_list):
         i = is_list.index(False)
         raise DataError(
-            f"example {i}: {key} is {type_name(entries[i])} that is no list of segments, as "
+            f"example {i}: {key} is {type_name(entries[i])} that is not a list of segments, as "
             f"input_ids of example 0 is; give {wanted}"
         )
     return list(chain.from_iterable(entries)), np.array(list(map(len, entries)), dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Datasets in any form as columns or examples: the one place that asks what form they have."""
+"""Datasets in any form as columns or examples; only this file distinguishes the forms."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def _of_examples(values: list[Any], stored: Storage, cells: Cells) -> list[Any]:
 def _columns_of(
     one: Mapping[str, Any], stored: Storage, cells: Cells, in_tree: np.ndarray | None
 ) -> dict[str, list[Any]]:
-    """Return a list [W] of values for each thing that is known of the cells.
+    """Return the known values per cell: a list [W] for each name.
 
     With ``in_tree`` of the tokens, of which several may be in one cell.
     """
