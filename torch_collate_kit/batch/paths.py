@@ -42,7 +42,8 @@ def check_one_batch(contents: list[list[int]]) -> None:
     if any(content != contents[0] for content in contents):
         raise ValueError(
             "the context ranks have shards of different batches or layouts, with the checksums "
-            f"{[of[0] for of in contents]}; all must cut the same rows: let a group read them as "
+            f"{[content[0] for content in contents]}; all must cut the same rows: let a group "
+            "read them as "
             "dp_rank, of dp_rank, cp_rank = layout.place(rank)"
         )
 

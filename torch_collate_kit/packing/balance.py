@@ -34,12 +34,12 @@ def assign_ranks(rows: Rows, atoms: Atoms, packing: PackingOptions, *, num_ranks
         return rows
     if packing.balance is None:  # round robin
         return rows.take(np.arange(len(rows.offsets) - 1).reshape(-1, num_ranks).T.ravel())
-    costs, image_costs = weights_of(atoms, packing)
+    costs_S, image_costs_S = weights_of(atoms, packing)
     given = over_ranks(
-        rows.totals(costs),
+        rows.totals(costs_S),
         num_ranks,
         keep_order=packing.strategy == "sequential",
-        image_costs=rows.totals(image_costs) if atoms.patches.any() else None,
+        image_costs=rows.totals(image_costs_S) if atoms.patches.any() else None,
     )
     return rows.take(given)
 

@@ -32,7 +32,7 @@ class RankPlan:
 
     and then ``PackedCollator`` follows the plan. It cannot be iterated, or a dataset without
     support for plans would return the examples alone, and each rank would pack its own.
-    ``indices``, ``lengths`` and ``num_loss_tokens`` are int64 [N], of all examples of the batch;
+    ``indices``, ``lengths`` and ``num_loss_tokens`` are int64 [E], of all examples of the batch;
     ``dp_size`` divides ``plan.rows_multiple_of``, and is that by default.
 
     >>> from torch_collate_kit import ParallelLayout, pack
@@ -371,7 +371,7 @@ def source_counts(
 ) -> dict[str, dict[str, int]]:
     """Return metadata: the examples and tokens of each source in pieces of a batch, by name.
 
-    ``sources``, int64 [N], are those of the examples that ``numbers`` count.
+    ``sources``, int64 [E], are those of the examples that ``numbers`` count.
     """
     of_examples, of_pieces = sources[np.unique(numbers)], sources[numbers]
     examples = np.bincount(of_examples, minlength=len(names)).tolist()

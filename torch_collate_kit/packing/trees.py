@@ -20,7 +20,7 @@ _logger = logging.getLogger("torch_collate_kit.packing")
 
 
 class Trees(NamedTuple):
-    """The trees of N examples with Q segments in all, in the order given.
+    """The trees of E examples with Q segments in all, in the order given.
 
     A segment keeps the tokens after the longest beginning that it shares with an earlier one of its
     example. Cells of an example are numbered from 0, segment by segment.
@@ -35,7 +35,7 @@ class Trees(NamedTuple):
     firsts: Ints
     """int64 [Q], the first of its own cells."""
     num_cells: Ints
-    """int64 [N], cells of each tree."""
+    """int64 [E], cells of each tree."""
     cells: np.ndarray
     """int32 [T], the cell of every token of every segment."""
 
@@ -46,7 +46,7 @@ def trees_of(ids: np.ndarray, offsets: Ints, examples: Ints) -> Trees:
     Args:
         ids: integers [T], the tokens of all segments, end to end.
         offsets: int64 [Q + 1], where each segment begins.
-        examples: int64 [N + 1], the first segment of each example.
+        examples: int64 [E + 1], the first segment of each example.
     """
     depths, sharers = _shared(ids, offsets, examples)
     own = np.diff(offsets) - depths

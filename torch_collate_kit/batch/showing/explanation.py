@@ -272,7 +272,7 @@ def _cell_text(name: str, value: Any) -> str:
     if isinstance(value, float):
         return f"{value + 0.0:.4g}"  # no -0
     is_vector = isinstance(value, list)
-    text = f"[{', '.join(_cell_text('', of) for of in value)}]" if is_vector else str(value)
+    text = f"[{', '.join(_cell_text('', entry) for entry in value)}]" if is_vector else str(value)
     return text if len(text) <= _MAX_TEXT else text[: _MAX_TEXT - 4] + "..." + text[-1]
 
 

@@ -72,7 +72,7 @@ def legend_below(ax: Axes, handles: list[Any], *, inches: float = 0.5) -> None:
 
 
 def text_table(
-    names: Sequence[str], rows: Sequence[Sequence[str] | str], left: Collection[str]
+    names: Sequence[str], rows: Sequence[Sequence[str] | str], left_aligned: Collection[str]
 ) -> list[str]:
     """Return a line with the names of the columns, and one per row."""
     cells = [row for row in rows if not isinstance(row, str)]
@@ -85,7 +85,7 @@ def text_table(
         line = ""
         for name, cell, width in zip(names, row, widths, strict=True):
             space = " " * (width - _width(cell))
-            line += f"{cell}{space}  " if name in left else f"{space}{cell}  "
+            line += f"{cell}{space}  " if name in left_aligned else f"{space}{cell}  "
         lines.append(line.rstrip())
     return lines
 
@@ -98,13 +98,13 @@ def _width(text: str) -> int:
 def html_table(
     names: Sequence[str],
     rows: Sequence[Sequence[str] | str],
-    left: Collection[str],
+    left_aligned: Collection[str],
     styles: Sequence[str],
     *,
     wrap: bool = False,
 ) -> str:
     """Return an HTML table, with a CSS style for each row; ``wrap`` breaks long lines."""
-    sides = ["left" if name in left else "right" for name in names]
+    sides = ["left" if name in left_aligned else "right" for name in names]
     html = ""
     for name, side in zip(names, sides, strict=True):
         html += f'<th style="text-align:{side}">{escape(name)}</th>'
