@@ -43,8 +43,7 @@ def check_one_batch(contents: list[list[int]]) -> None:
         raise ValueError(
             "the context ranks have shards of different batches or layouts, with the checksums "
             f"{[content[0] for content in contents]}; all must cut the same rows: let a group "
-            "read them as "
-            "dp_rank, of dp_rank, cp_rank = layout.place(rank)"
+            "read them as dp_rank, of dp_rank, cp_rank = layout.place(rank)"
         )
 
 
