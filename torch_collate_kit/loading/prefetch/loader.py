@@ -207,7 +207,7 @@ class PrefetchLoader:
         self._check_one_consumer()
         self._drawing = threading.get_ident()
         try:
-            reading = self._at.reading or self._begin(on_epoch)
+            reading: Reading = self._at.reading or self._begin(on_epoch)
             self._check_loop(loop)
             began = time.perf_counter()
             try:
@@ -241,7 +241,7 @@ class PrefetchLoader:
         A batch that takes more than ``seconds`` (None: any time) is kept for the next loop, and the
         reading with it, unless ``abandon``.
         """
-        reading = self._at.reading
+        reading: Reading | None = self._at.reading
         if reading is None or self._is_elsewhere():
             return
         is_late = not reading.is_settled(self._at, seconds) and seconds is not None

@@ -110,7 +110,8 @@ class RowBudget(Budget):
     ) -> None:
         self.batch_rows, self.window, self.group = batch_rows, window, packing.row_multiple
         self._packing = packing
-        packed = {k: v for k, v in packing.as_state().items() if k != "dp"}
+        packed = packing.as_state()
+        del packed["dp"]
         super().__init__(
             order,
             tail,

@@ -197,9 +197,11 @@ class ByRows(RowBudget):
 
         Planning looks ahead, so planning again would read the new order and end elsewhere.
         """
-        last, made = first + self.window, getattr(self.order, "reshuffles", ())
-        inside = (r for r in made if r[0] == epoch and first < r[1] <= last)
-        return next((r[2] for r in inside if r[2] < self.order.size(epoch)), None)
+        for reshuffled, step, place in getattr(self.order, "reshuffles", ()):
+            is_inside = reshuffled == epoch and first < step <= first + self.window
+            if is_inside and place < self.order.size(epoch):
+                return int(place)
+        return None
 
     def _end(self, epoch: int, start: int) -> tuple[int, int]:
         """Return the number of steps of a window, 0 for a dropped tail, and where it ends."""
