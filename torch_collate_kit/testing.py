@@ -15,8 +15,7 @@ import numpy as np
 import torch
 
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.batch.trees import shares_prefixes
-from torch_collate_kit.batch.unpacking import unpack
+from torch_collate_kit.batch.unpacking import shares_prefixes, unpack
 from torch_collate_kit.packing import RankPlan
 from torch_collate_kit.ragged import Ragged
 

@@ -75,7 +75,7 @@ def test_images_of_a_model_that_is_not_in_the_table() -> None:
         tokenizer = SimpleNamespace(pad_token_id=0)
 
     assert len(PaddedCollator(Unknown())([TEXT])) == 1
-    message = "example 1 has pixel_values, which is no image field of other models (none is known)"
+    message = "example 1 has pixel_values, which is not an image field of other models (none is "
     with pytest.raises(DataError, match=re.escape(message)):
         PaddedCollator(Unknown())([TEXT, GEMMA])
 

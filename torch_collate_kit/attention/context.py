@@ -11,15 +11,15 @@ from torch import Tensor
 
 from torch_collate_kit.attention.kernels import SegmentBounds, attend, same_dtype
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.batch.context_group import (
+from torch_collate_kit.batch.paths import (
     all_gather,
     check_group,
     check_one_batch,
     content_of,
     gathered_ints,
+    places_in_ranks,
     reduce_scatter,
 )
-from torch_collate_kit.batch.context_paths import places_in_ranks
 
 
 def context_attention(

@@ -17,7 +17,7 @@ from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.context_shards import refuse_shard
 from torch_collate_kit.batch.dense import mrope_positions
 from torch_collate_kit.batch.model_kind import ModelKind, config_of
-from torch_collate_kit.batch.trees import shares_prefixes
+from torch_collate_kit.batch.unpacking import shares_prefixes
 from torch_collate_kit.families import length_to_check
 from torch_collate_kit.vision import VisionLayout
 from torch_collate_kit.vision.families import PIXEL_FIELDS

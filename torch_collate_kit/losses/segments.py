@@ -16,8 +16,12 @@ from torch import Tensor
 from torch_collate_kit._checks import checked_bool, checked_choice
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.context_shards import refuse_shard
-from torch_collate_kit.batch.trees import cells_of_rows, shares_prefixes, token_width
-from torch_collate_kit.batch.unpacking import segment_spans
+from torch_collate_kit.batch.unpacking import (
+    cells_of_rows,
+    segment_spans,
+    shares_prefixes,
+    token_width,
+)
 from torch_collate_kit.losses.token_logps import check_batch, check_floats, trained_cells, widened
 from torch_collate_kit.ragged import Ragged
 

@@ -14,9 +14,14 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from torch_collate_kit.batch import IGNORE_INDEX, Batch
-from torch_collate_kit.batch.context import is_shard
-from torch_collate_kit.batch.trees import before_and_at, cells_of_rows, shares_prefixes, token_width
-from torch_collate_kit.batch.unpacking import in_rows
+from torch_collate_kit.batch.context_shards import is_shard
+from torch_collate_kit.batch.unpacking import (
+    before_and_at,
+    cells_of_rows,
+    in_rows,
+    shares_prefixes,
+    token_width,
+)
 from torch_collate_kit.ragged import Ragged
 
 # Tokens at a time: 0.6 GB of fp32 logits with a vocabulary of 152,000. Fewer make the products too

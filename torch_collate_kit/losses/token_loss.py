@@ -16,14 +16,13 @@ from torch import Tensor, nn
 
 from torch_collate_kit._checks import checked_bool
 from torch_collate_kit.batch import IGNORE_INDEX, Batch
-from torch_collate_kit.batch.context import is_shard
-from torch_collate_kit.batch.context_shards import refuse_shard
+from torch_collate_kit.batch.context_shards import is_shard, refuse_shard
 from torch_collate_kit.batch.model_kind import config_of, inside
-from torch_collate_kit.batch.trees import shares_prefixes
 from torch_collate_kit.batch.unpacking import (
     cells_by_example,
     in_rows,
     response_cells,
+    shares_prefixes,
     values_of_cells,
 )
 from torch_collate_kit.families import text_config

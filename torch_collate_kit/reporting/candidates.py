@@ -19,9 +19,8 @@ from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.loading import PackedBatchSampler
 from torch_collate_kit.packing import PackingOptions, PackingPlan
 from torch_collate_kit.packing.atoms import Atoms, Patches, checked_sizes
-from torch_collate_kit.packing.fitting import fitted
 from torch_collate_kit.packing.options import Strategy
-from torch_collate_kit.packing.planner import plan_rows
+from torch_collate_kit.packing.planner import fitted, plan_rows
 from torch_collate_kit.packing.rows import Ints, row_sums
 from torch_collate_kit.ragged import Ragged
 
@@ -125,11 +124,11 @@ def _packed(atoms: Atoms, packing: PackingOptions, batch_size: int | None) -> di
             num_tokens=int(plan.lengths.sum()),
             num_cells=plan.num_rows * plan.width,
             num_filled=int(
-                plan.aligned_lengths.sum() if packing.share_prefixes else plan.lengths.sum()
+                plan.atoms.cells.sum() if packing.share_prefixes else plan.lengths.sum()
             ),
             **_lost(plan),
         )
-        of_pieces = plan.costs + plan.vision_costs
+        of_pieces = plan.atoms.costs + plan.atoms.vision_costs
         tokens.append(per_step(plan.row_tokens))
         costs.append(per_step(row_sums(of_pieces, plan.row_offsets)))
     ranks = np.concatenate(tokens), np.concatenate(costs)
@@ -150,7 +149,7 @@ def _padded(
     pieces = fitted(atoms, packing)
     kept, align = pieces.lengths, packing.parallel.row_align
     starts = first_examples = np.arange(0, len(kept), batch_size)
-    vision = np.add.reduceat(pieces.vision_costs, first_examples)
+    vision = np.add.reduceat(pieces.atoms.vision_costs, first_examples)
     if segments is not None:
         of_kept = segments.take(pieces.example_indices)
         kept, starts = of_kept.values, of_kept.offsets[first_examples]
@@ -445,12 +444,12 @@ def _of_step(plan: PackingPlan, width: int) -> tuple[float, ...]:
     """
     cost, dp = plan.packing.cost, plan.rows_multiple_of
     ranks = plan.cost_per_rank + plan.vision_cost_per_rank
-    cells = row_sums(plan.aligned_lengths, plan.row_offsets).reshape(dp, -1).sum(axis=1)
+    cells = row_sums(plan.atoms.cells, plan.row_offsets).reshape(dp, -1).sum(axis=1)
     attention = ranks - cost.language_linear * cells
     num_cells = plan.num_rows * width
     time = num_cells // dp * cost.language_linear + attention.max()
-    language = plan.costs if plan.atoms.are_lists else cost.language(plan.lengths)
-    ideal = (int(language.sum()) + int(plan.vision_costs.sum())) / dp
+    language = plan.atoms.costs if plan.atoms.are_lists else cost.language(plan.lengths)
+    ideal = (int(language.sum()) + int(plan.atoms.vision_costs.sum())) / dp
     slowest = ranks.max() / ranks.mean() if ranks.any() else 1.0
     return int(plan.lengths.sum()), num_cells, slowest, time, ideal
 

@@ -18,9 +18,14 @@ from torch_collate_kit.packing.trees import depths_of
 from torch_collate_kit.ragged import Ragged, unchecked
 from torch_collate_kit.reading.columns import number_column
 from torch_collate_kit.reading.entries import joined
-from torch_collate_kit.reading.keys import column_of, first_with
-from torch_collate_kit.reading.packed_elsewhere import CHECKED, check_one_text, refuse_boundaries
-from torch_collate_kit.reading.segments import opened_column
+from torch_collate_kit.reading.keys import (
+    CHECKED,
+    check_one_text,
+    column_of,
+    first_with,
+    refuse_boundaries,
+)
+from torch_collate_kit.reading.reader import opened_column
 from torch_collate_kit.reading.source import (
     Source,
     are_nested,

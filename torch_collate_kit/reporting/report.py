@@ -20,11 +20,12 @@ from torch_collate_kit._reprs import plural
 from torch_collate_kit.batch.showing.style import (
     COLORS,
     axes_for,
+    html_table,
     legend_below,
     matplotlib_module,
+    text_table,
     tint,
 )
-from torch_collate_kit.batch.showing.tables import html_table, text_table
 from torch_collate_kit.families import family_of, left_padding_fault
 from torch_collate_kit.packing import ModelCost, PackingOptions, ParallelLayout
 from torch_collate_kit.packing.atoms import Atoms, Patches, checked_sizes

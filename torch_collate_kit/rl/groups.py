@@ -10,13 +10,13 @@ import numpy as np
 from torch import Tensor
 
 from torch_collate_kit._checks import checked_int
-from torch_collate_kit.batch.rows import PackedValues
+from torch_collate_kit.batch.fields import PackedValues
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
+from torch_collate_kit.reading.columns import flag_column, id_column
 from torch_collate_kit.reading.examples import ExampleColumns
 from torch_collate_kit.reading.reader import read_columns
 from torch_collate_kit.reading.source import is_sequence
-from torch_collate_kit.reading.values import flag_column, id_column
 
 Uids = Sequence[Hashable] | np.ndarray | Tensor
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from torch_collate_kit._checks import checked_choice, checked_int, checked_optional_int
 from torch_collate_kit.batch import Batch
+from torch_collate_kit.batch.fields import cat_rows, is_per_row, take_rows
 from torch_collate_kit.batch.row_changes import cells_per_row, trimmed
-from torch_collate_kit.batch.rows import cat, is_per_row, take
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing import ModelCost
 from torch_collate_kit.packing.balance import over_ranks
@@ -131,7 +131,7 @@ def unstage(staged: Sequence[Sequence[Batch]], outputs: Sequence[Sequence[Any]])
             f"row {odd[0]} of the batch is missing or there twice among the staged rows; pass "
             "every mini-batch of one stage_mini_batches call, and no other"
         )
-    return take(cat(parts), order)
+    return take_rows(cat_rows(parts), order)
 
 
 def _stage(
