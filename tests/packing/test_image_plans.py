@@ -16,7 +16,6 @@ from tests.packing.oracle_packing import needed_dummies, pack_with
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing import ModelCost, PackingOptions, PackingPlan, ParallelLayout, pack
 from torch_collate_kit.packing.pieces import image_load
-from torch_collate_kit.packing.planner import batch_of_rows, fill_rows
 
 STRATEGIES = ("best_fit_decreasing", "first_fit_decreasing", "balanced", "sequential")
 
@@ -136,32 +135,6 @@ def test_without_images_plans_are_those_of_less_tokens(
         assert getattr(plan, name).tolist() == getattr(expected, name).tolist()
     assert not plan.needs_dummy_image.any()
     assert not plan.patches.any()
-
-
-@given(calls(), st.data())
-def test_rows_alone_are_the_rows_that_were_filled(
-    call: tuple[list[int], list[list[int]], PackingOptions], data: Any
-) -> None:
-    """Where ranks add no row; what the rows hold, and all laws, also where they do."""
-    lengths, images, packing = call
-    if packing.overflow == "split":  # a stream splits examples before it fills rows
-        packing = dataclasses.replace(packing, overflow="drop")
-    load = image_load(images, len(lengths), packing.cost)
-    filled = fill_rows(np.array(lengths, dtype=np.int64), packing, load)
-    first = data.draw(st.integers(0, filled.num_rows - 1))
-    rows = np.arange(first, data.draw(st.integers(first + 1, filled.num_rows)))
-    examples, plan = batch_of_rows(filled, rows, filled.dropped[:0], packing)
-    assert examples.tolist() == sorted(i for row in rows for i in filled.bins[row])
-    kept = [lengths[i] for i in examples]
-    of_kept = [images[i] for i in examples]
-    limit = packing.capacity - packing.reserved
-    shorter = [n if image else min(n, limit) for n, image in zip(kept, of_kept, strict=True)]
-    unrestricted = dataclasses.replace(packing, overflow="drop")
-    found = dataclasses.replace(plan, cut=plan.cut[:0])
-    assert_lawful(found, shorter, of_kept, unrestricted)
-    if packing.parallel.dp == 1 and packing.strategy not in ("balanced", "sequential"):
-        members = [[examples[i] for i in row] for row in plan.bins]
-        assert members == [filled.bins[row] for row in rows.tolist()]
 
 
 # What does not fit

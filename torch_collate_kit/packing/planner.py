@@ -153,34 +153,6 @@ def plan_rows(lengths: Ints, packing: PackingOptions, load: Load | None = None) 
     return _for_ranks(pieces, rows, sizes, limits, packing)
 
 
-def fill_rows(lengths: Ints, packing: PackingOptions, load: Load | None = None) -> PackingPlan:
-    """Fill rows as the strategy opens them: not evened out, and for no ranks yet.
-
-    ``lengths`` int64 [N]. "balanced" opens the rows of best fit. With ``load``, of these examples
-    or of others of the run, rows reserve cells for a dummy image.
-    """
-    pieces = cut_to_fit(lengths, packing, load)
-    sizes, limits = measured(pieces, packing, has_images=load is not None)
-    return pieces.in_rows(filled_rows(sizes, limits, packing.strategy))
-
-
-def batch_of_rows(
-    filled: PackingPlan, rows: Ints, dropped: Ints, packing: PackingOptions
-) -> tuple[Ints, PackingPlan]:
-    """Plan some rows that ``fill_rows`` has filled as a batch for all ranks of ``packing``.
-
-    Returns its examples, int64 [N] ascending, and a plan in which they are numbered 0 to N - 1.
-    Without images it is the plan of these examples alone (sequential: where rows are neighbours),
-    since whether a row is fuller than another does not depend on a third.
-    """
-    chosen = Rows(np.arange(len(filled.lengths)), filled.row_offsets).take(np.sort(rows))
-    examples = np.unique(np.append(filled.example_indices[chosen.order], dropped))
-    part = replace(part_of(filled, chosen, examples), num_cut_tokens=0, num_dropped_tokens=0)
-    sizes, limits = measured(part, packing, has_images=True)
-    alone = Rows(np.arange(len(part.lengths)), part.row_offsets)
-    return examples, _for_ranks(part, alone, sizes, limits, packing)
-
-
 def _for_ranks(
     pieces: PackingPlan, rows: Rows, sizes: Sizes, limits: Limits, packing: PackingOptions
 ) -> PackingPlan:

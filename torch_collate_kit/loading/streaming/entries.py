@@ -1,70 +1,285 @@
-"""What the buffer of a stream has for each of its entries."""
+"""Entries of a stream: its examples, or the pieces of those that are split, one by one.
+
+Nothing is cut here: the collator takes those tokens of an example that the plan names.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from torch_collate_kit.errors import DataError
+from torch_collate_kit.collators import PackedCollator
+from torch_collate_kit.errors import DataError, StateError
+from torch_collate_kit.loading.orders.permutations import seeded_generator
+from torch_collate_kit.loading.skipping import Skipped, SkipPolicy
+from torch_collate_kit.loading.streaming.shards import Example
 from torch_collate_kit.loading.streaming.states import Place
 from torch_collate_kit.packing import PackingOptions
-from torch_collate_kit.packing.pieces import Load
-from torch_collate_kit.packing.segments import Segments
+from torch_collate_kit.packing.pieces import Load, cut_to_fit
+from torch_collate_kit.packing.planner import sizes_of
+from torch_collate_kit.packing.trees import depths_of
+from torch_collate_kit.reading.keys import KNOWN, MEDIA
+from torch_collate_kit.reading.reader import read_columns
+from torch_collate_kit.reading.runs import end_to_end
+from torch_collate_kit.reading.source import are_nested
 
-ENTRY = np.dtype(
-    [
-        ("position", np.int64),  # of the example in the source
-        ("start", np.int64),  # its first token in the example
-        ("num_tokens", np.int64),
-        ("is_piece", np.bool_),
-        ("patches", np.int64),  # of its images,
-        ("vision_cost", np.int64),  # and what these cost
-        ("cells", np.int64),  # of its segments, if it is a list of them; else 0
-        ("num_segments", np.int64),
-        ("cost", np.int64),  # of the segments in the language model
-        ("num_read", np.int64),  # the Place after this entry:
-        ("next_start", np.int64),  # ...
-        ("source", np.object_),
-        ("taken", np.int64),
-        ("example", np.object_),  # the whole of it; None where rows are read by position
-        ("skipped", np.object_),  # a tuple of the wrong examples that were left out before it
-        ("of", np.int64),  # the source of a mixture
-    ]
-)
+_NO_DEPTHS = np.zeros(0, dtype=np.int64)
 
 
-def place_after(entry: Any) -> Place:
-    """Return the place of a pass after this entry."""
-    num_read, start = int(entry["num_read"]), int(entry["next_start"])
-    return Place(num_read, start, entry["source"], int(entry["taken"]))
+class Entry(NamedTuple):
+    """An example of a stream, or a piece of one."""
+
+    example: Any  # the whole of it
+    position: int  # of the example in the source
+    num_tokens: int
+    place: Place  # after it
+    start: int = 0  # its first token in the example
+    is_piece: bool = False
+    patches: Sequence[int] = ()  # of its images
+    segments: Sequence[int] | None = None  # tokens of each, if it is a list of segments
+    depths: np.ndarray = _NO_DEPTHS  # tokens that each segment shares, if prefixes are shared
+    where: str = "the stream"  # where positions count, in the words of an error message
+    skipped: tuple[Skipped, ...] = ()  # wrong examples that were left out before it
+    source: int = 0  # its number in a mixture
 
 
-def of_segments(of: Segments | None, number: int = 0) -> tuple[int, int, int]:
-    """Return the cells, number and cost of the segments of one piece; zeros without any."""
-    if of is None:
-        return 0, 0, 0
-    return int(of.cells[number]), int(of.counts[number]), int(of.costs[number])
+class LeftOut:
+    """The wrong examples that are left out where a shard is read, until an entry carries them.
+
+    ``where`` is where their positions count, and ``shard`` the name of the shard: both may be "the
+    stream" or "shard 3 of the stream".
+    """
+
+    def __init__(self, policy: SkipPolicy, where: str, shard: str = "") -> None:
+        self._policy, self.where, self.shard = policy, where, shard
+        self.skipped: list[Skipped] = []
+
+    def add(self, error: DataError, position: int) -> None:
+        """Leave out the example at ``position``, whose error this is.
+
+        Raises:
+            DataError: it may not be left out, or too many were one after the other.
+        """
+        skipped = Skipped(position, str(named(error, [(position, self.where)])))
+        if not self._policy.skips:
+            raise DataError(skipped.reason) from error
+        self.skipped.append(skipped)
+        self._policy.check_in_a_row(len(self.skipped), skipped)
+
+    def take(self) -> tuple[Skipped, ...]:
+        """Return those that were left out since the last call."""
+        taken, self.skipped = tuple(self.skipped), []
+        return taken
 
 
-def load_of(entries: np.ndarray, packing: PackingOptions) -> Load:
-    """Return what entries hold besides tokens.
+def named(error: DataError, examples: Sequence[tuple[int, str]]) -> DataError:
+    """Return the error of a batch, with position and source of the one example that it is about.
+
+    >>> named(DataError("example 1 is empty"), [(6, "the stream"), (7, "the stream")])
+    DataError('example 7 of the stream is empty')
+    """
+    message, found = str(error), set(re.findall(r"(example|row) (\d+)", str(error)))
+    if len(found) != 1:
+        positions, (_, where) = [position for position, _ in examples], examples[0]
+        if len({where for _, where in examples}) > 1:
+            where = "the mixture"
+        return DataError(f"{message} (a batch of examples {positions} of {where})")
+    ((kind, number),) = found
+    position, where = examples[0] if kind == "row" else examples[int(number)]
+    position = int(number) if kind == "row" else position  # a row is a position
+    return DataError(message.replace(f"{kind} {number}", f"example {position} of {where}", 1))
+
+
+def sizes_of_entries(entries: Sequence[Entry], packing: PackingOptions) -> tuple[np.ndarray, Load]:
+    """Return the tokens of entries, int64 [N], and what else they hold.
 
     Raises:
         DataError: some examples are lists of segments, and others are not.
     """
-    patches, costs, cells, counts, costs_of_segments = (
-        np.ascontiguousarray(entries[name])
-        for name in ("patches", "vision_cost", "cells", "num_segments", "cost")
-    )
-    load, is_list = Load(patches, costs), counts > 0
-    if not is_list.any():
-        return load
-    if not is_list.all():
-        flat, nested = (int(entries["position"][(is_list == of).argmax()]) for of in (False, True))
-        raise DataError(
-            f"example {nested} of the stream is a list of segments, and example {flat} is not; "
-            "give every example a list, of one where it has one segment"
+    has_images = any(entry.patches for entry in entries)
+    patches: Any = np.zeros(len(entries), dtype=np.int64)
+    if has_images:
+        patches = [list(entry.patches) for entry in entries]
+    lengths: Any = np.array([entry.num_tokens for entry in entries], dtype=np.int64)
+    depths = None
+    are_lists = [entry.segments is not None for entry in entries]
+    if any(are_lists):
+        if not all(are_lists):
+            flat, nested = (entries[are_lists.index(kind)].position for kind in (False, True))
+            raise DataError(
+                f"example {nested} of the stream is a list of segments, and example {flat} is not; "
+                "give every example a list, of one where it has one segment"
+            )
+        lengths = [list(entry.segments or ()) for entry in entries]
+        if packing.share_prefixes:
+            depths = np.concatenate([entry.depths for entry in entries])
+    found, load = sizes_of(lengths, packing, patches, depths=depths)
+    assert load is not None
+    return found, load
+
+
+def read_entries(
+    examples: Iterable[tuple[Example, int, Place]],
+    place: Place,
+    collator: PackedCollator,
+    left_out: LeftOut,
+) -> Iterator[Entry]:
+    """Yield the entries of ``examples``, which come after ``place``.
+
+    Raises:
+        DataError: an example cannot be packed; names its position in the stream.
+        StateError: the place is within an example that is shorter.
+    """
+    packing, where = collator.packing, left_out.where
+    longest = packing.capacity - packing.reserved
+    if packing.strategy == "wrapped":  # documents are cut anywhere
+        longest = 2**63 - 1
+    for example, position, after in examples:
+        try:
+            num_tokens, patches, segments, depths = _measured(example, collator)
+            entry = Entry(
+                example, position, num_tokens, after, 0, False, patches, segments, depths, where
+            )
+            pieces = [entry]
+            if num_tokens > longest or entry.patches or entry.segments is not None:
+                pieces = _fitted(entry, place, collator)
+        except DataError as error:
+            left_out.add(error, position)
+            place = after
+            continue
+        check_start(place, position, num_tokens)
+        for piece in pieces:
+            if piece.start >= place.start:
+                yield piece._replace(skipped=left_out.take()) if left_out.skipped else piece
+        place = after
+    check_start(place)
+
+
+def _measured(
+    example: Any, collator: PackedCollator
+) -> tuple[int, Sequence[int], Sequence[int] | None, np.ndarray]:
+    """Return the tokens of an example, patches of its images, its segments, what these share."""
+    try:
+        ids: Any = example["input_ids"]
+        num_tokens = len(ids)
+    except (TypeError, LookupError):
+        ids, num_tokens = (), 0
+    packing = collator.packing
+    if num_tokens and are_nested([ids]):
+        return _measured_segments(example, ids, collator)
+    if not num_tokens or (packing.overflow == "raise" and num_tokens > packing.capacity):
+        _check(collator, [example])  # raises what is wrong with it besides its length
+    return num_tokens, _patches(example, [example], collator), None, _NO_DEPTHS
+
+
+def _measured_segments(
+    example: Any, ids: Any, collator: PackedCollator
+) -> tuple[int, Sequence[int], Sequence[int], np.ndarray]:
+    media = [key for key in MEDIA if example.get(key) is not None]
+    try:
+        segments = [*map(len, ids)]
+        parts = [{key: example[key][i] for key in media} for i in range(len(ids))]
+    except (TypeError, LookupError):
+        segments, parts = [0], []
+    depths, arrays = _NO_DEPTHS, []
+    shares = bool(collator.packing.share_prefixes)
+    if shares:
+        arrays = [np.asarray(segment) for segment in ids]
+    if not all(segments) or any(ids.ndim != 1 or ids.dtype.kind not in "iu" for ids in arrays):
+        _check(collator, [example])  # raises what is wrong with them
+    if shares:
+        depths = depths_of(*end_to_end(arrays), np.array([0, len(segments)]))
+    return sum(segments), _patches(example, parts, collator), segments, depths
+
+
+def _patches(example: Any, parts: list[Any], collator: PackedCollator) -> Sequence[int]:
+    """Return the patches of each image of an example, whose segments are ``parts``."""
+    if collator.vision is None:
+        return ()
+    try:
+        return [number for part in parts for number in collator.vision.patches(part)]
+    except (TypeError, ValueError, LookupError, AttributeError):
+        _check(collator, [example])  # raises what is wrong with its images
+        raise
+
+
+def _fitted(entry: Entry, before: Place, collator: PackedCollator) -> list[Entry]:
+    """Return the pieces of an example that comes after ``before``. DataError if it is too long."""
+    packing, total = collator.packing, entry.num_tokens
+    lengths, load = sizes_of_entries([entry], packing)
+    pieces = cut_to_fit(lengths, packing, load)
+    if packing.overflow != "split" or len(pieces.starts) < 2:
+        return [entry]
+    example = _as_arrays(entry.example, collator)
+    return [
+        entry._replace(
+            example=example,
+            num_tokens=length,
+            place=entry.place if start + length == total else before._replace(start=start + length),
+            start=start,
+            is_piece=True,
         )
-    segments = Segments(cells, counts, costs_of_segments, shares=bool(packing.share_prefixes))
-    return load._replace(segments=segments)
+        for start, length in zip(pieces.starts.tolist(), pieces.lengths.tolist(), strict=True)
+    ]
+
+
+def _as_arrays(example: Any, collator: PackedCollator) -> Example:
+    """Return a checked example without unknown keys, its lists as arrays for all pieces."""
+    _check(collator, [example])
+    known = {key: example[key] for key in (*KNOWN, *collator.fields) if key in example}
+    return {k: np.asarray(v) if isinstance(v, list | tuple) else v for k, v in known.items()}
+
+
+def _check(collator: PackedCollator, examples: Any) -> None:
+    """Raise DataError if an example is wrong, however long."""
+    read_columns(
+        examples, train_all=collator.train_all, fields=collator.fields, vision=collator.vision
+    )
+
+
+def check_start(place: Place, position: int = -1, num_tokens: int = 0) -> None:
+    """Raise StateError unless the next example, at ``position``, reaches beyond the place."""
+    if place.start and place.start >= num_tokens:
+        if num_tokens:
+            found = f"example {position} of the stream, which has {num_tokens}"
+        else:
+            found = f"an example after {place.num_read} of the stream, which ends there"
+        raise StateError(
+            f"the state is after token {place.start} of {found}; the source is not what it was "
+            "when the state was saved"
+        )
+
+
+def shuffled_blocks(
+    entries: Iterator[Entry], place: Place, *, block_size: int, words: tuple[int, ...]
+) -> Iterator[Entry]:
+    """Yield ``entries`` from ``place`` on, in blocks of ``block_size`` that are each shuffled.
+
+    A sliding buffer depends on all that came before it, so its state would have to hold it. A block
+    is read again from where it begins, so a place is that and the number of its entries given out.
+    ``words`` and the place of a block seed its order. ``entries`` begin at the block of the place.
+    """
+    begin, num_given = place._replace(taken=0), place.taken
+    while True:
+        block = list(islice(entries, block_size))
+        if num_given and num_given >= len(block):
+            raise StateError(
+                f"the state is after {num_given} examples of a shuffled block of {len(block)} that "
+                f"begins after example {begin.num_read} of the stream; the source is not what it "
+                "was when the state was saved"
+            )
+        if not block:
+            return
+        after = block[-1].place
+        order = seeded_generator(*words, begin.num_read + 1, begin.start).permutation(len(block))
+        block = [block[i] for i in order.tolist()]
+        taken = num_given
+        block = block[num_given:][::-1]
+        while block:  # nothing here refers to an entry that was given out
+            taken += 1
+            yield block.pop()._replace(place=begin._replace(taken=taken) if len(block) else after)
+        begin, num_given = after, 0
