@@ -105,13 +105,12 @@ def joined_batches(
     documents: list[Entry] = []
     waiting = -place.start
     while True:
-        while waiting < num_tokens and (document := next(entries, None)) is not None:
-            documents.append(document)
-            waiting += document.num_tokens
+        while waiting < num_tokens and (following := [*islice(entries, 1)]):
+            documents += following
+            waiting += following[0].num_tokens
         if not documents:
             return
-        first, last = documents[0], documents[-1]
-        check_start(place, first.position, first.num_tokens)
+        check_start(place, documents[0].position, documents[0].num_tokens)
         lengths, load = sizes_of_entries(documents, packing)
         waiting = max(0, waiting - num_tokens)
         lengths[0] -= place.start
@@ -119,13 +118,12 @@ def joined_batches(
         plan = plan_rows(lengths, packing, load)  # examples of segments are refused
         starts = plan.starts + np.where(plan.example_indices == 0, place.start, 0)
         if not waiting:
-            place = last.place
+            place = documents[-1].place
         elif len(documents) == 1:
             place = place._replace(start=place.start + int(lengths[-1]))
         else:
             place = documents[-2].place._replace(start=int(lengths[-1]))
-        rest = [last] if waiting else []
-        del document, first, last
+        rest, following = documents[-1:] if waiting else [], []
         yield _taken(documents), replace(plan, starts=starts), place
         documents = rest
 
@@ -156,6 +154,8 @@ class ShardBatches:
         policy: SkipPolicy,
     ) -> None:
         self._stream, self._shard, self._epoch = stream, shard, epoch
+        if not position.num_batches:
+            position = position._replace(place=stream.renewed(position.place))
         self._position, self._policy = position, policy
         self._batch_rows, self._buffer_size = batch_rows, buffer_size
         self._left_out = LeftOut(policy, "the stream")
@@ -254,19 +254,18 @@ class ShardBatches:
     def _planned(self, position: Position) -> Iterator[Planned]:
         """Yield all batches of the window of a position, and of all later ones."""
         place = position.place
-        if position.num_batches and self._stream.has_other_weights(place):
-            for entries, plan, next_window in self._windows(place, num_as_saved=None):
-                yield entries, plan, next_window
-                if next_window is not None:
-                    place = next_window
-                    break
-        yield from self._windows(place, num_as_saved=int(place.start > 0))
+        if position.num_batches and self._stream.renewed(place) != place:
+            for entries, plan, next_window in self._windows(place):
+                if next_window is None:
+                    yield entries, plan, None
+                    continue
+                place = self._stream.renewed(next_window)
+                yield entries, plan, place
+                break
+        yield from self._windows(place)
 
-    def _windows(self, place: Place, num_as_saved: int | None) -> Iterator[Planned]:
-        """Yield all batches from ``place`` on.
-
-        ``num_as_saved`` entries of a mixture, or all, are chosen with the weights of the place.
-        """
+    def _windows(self, place: Place) -> Iterator[Planned]:
+        """Yield all batches from ``place`` on; of a mixture with the weights of the place."""
         packing = self._stream.collator.packing
         entries, self._left_out = open_shard(
             self._stream,
@@ -275,7 +274,6 @@ class ShardBatches:
             policy=self._policy,
             epoch=self._epoch,
             block_size=self._buffer_size,
-            num_as_saved=num_as_saved,
         )
         if packing.strategy == "wrapped":
             return joined_batches(entries, packing, batch_rows=self._batch_rows, place=place)

@@ -68,9 +68,17 @@ class MixedStream:
             found[f"source {name!r}"] = {"epoch": stream.epoch, **(stream.fingerprint() or {})}
         return found
 
-    def has_other_weights(self, place: Place) -> bool:
-        """Return whether a place is of a run with other weights."""
-        return place.mixed is not None and place.mixed.weights != self._weights
+    def renewed(self, place: Place) -> Place:
+        """Return a place from which on the mixture's own weights apply, and what is taken is 0.
+
+        Within a joined document it stays: the document is chosen with the weights before.
+        """
+        mixed = place.mixed
+        if mixed is None or mixed.weights == self._weights or place.start:
+            return place
+        return place._replace(
+            mixed=MixedPlace(self._weights, (0,) * len(mixed.taken), mixed.places)
+        )
 
     def check_weights(self, positions: Mapping[int, Position]) -> None:
         """Warn if the positions in a state are of a run with other weights."""
@@ -87,40 +95,34 @@ class MixedStream:
         self,
         place: Place,
         open_source: Callable[[int, Place], Iterator[Entry]],
-        num_as_saved: int | None,
+        *,
+        is_within: bool,
     ) -> Iterator[Entry]:
         """Yield the entries after ``place``, each with the place after it.
 
-        ``num_as_saved`` of them, or all, are chosen with the weights of the place, and the others
-        with those of the mixture.
+        All are chosen with the weights of the place, or if it ``is_within`` a document only the
+        first one.
         """
         assert place.mixed is not None
-        mixed = self._with_own_weights(place.mixed) if num_as_saved == 0 else place.mixed
+        weights, all_taken, places = place.mixed
         sources = [
             _MixedSource(number, taken, own, partial(open_source, number), self.source)
-            for number, (taken, own) in enumerate(zip(mixed.taken, mixed.places, strict=True))
+            for number, (taken, own) in enumerate(zip(all_taken, places, strict=True))
         ]
-        periods = _periods(mixed.weights)
-        for num_read in count(1):
+        periods = _periods(weights)
+        for num_read in count(place.num_read + 1):
             source = sources[min(sources[i].due(period) for i, period in periods.items())[-1]]
             entry = source.take()
             if entry is None:
                 return
-            taken, places = zip(*((of.taken, of.place) for of in sources), strict=True)
-            mixed = MixedPlace(mixed.weights, taken, places)
-            if num_read == num_as_saved and mixed.weights != self._weights:
-                mixed, periods = self._with_own_weights(mixed), _periods(self._weights)
-                for source in sources:
-                    source.taken = 0
-            after = Place(place.num_read + num_read, mixed=mixed)
+            if is_within and weights != self._weights:
+                weights, periods = self._weights, _periods(self._weights)
+                for other in sources:
+                    other.taken = 0
+            all_taken, places = zip(*((one.taken, one.place) for one in sources), strict=True)
+            after = Place(num_read, mixed=MixedPlace(weights, all_taken, places))
             yield entry._replace(place=after, source=source.number)
             del entry  # it would be held beside the next
-
-    def _with_own_weights(self, mixed: MixedPlace) -> MixedPlace:
-        """Return a place from which on the mixture's own weights apply."""
-        if mixed.weights == self._weights:
-            return mixed
-        return MixedPlace(self._weights, (0,) * len(mixed.taken), mixed.places)
 
 
 class _MixedSource:
@@ -173,12 +175,12 @@ def open_shard(
     epoch: int | None,
     policy: SkipPolicy,
     block_size: int,
-    num_as_saved: int | None,
 ) -> tuple[Iterator[Entry], LeftOut]:
     """Return the entries of a shard from a place on, and those left out where it is read."""
     words = () if stream.seed is None else (stream.seed, epoch or 0)
-    if stream.collator.packing.strategy == "wrapped":
-        place = place._replace(start=0)  # it is of the batches, not of what is read
+    is_within = False
+    if stream.collator.packing.strategy == "wrapped":  # the start is of the batches
+        is_within, place = place.start > 0, place._replace(start=0)
     if isinstance(stream, Stream):
         return _open_source(stream, shard, place, words, policy, block_size)
 
@@ -198,7 +200,7 @@ def open_shard(
             )
         return entries if first is None else chain([first], entries)
 
-    return stream.entries(place, open_source, num_as_saved), LeftOut(policy, "the mixture")
+    return stream.entries(place, open_source, is_within=is_within), LeftOut(policy, "the mixture")
 
 
 def _open_source(

@@ -148,9 +148,9 @@ class Stream:
         """The place before the first example."""
         return Place()
 
-    def has_other_weights(self, place: Place) -> bool:
-        """Return False: it is a mixture that has weights."""
-        return False
+    def renewed(self, place: Place) -> Place:
+        """Return the place: only of a mixture may it be one of other weights."""
+        return place
 
     def check_weights(self, positions: Mapping[int, Any]) -> None:
         """Do nothing: it is a mixture that has weights."""
@@ -166,7 +166,7 @@ class Stream:
             state = source.state_dict() if has_state else None
             if self.added:
                 example = {**example, **self.added}
-            yield example, position, Place(position + 1, source=state)
+            yield example, position, Place(position + 1, 0, 0, state)
 
     def _iterated(self, part: Part, place: Place) -> Iterator[tuple[int, Example]]:
         """Yield examples of a source that can only be iterated over, and their positions."""
@@ -272,7 +272,7 @@ def _is_indexed(source: Any) -> bool:
 def _indexed(part: Part, place: Place) -> Iterator[tuple[int, Example]]:
     """Yield the examples of a shard after ``place``, and their positions."""
     positions = part.after(place, len(part.source))
-    if hasattr(part.source, "select"):  # twice as fast as one by one
+    if positions and hasattr(part.source, "select"):  # twice as fast as one by one
         return zip(positions, part.source.select(positions), strict=True)
     return ((position, part.source[position]) for position in positions)
 

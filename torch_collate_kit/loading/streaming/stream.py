@@ -59,8 +59,9 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
         on_error: "raise", or "skip" to leave out examples that raise a DataError alone. Of a shard
             at most ``max_skipped``, and ``max_skipped_in_a_row`` one after the other, but not all.
 
-    One ``iter()`` is one pass. Load it with ``DataLoader(dataset, batch_size=None, collate_fn=dataset.as_is)``.
-    docs/loading.md describes buffers and windows, sharding over ranks and workers, and resuming.
+    One ``iter()`` is one pass. Load it with
+    ``DataLoader(dataset, batch_size=None, collate_fn=dataset.as_is)``. docs/loading.md describes
+    windows, sharding over ranks and workers, and resuming.
 
     Raises:
         DataError: an example is wrong or too long; the message names its position in the stream.
