@@ -121,7 +121,8 @@ def mixture_table(report: Report, folder: Path) -> None:
     short = real_lengths(folder)
     short = np.tile(short[short <= 1008], 20)
     long = np.tile(real_lengths(folder, "tau_airline_all.qwen"), 60)
-    schedule = [(0, [9, 1]), (100, [5, 5]), (200, [3, 7])]
+    stages = [[9, 1], [5, 5], [3, 7]]  # of 100 steps each, which are about 99.5% full
+    schedule = [(int(0.995 * 100 * k * 16 * 8192), of) for k, of in enumerate(stages)]
     wanted = {"70 / 30": [0.7] * _STEPS, "schedule": [0.9] * 100 + [0.5] * 100 + [0.3] * 56}
     rows = []
     for name, shares in wanted.items():

@@ -88,19 +88,18 @@ def cells(report: Report, examples: Examples) -> None:
     rows, num_segments = [], sum(len(example["input_ids"]) for example in examples)
     for max_tokens in (_ROW, 8192):
         kept = [of for example in examples if (of := fitting(example, max_tokens))["input_ids"]]
-        packing = {"max_tokens": max_tokens, "share_prefixes": True, "overflow": "split"}
+        packing = {"max_tokens": max_tokens, "share_prefixes": True, "overflow": "drop"}
         batch = PackedCollator(0, **packing)(kept)
         total, count = batch.step.num_tokens, batch.metadata["step_num_filled_cells"]
         found = f"{sum(batch.metadata['num_segments'])} of {num_segments}"
-        rows.append([f"{max_tokens:,}", found, f"{batch.metadata['num_cut']}"])
+        rows.append([f"{max_tokens:,}", found, f"{batch.metadata['num_dropped']}"])
         rows[-1] += [f"{total:,}", f"{count:,}", f"{total / count:.2f}"]
         if max_tokens == _ROW:
             report.target("tokens for each cell, rows of 32,768", total / count, "x", 9)
-    header = ["max_tokens", "segments", "dialogues cut", "tokens", "cells", "tokens per cell"]
+    header = ["max_tokens", "segments", "dialogues dropped", "tokens", "cells", "tokens per cell"]
     note = (
-        f"{len(examples)} airline dialogues of tau-bench. A tree that is larger than a row is cut "
-        'between segments (`overflow="split"`), and each run has its prefix again; segments that '
-        "are longer than a row by themselves are left out."
+        f"{len(examples)} airline dialogues of tau-bench. A tree that is larger than a row is "
+        'left out (`overflow="drop"`), and so are segments longer than a row.'
     )
     report.table("Cells", header, rows, note)
 

@@ -22,7 +22,7 @@ from samples import IMAGE_MIXES, image_mix
 
 from torch_collate_kit import PackingOptions, ParallelLayout, pack
 from torch_collate_kit.packing import PackingPlan
-from torch_collate_kit.packing.pieces import image_load
+from torch_collate_kit.packing.atoms import image_sizes
 from torch_collate_kit.ragged import Ragged
 
 MAX_TOKENS = 8192
@@ -45,7 +45,7 @@ def heaviest(costs: np.ndarray) -> float:
 def blind_vision_cost(lengths: np.ndarray, patches: Ragged) -> float:
     """Of the heaviest rank over the mean, in a plan by tokens alone."""
     plan = pack(lengths, MAX_TOKENS, parallel=ParallelLayout(dp=RANKS))
-    costs = image_load(patches, len(lengths), plan.cost).costs[plan.example_indices]
+    costs = image_sizes(patches, len(lengths), plan.packing.cost)[1][plan.example_indices]
     rows = np.diff(np.append(0, np.cumsum(costs))[plan.row_offsets])
     return heaviest(rows.reshape(RANKS, -1).sum(axis=1))
 

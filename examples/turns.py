@@ -57,9 +57,8 @@ def packing_options(examples: kit.TokenizedDataset, args: argparse.Namespace) ->
             f"{len(shared.values)} contexts of turns: {tokens.sum():,} tokens in {cells.sum():,} "
             f"cells, {factor:.2f} each; prefixes are {'' if shares else 'not '}shared"
         )
-    if too_long == len(tokens) and not shares:
+    if too_long == len(tokens):
         fail(f"no conversation fits in --max-tokens {args.max_tokens}; raise it")
     if too_long and args.rank == 0:
-        what = "cut between turns" if shares else "dropped"
-        print(f"{too_long} conversations are longer than a row, and {what}; raise --max-tokens")
-    return {"share_prefixes": shares, "overflow": "split" if shares else "drop"}
+        print(f"{too_long} conversations are longer than a row and dropped; raise --max-tokens")
+    return {"share_prefixes": shares, "overflow": "drop"}

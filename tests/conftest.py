@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
 from collections import Counter
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import torch
@@ -59,18 +59,22 @@ def collated(request: pytest.FixtureRequest) -> Batch:
     return request.getfixturevalue(request.param)
 
 
-# Of the cases of a parametrized test in these files or folders CI runs every n-th one, but of
-# tests of refusals all. The rest, and the tests named below, are marked release:
-# pytest -m release, or ALL_CASES=1 for all at once.
+@pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """Where a test computes: what it asserts must hold on a CUDA device, too."""
+    return request.param
+
+
+# CI runs every n-th case of a parametrized test in these files or folders, but all of refusals.
+# The rest is marked release: pytest -m release, or ALL_CASES=1 for all at once.
 ONE_CASE_OF = {
-    "benchmarks": 2,
     "chat/test_dataset.py": 3,
     "chat/test_other_templates.py": 3,
     "chat/test_real_conversations.py": 3,
     "chat/test_templates.py": 4,
     "chat_images": 3,
     "collators/test_segments.py": 2,
-    "examples": 3,
+    "collators/test_rollout_fuzz.py": 2,
     "kernels": 2,
     "loading": 4,
     "loading/streaming": 6,
@@ -79,61 +83,68 @@ ONE_CASE_OF = {
     "reporting": 3,
     "rl/test_micro_batches.py": 3,
     "test_batch_counts.py": 3,
-    "test_batch_waiting.py": 2,
+    "test_batch_devices.py": 2,
+    "test_block_mask.py": 2,
     "test_saved_fields.py": 3,
     "test_context_frameworks.py": 2,
-    "collators/test_rollout_fuzz.py": 2,
     "test_context_ranks.py": 3,
     "test_context_shards.py": 3,
     "test_isolate_mixers.py": 3,
     "test_isolated_models.py": 3,
     "test_isolation_models.py": 2,
-    "test_notebooks.py": 3,
-    "dropin": 2,
     "vision": 4,
 }
-OF_REFUSALS = re.compile("refused|_named|what_is_wrong")
+# Of these files and folders CI runs no other test: a run of each script, and of each way to ship.
+SMOKE = {
+    "docs/test_site.py": set(),  # make docs
+    "dropin": {
+        "test_losses_are_those_of_one_example_at_a_time[trainer-2]",
+        "test_the_first_loss_by_hand_and_another_is_refused",
+        "test_trainer_and_a_loop_train_the_same_rows_to_the_same_losses",
+        "test_dispatch_batches_that_cut_the_boundaries_are_refused",
+    },
+    "examples": {
+        "test_it_learns_answers_and_saves",
+        "test_it_plays_trains_and_saves",
+        "test_it_trains_and_saves[dpo]",
+        "test_it_trains_answers_and_saves",
+        "test_it_trains_evaluates_and_saves",
+        "test_options_that_are_refused[--batch-size 0]",
+        "test_questions_and_answers",
+        "test_a_resumed_run_is_exact",
+        "test_two_ranks_train_as_one[ddp]",
+        "test_what_it_starts[eight_gpus_fsdp2]",
+    },
+    "test_notebooks.py": {"test_a_notebook_shows_what_is_committed[01_batches]"},
+    "test_packaging.py": {"test_the_wheel_has_the_package_and_nothing_else"},
+    "test_readme.py": {"test_its_code_prints_what_it_shows"},
+}
 ALONE = {  # several seconds each
-    "test_a_checkpoint_is_on_disk_before_it_has_its_name",
-    "test_a_full_disk_of_one_rank_ends_all",
     "test_a_run_goes_on_with_other_context_ranks",
-    "test_a_step_is_so_many_full_rows",
-    "test_every_rank_saves_its_part",
-    "test_one_run_at_a_time_and_ctrl_c",
-    "test_sigterm_saves_and_the_run_goes_on",
-    "test_the_held_out_loss_is_that_of_each_conversation_once",
-    "test_the_sdist_has_all_that_its_tests_need",
-    "test_two_ranks_share_the_rows_of_one",
-    "test_two_ranks_train_the_rows_of_one",
     "test_a_compiled_model_follows_paths_without_a_graph_break",
     "test_a_chain_with_workers",
     "test_a_pipe_that_is_closed_early",
     "test_a_process_of_its_own_says_nothing_beside_its_result",
-    "test_rows_one_by_one_all_at_once_or_padded_train_alike",
     "test_resume_is_exact",
-    "test_steps_of_full_rows_with_images",
-    "test_a_run_saves_its_adapter_and_resumes_exactly",
-    "test_a_packed_loop_agrees_and_faults_show",
-    "test_a_checkpoint_in_the_middle_of_an_epoch_goes_on_with_the_same_rows",
-    "test_large_conversations_are_cut_between_turns",
     "test_chains_see_a_keyed_order_that_is_off_by_one",
     "test_equals_the_examples_one_by_one",
-    "test_without_varying_lengths_they_are_compiled_again",
-    "test_clipping_and_weight_decay",
     "test_every_family_does_with_its_inputs_what_the_table_says",
-    "test_layers_are_compiled_once",
-    "test_sft_trainer_trains_the_rows_of_trainer_to_the_same_losses",
     "test_streams_cut_trees_and_resume_within_one",
-    "test_the_losses_are_those_without_sharing",
-    "test_the_seed_decides_everything",
 }
+Setting = TypeVar("Setting")
 
 
-def share_of(path: str) -> int:
-    """Every how many cases of a file run: what is said of it, or of the folder around it."""
-    while path and path not in ONE_CASE_OF:
+def setting_of(path: str, settings: dict[str, Setting]) -> Setting | None:
+    """Return what is set for a file, or for the nearest folder around it."""
+    while path and path not in settings:
         path = path.rpartition("/")[0]
-    return ONE_CASE_OF.get(path, 1)
+    return settings.get(path)
+
+
+def is_of_refusals(item: pytest.Item) -> bool:
+    """Tell whether a test looks at errors: by its name, or by the names that it calls."""
+    called = getattr(getattr(item, "function", None), "__code__", None)
+    return "refused" in item.name or bool(called and {"raises", "refused"} & {*called.co_names})
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -141,10 +152,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     numbers: Counter[tuple[Path, str]] = Counter()
     for item in items:
         name = getattr(item, "originalname", item.name)
-        share = share_of(item.path.as_posix().rpartition("/tests/")[2])
+        path = item.path.as_posix().rpartition("/tests/")[2]
         number = numbers[item.path, name]
         numbers[item.path, name] += 1
-        is_left_out = number % share and not OF_REFUSALS.search(name)
+        smoke, share = setting_of(path, SMOKE), setting_of(path, ONE_CASE_OF) or 1
+        is_left_out = number % share and not is_of_refusals(item)
+        if smoke is not None:
+            is_left_out = item.name not in smoke
         if (is_left_out or name in ALONE) and "ALL_CASES" not in os.environ:
             item.add_marker(pytest.mark.release)
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():

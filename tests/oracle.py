@@ -489,28 +489,6 @@ def trie(segments: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[int],
     return paths, depths, parents, len(cells)
 
 
-def runs(
-    segments: Sequence[Sequence[int]], capacity: int, most: int | None = None
-) -> list[tuple[int, int]]:
-    """The first segment and the one after the last of each run: as many as fit in a row.
-
-    >>> runs([[5, 6, 7], [5, 6, 8, 9], [5, 6]], 4)
-    [(0, 1), (1, 3)]
-    """
-    found, first = [], 0
-    while first < len(segments):
-        stop = first + 1
-        while (
-            stop < len(segments)
-            and (most is None or stop - first < most)
-            and trie(segments[first : stop + 1])[-1] <= capacity
-        ):
-            stop += 1
-        found.append((first, stop))
-        first = stop
-    return found
-
-
 def mixed_order(
     units: Sequence[Sequence[int]],
     weights: Sequence[Any],

@@ -32,6 +32,10 @@ def alone(model: Any, ids: Tensor) -> Tensor:
     return model(input_ids=ids[None], use_cache=False).logits[0]
 
 
+def on(device: str, inputs: dict[str, Any]) -> dict[str, Any]:
+    return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
+
+
 # --- packed equals one at a time -----------------------------------------------------------------
 
 
@@ -82,11 +86,11 @@ def test_packed_training_equals_one_at_a_time(kind, attention):
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable:FutureWarning")
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
-def test_gradient_checkpointing_changes_nothing(kind, use_reentrant):
-    inputs = packed_inputs(*TWO_ROWS)
+def test_gradient_checkpointing_changes_nothing(kind, use_reentrant, device):
+    inputs = on(device, packed_inputs(*TWO_ROWS))
     gradients = []
     for checkpointing in (False, True):
-        model = tiny_model(kind, dtype=torch.float64).train()
+        model = tiny_model(kind, dtype=torch.float64).train().to(device)
         if checkpointing:
             options = {"use_reentrant": use_reentrant}
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
@@ -98,12 +102,14 @@ def test_gradient_checkpointing_changes_nothing(kind, use_reentrant):
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama"])
-def test_autocast_runs_in_bfloat16(kind):
+def test_autocast_runs_in_bfloat16(kind, device):
     # under autocast Qwen3's norms widen query and key to float32 and leave value in bfloat16
-    rows, inputs = ONE_ROW, packed_inputs(*ONE_ROW)
-    model = tiny_model(kind, initializer_range=0.05).train()
-    reference = tiny_model(kind, "sdpa", initializer_range=0.05).train()
-    with torch.autocast("cpu", torch.bfloat16):
+    rows, inputs = ONE_ROW, on(device, packed_inputs(*ONE_ROW))
+    model, reference = (
+        tiny_model(kind, attention, initializer_range=0.05).train().to(device)
+        for attention in ("torch_varlen", "sdpa")
+    )
+    with torch.autocast(device, torch.bfloat16):
         logits = model(**inputs).logits
         for row, columns in segment_slices(*rows):
             expected = alone(reference, inputs["input_ids"][row, columns])
@@ -114,12 +120,14 @@ def test_autocast_runs_in_bfloat16(kind):
 
 @pytest.mark.parametrize("kind", ["qwen3", "mistral", "gemma3"])
 @pytest.mark.parametrize("use_cache", [True, False])
-def test_generate_equals_sdpa(kind, use_cache):
-    prompts = token_ids(2, 2 * WINDOW)
+def test_generate_equals_sdpa(kind, use_cache, device):
+    prompts = token_ids(2, 2 * WINDOW).to(device)
     mask = torch.ones_like(prompts)
     prompts[1, :3], mask[1, :3] = 0, 0  # left padding
     texts = [
-        tiny_model(kind, attention).generate(
+        tiny_model(kind, attention)
+        .to(device)
+        .generate(
             input_ids=prompts,
             attention_mask=mask,
             max_new_tokens=6,

@@ -118,6 +118,7 @@ def test_an_option_changes_what_is_printed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if "--num-proc" in option:  # progress is shown
+        datasets.enable_progress_bars()  # examples turn them off
         monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     words = [command, *data.split()] if command else []
     before, after = ("".join(run(*given)[1:]) for given in (words, [*words, *option.split()]))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.batch_samples import VISION, functions_of_a_batch, image_examples, members_of_a_batch
-from tests.no_waiting import NoWaiting
+from tests.devices import NoWaiting
 from tests.test_trees_everywhere import EXAMPLES, FIELDS
 from tests.test_trees_everywhere import FUNCTIONS as TAKING_A_BATCH
 from tests.test_trees_everywhere import MEMBERS as MEMBERS_TAKEN

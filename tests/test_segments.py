@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.no_waiting import NoWaiting
+from tests.devices import NoWaiting
 from tests.test_losses import EXAMPLES, LAYOUTS, VOCABULARY, Model, examples_strategy
 from torch_collate_kit import (
     Batch,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from tests.no_waiting import NoWaiting
+from tests.devices import NoWaiting
 from tests.tree_samples import (
     FIELDS,
     both,

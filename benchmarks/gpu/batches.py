@@ -89,11 +89,13 @@ def isolation(where: Where) -> dict[str, Any]:
 
 
 def gpu_tests(where: Where) -> dict[str, Any]:
-    """`pytest -m gpu tests/gpu`, where pytest is installed; the other checks need none."""
+    """Tests marked gpu that need no other package, where pytest is installed."""
     name = "tests/gpu"
+    paths_of_tests = [name, "tests/test_attention.py", "tests/test_batch_devices.py"]
     if importlib.util.find_spec("pytest") is None:
         return {"checks": [], "skipped": f"{name}: pytest is missing"}
-    command = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", "-p", "no:cacheprovider", name]
+    command = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", "-p", "no:cacheprovider"]
+    command += paths_of_tests
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
     code, lines = _echoed(command, environment)

@@ -16,7 +16,6 @@ from torch_collate_kit.ragged import Ragged
 
 IDS = [5, 6, 7]
 GOOD = {"input_ids": IDS}
-TREES = PackedCollator(0, max_tokens=8, share_prefixes=True, overflow="split")
 PAIR = {"input_ids": [IDS, [5, 6, 8]], "loss_mask": [[0, 0, 1], [0, 0, 1]]}
 LABELLED = {**GOOD, "labels": IDS}
 ROLLOUT = {"prompt_ids": [5, 6], "response_ids": [7, 8, 9], "rewards": 1.0, "loss_mask": [1, 1, 1]}
@@ -105,12 +104,8 @@ SEGMENTED_INPUTS = [
      overflow="truncate")([PAIR])),
     BadInput("segments to split", lambda: PackedCollator(0, max_tokens=8,
      overflow="split")([PAIR])),
-    BadInput("a shared segment over a row", lambda: TREES([PAIR | {"input_ids": [IDS, [5] * 9],
-     "loss_mask": [[0, 0, 1], [1] * 9]}])),
-    BadInput("a pair to split", lambda: TREES([PAIR | {"keep_together": True}])),
-    BadInput("a field of split examples", lambda: PackedCollator(0, max_tokens=8,
-     share_prefixes=True, overflow="split", fields={"margin": PerExample(torch.float32)})(
-     [PAIR | {"margin": 0.5}])),
+    BadInput("segments to split where prefixes are shared", lambda: PackedCollator(0, max_tokens=8,
+     share_prefixes=True, overflow="split")),
     BadInput("more segments than a row may have", lambda: PackedCollator(0,
      packing=PackingOptions(8, max_sequences_per_row=1))([PAIR])),
     BadInput("segments without a list among lengths", lambda: pack([[3, 4], 2], 8)),

@@ -126,7 +126,7 @@ class OverALoader(transformers.Trainer):
         return self.loader
 
 
-@pytest.mark.parametrize("kind", ["sampler", pytest.param("stream", marks=pytest.mark.release)])
+@pytest.mark.parametrize("kind", ["sampler", "stream"])
 def test_a_trainer_over_a_loader_that_it_cannot_resume_is_refused(
     kind: str, tmp_path: Path
 ) -> None:

@@ -17,7 +17,6 @@ from tests.dropin.launching import load_script, run_on_two_ranks, run_script, sk
 
 tiny = load_script("tiny")
 
-IN_CI = [("accelerate_loader", 2), ("trainer", 2)]
 SCRIPTS = {  # ranks, and packages that the stack needs beside those of the tests
     "trainer": ((1, 2), ()),
     "ddp": ((2,), ()),
@@ -36,11 +35,8 @@ OF_ROWS = (
     "sft_trainer",
 )  # 24 steps of four rows: two epochs, each in an order of its own
 STOP_AFTER_20 = ("accelerate_stream", "lightning_stream")
-CASES = [
-    pytest.param(name, num, marks=[] if (name, num) in IN_CI else pytest.mark.release)
-    for name, (ranks, _) in SCRIPTS.items()
-    for num in ranks
-]
+CASES = [(name, num) for name, (ranks, _) in SCRIPTS.items() for num in ranks]
+FORKED = [("accelerate_loader", 2), ("trainer", 2)]  # ranks without torchrun
 
 
 @pytest.mark.parametrize(("script", "num_ranks"), CASES)
@@ -48,7 +44,7 @@ def test_losses_are_those_of_one_example_at_a_time(
     script: str, num_ranks: int, tmp_path: Path
 ) -> None:
     skip_without(*SCRIPTS[script][1])
-    if (script, num_ranks) in IN_CI:
+    if (script, num_ranks) in FORKED:
         result = run_on_two_ranks(script, tmp_path)
     else:
         result = run_script(script, tmp_path, num_ranks=num_ranks)
@@ -73,7 +69,7 @@ def test_losses_are_those_of_one_example_at_a_time(
         check_evaluation(result["printed"], {1: 3.106, 2: 3.103}[num_ranks])
 
 
-@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.release), 2])
+@pytest.mark.parametrize("num_ranks", [1, 2])
 def test_dpo_in_a_trainer_is_one_pair_at_a_time(num_ranks: int, tmp_path: Path) -> None:
     """The script has the reference, and ends with an error where a loss differs by 1e-5."""
     if num_ranks == 1:

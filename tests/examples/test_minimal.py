@@ -15,7 +15,6 @@ from tests.examples.runs import EXAMPLES
 def test_it_learns_answers_and_saves(tmp_path: Path) -> None:
     """The conversation it is asked about is held out."""
     script = EXAMPLES / "minimal.py"
-    assert len(script.read_text().splitlines()) <= 70
     command = [sys.executable, str(script)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr

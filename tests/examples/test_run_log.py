@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import run_log
 import torch
 import transformers
-from run_log import RunLog, write_results
+from run_log import RunLog
 
 import torch_collate_kit as kit
 
@@ -100,21 +99,6 @@ def test_a_step_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert log.summary() == pytest.approx({**sums, **rates, "cost_balance": 67 / 65})
 
 
-def test_the_bar_fits_80_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long run: 10,000 steps, hours left, two million tokens per second, a wait of minutes."""
-    clock = iter([100.0, 100.0 + 5e-6])
-    monkeypatch.setattr(run_log, "time", Namespace(perf_counter=lambda: next(clock)))
-    with log_of(tmp_path, logging()) as log:
-        log.loader.wait_seconds = 1234.5
-        log.step(1, [packed()[:1]], 12.3456, 0.1, 0.5)
-        long = {"n": 9999, "total": 10_000, "rate": 1 / 35_999, "elapsed": 35_999.0, "ncols": 80}
-        line = log.bar.format_meter(**{**log.bar.format_dict, **long})
-    assert line.startswith("9999/10000 ")
-    text = " 9:59:59 left, loss 12.35, 2.00M tok/s, 0% padding, waited 1234 s"
-    assert line.endswith(text)
-    assert len(line) == 80
-
-
 PEAK = 989.4e12  # of an H100
 SIZES: dict[str, Any] = {"vocab_size": 10, "hidden_size": 8, "intermediate_size": 16}
 SIZES |= {"num_hidden_layers": 1, "num_attention_heads": 2}
@@ -164,15 +148,16 @@ def test_a_step_of_rows_that_share_prefixes(
 
     Own tokens cost 3840 FLOPs each, and attention 48 times what they add to the squares of paths.
     """
-    turns = {"input_ids": [[1, 2, 3], [1, 2, 4, 5], [6, 2, 4, 6, 7]]}
-    turns["loss_mask"] = [[0] * (len(of) - 1) + [1] for of in turns["input_ids"]]
-    collate = kit.PackedCollator(0, max_tokens=5, share_prefixes=True, overflow="split")
+    trees = [[[1, 2, 3], [1, 2, 4, 5]], [[6, 2, 4, 6, 7]]]
+    masks = [[[0] * (len(of) - 1) + [1] for of in tree] for tree in trees]
+    turns = {"input_ids": trees, "loss_mask": masks}
+    collate = kit.PackedCollator(0, max_tokens=5, share_prefixes=True)
     accelerator, model = on_a_gpu(monkeypatch), model_of(transformers.LlamaConfig(**SIZES))
     model.through_head = True
     clock = iter([100.0, 102.0])
     monkeypatch.setattr(run_log, "time", Namespace(perf_counter=lambda: next(clock)))
     with log_of(tmp_path, accelerator, model, layout=kit.ParallelLayout(dp=1)) as log:
-        log.step(1, collate([turns]).split(1), 3.0, 0.1, 0.5)
+        log.step(1, collate(turns).split(1), 3.0, 0.1, 0.5)
     [record] = records_of(tmp_path)
     found = {name: record[name] for name in ("tokens", "cells", "filled_cells", "padding")}
     assert found == {"tokens": 12, "cells": 10, "filled_cells": 10, "padding": 0.0}
@@ -216,19 +201,3 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     with log, pytest.raises(SystemExit, match=message):
         log.step(1, [packed()], 3.0, 0.1, 0.5)
-
-
-def test_without_matplotlib_one_line_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    write_results({"tokens": 12_345, "padding": 0.25}, Namespace(output_dir=tmp_path))
-    assert capsys.readouterr().out.splitlines() == [
-        "no plot of the loss, loss.png: matplotlib is not installed",
-        "tokens                        12,345",
-        "padding                         0.25",
-        f"model, metrics and summary are in {tmp_path}",
-    ]
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary == {"tokens": 12_345, "padding": 0.25}
-    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]

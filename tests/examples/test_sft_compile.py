@@ -43,9 +43,7 @@ def compiled_run(arguments: str, folder: Path, script: ModuleType, num_graphs: i
     return found
 
 
-@pytest.mark.parametrize(
-    "kind", ["texts", "images", pytest.param("adapters", marks=pytest.mark.release)]
-)
+@pytest.mark.parametrize("kind", ["texts", "images", "adapters"])
 def test_layers_are_compiled_once(kind: str, base: Path, tmp_path: Path) -> None:
     """Whatever segments and images a row has: rows are of one shape, and the last are filled up."""
     arguments, script = (IMAGES, vlm_sft) if kind == "images" else (TEXTS, sft)

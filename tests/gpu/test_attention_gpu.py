@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -10,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.tiny_models import MODELS, VOCAB, packed_inputs, segment_slices, tiny_model, token_ids
-from torch_collate_kit.attention import check_isolation, kernels
+from tests.devices import no_waiting
+from tests.tiny_models import MODELS, VOCAB, packed_inputs, segment_slices, tiny_model
+from torch_collate_kit.attention import kernels
 from torch_collate_kit.attention.kernels import Segments, attend
-from torch_collate_kit.errors import IsolationError
 
 pytestmark = pytest.mark.gpu
 
@@ -173,16 +172,6 @@ def test_a_maximum_above_the_true_one_changes_nothing(window):
         torch.testing.assert_close(a, b, atol=1e-2, rtol=1e-2)
 
 
-def test_segments_of_length_zero_are_skipped():
-    tensors = random_heads(1, (8, 2), 512, 64)
-    plain, padded = (
-        with_gradients(attend_in(bounds_of(lengths)), tensors, torch.bfloat16)
-        for lengths in (LENGTHS, [0, 130, 1, 0, 0, 257, 64, 60, 0])
-    )
-    for a, b in zip(plain, padded, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-2, rtol=1e-2)
-
-
 def test_the_host_never_waits():
     segments, tensors = bounds_of(LENGTHS), random_heads(1, (8, 2), 512, 64)
 
@@ -190,12 +179,8 @@ def test_the_host_never_waits():
         return with_gradients(attend_in(segments), tensors, torch.bfloat16)
 
     run()  # the first call may load libraries
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting("cuda"):
         run()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_boundaries_on_the_host_are_taken():
@@ -217,28 +202,6 @@ def test_what_the_kernel_does_not_take_goes_to_sdpa(dtype, head_dim):
     )
     atol = 1e-3 if dtype == torch.float32 else 3e-2
     torch.testing.assert_close(output.float().cpu(), expected, atol=atol, rtol=1e-2)
-
-
-def test_grouped_heads_without_repeating_them():
-    """Where torch has no enable_gqa, the kit repeats KV heads. Says whether it would have to."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    accepted = inspect.signature(varlen_attn).parameters
-    if "enable_gqa" in accepted or "window_size" not in accepted:
-        pytest.skip("only torch 2.11 leaves this open")
-    tensors, segments = random_heads(1, (8, 2), 512, 64), bounds_of(LENGTHS)
-
-    def unrepeated(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        flat = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-        return varlen_attn(*flat, *segments, window_size=(-1, 0))[None]
-
-    exact = with_gradients(sdpa_only(segments), tensors, torch.float32)
-    theirs = with_gradients(sdpa_only(segments), tensors, torch.bfloat16)
-    try:
-        ours = with_gradients(unrepeated, tensors, torch.bfloat16)
-        assert_as_exact_as(ours, theirs, exact)
-    except (RuntimeError, ValueError, AssertionError) as error:  # no fault of ours
-        pytest.skip(f"repeating is needed: {error}")
 
 
 # --- models --------------------------------------------------------------------------------------
@@ -289,55 +252,6 @@ def test_models_equal_one_example_at_a_time(kind, rows):
     theirs = alone_gradients(gpu_model(kind, "sdpa", torch.bfloat16), rows)
     ours = packed_gradients(gpu_model(kind, "torch_varlen", torch.bfloat16), rows)
     assert_as_exact_as(ours, theirs, exact, floor=1e-2)
-
-
-@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable:FutureWarning")
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_gradient_checkpointing(use_reentrant):
-    plain = packed_gradients(gpu_model("qwen3", "torch_varlen", torch.bfloat16), ROWS)
-    model = gpu_model("qwen3", "torch_varlen", torch.bfloat16)
-    options = {"use_reentrant": use_reentrant}
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
-    model.enable_input_require_grads()
-    for a, b in zip(packed_gradients(model, ROWS), plain, strict=True):
-        size = b.abs().max().item()
-        torch.testing.assert_close(a, b, atol=2e-2 * size, rtol=0)
-
-
-@pytest.mark.parametrize("kind", ["qwen3", "llama"])
-def test_autocast(kind):
-    exact = alone_gradients(gpu_model(kind, "sdpa", torch.float32), ROWS)
-    with torch.autocast("cuda", torch.bfloat16):
-        theirs = alone_gradients(gpu_model(kind, "sdpa", torch.float32), ROWS)
-        ours = packed_gradients(gpu_model(kind, "torch_varlen", torch.float32), ROWS)
-    assert_as_exact_as(ours, theirs, exact, floor=1e-2)
-
-
-@pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
-def test_isolation_is_seen_and_its_absence_too(kind):
-    inputs = on_gpu(packed_inputs(*ROWS))
-    check_isolation(gpu_model(kind, "torch_varlen", torch.bfloat16).train(), inputs)
-    plain = {k: v for k, v in inputs.items() if not k.startswith(("cu_", "max_"))}
-    model = gpu_model(kind, "sdpa", torch.bfloat16)
-    check_isolation(model, plain)
-    with pytest.raises(IsolationError, match="a 2-D attention_mask is passed"):
-        check_isolation(model, plain | {"attention_mask": torch.ones_like(plain["input_ids"])})
-
-
-@pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
-def test_generate_equals_sdpa(kind):
-    prompts = token_ids(2, 9).cuda()
-    texts = [
-        gpu_model(kind, attention, torch.float32).generate(
-            input_ids=prompts,
-            attention_mask=torch.ones_like(prompts),
-            max_new_tokens=6,
-            min_new_tokens=6,
-            do_sample=False,
-        )
-        for attention in ("torch_varlen", "sdpa")
-    ]
-    assert texts[0].tolist() == texts[1].tolist()
 
 
 def test_memory_grows_with_tokens_not_with_their_square():

@@ -17,8 +17,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.hybrid_models import FAMILIES, hybrid_model
-from tests.kernels import flash, pinned, recurrent
+from tests.hybrid_models import FAMILIES
+from tests.kernels import pinned, recurrent
 from tests.kernels.wrappers import FAMILY_OF_WRAPPER
 from tests.tiny_models import TRANSFORMERS
 from torch_collate_kit import IsolationError, PackedCollator, families
@@ -161,61 +161,3 @@ def test_stand_ins_compute_what_transformers_computes():
     ]  # fmt: skip
     for ours, theirs in pairs:
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-
-
-def test_the_fused_scan_computes_what_its_parts_do():
-    """In training transformers calls one kernel, in evaluation two."""
-    model = hybrid_model("bamba", scale=5.0)
-    mixer = next(each for each in model.modules() if type(each).__name__ == "BambaMixer")
-    (hidden,) = tensors((1, 9, 32))
-    fused = recurrent.mamba_split_conv1d_scan_combined(
-        mixer.in_proj(hidden),
-        *(mixer.conv1d.weight.squeeze(1), mixer.conv1d.bias, mixer.dt_bias),
-        *(-mixer.A_log.exp(), mixer.D, mixer.chunk_size),
-        rmsnorm_weight=mixer.norm.weight,
-        rmsnorm_eps=mixer.norm.variance_epsilon,
-        outproj_weight=mixer.out_proj.weight,
-        headdim=mixer.head_dim,
-        ngroups=mixer.n_groups,
-        norm_before_gate=False,
-    )
-    torch.testing.assert_close(fused, mixer(hidden), rtol=1e-4, atol=1e-5)
-
-
-def convolve(seq_idx: torch.Tensor, *, width: int = 4, channels_last: bool = True) -> None:
-    x, weight = tensors((2, 9, 6), (6, width))
-    x = x.transpose(1, 2) if channels_last else x.transpose(1, 2).contiguous()
-    recurrent.causal_conv1d_fn(x, weight, seq_idx=seq_idx)
-
-
-def scan_delta(cu_seqlens: list[int], rows: int) -> None:
-    arguments = [each.expand(rows, *each.shape[1:]) for each in delta_arguments()]
-    recurrent.chunk_gated_delta_rule(*arguments, cu_seqlens=torch.tensor(cu_seqlens))
-
-
-def attend(bounds: torch.Tensor, longest: int = 9, dtype: torch.dtype = torch.bfloat16) -> None:
-    (q,) = (each.to(dtype) for each in tensors((9, 2, 8)))
-    flash.flash_attn_varlen_func(q, q, q, bounds, bounds, longest, longest, causal=True)
-
-
-SEQ_IDX = torch.zeros(2, 9, dtype=torch.int32)
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: convolve(SEQ_IDX.long()), "seq_idx must be int32, got torch.int64"),
-        (lambda: convolve(SEQ_IDX[:1]), r"must be contiguous \[2, 9\], got \[1, 9\]"),
-        (lambda: convolve(SEQ_IDX.mT.contiguous().mT), r"must be contiguous \[2, 9\]"),
-        (lambda: convolve(SEQ_IDX, channels_last=False), "needs the channels last"),
-        (lambda: convolve(SEQ_IDX, width=7), "between 2 and 4, got 7"),
-        (lambda: scan_delta([0, 4, 9], rows=2), "expected to be 1 rather than 2"),
-        (lambda: scan_delta([0, 4, 8], rows=1), r"cu_seqlens \[0, 4, 8\]"),
-        (lambda: attend(torch.tensor([0, 9])), "must be contiguous int32"),
-        (lambda: attend(torch.tensor([0, 9]).int(), 8), "max_seqlen_q=8 is below"),
-        (lambda: attend(torch.tensor([0, 9]).int(), dtype=torch.float32), "only fp16 and bf16"),
-    ],
-)
-def test_stand_ins_refuse_what_the_kernels_refuse(call, message):
-    with pytest.raises((RuntimeError, ValueError, AssertionError), match=message):
-        call()

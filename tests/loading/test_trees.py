@@ -227,6 +227,27 @@ def test_states_know_whether_prefixes_are_shared(caplog: pytest.LogCaptureFixtur
     assert "other rows" in caplog.text
 
 
+def test_the_last_row_is_full_of_cells_not_of_tokens() -> None:
+    """32 tokens in the 20 cells of two rows: no second step is made of them."""
+    ids = [[[1, 2, 3, 4, 5], [1, 2, 3, 4, 6]], [[1, 2, 3], [1, 2, 4]]]
+    trees = [{"input_ids": of, "loss_mask": [[1] * len(of[0])] * 2} for of in ids * 2]
+    collate, dataset = collator(max_tokens=10, tp=1), TokenizedDataset(trees)
+    sampler = PackedBatchSampler(dataset, collate, batch_rows=2, window=1, tail="keep")
+    [batch] = DataLoader(dataset, batch_sampler=sampler, collate_fn=collate)
+    assert (batch.num_tokens, batch["input_ids"].shape) == (32, (2, 10))
+
+
+def test_other_trees_than_were_planned_are_named() -> None:
+    collate, dataset = collator(), TokenizedDataset(PAIRS)
+    part = next(iter(PackedBatchSampler(dataset, collate, batch_size=len(PAIRS), shuffle=False)))
+    changed = [dict(pair) for pair in PAIRS]
+    ids = changed[FIRST]["input_ids"]
+    changed[FIRST]["input_ids"] = [[90 - k, *segment[1:]] for k, segment in enumerate(ids)]
+    message = f"example {FIRST} of the dataset is a list of {len(ids)} segments in "
+    with pytest.raises(DataError, match=f"^{message}"):
+        collate(part.with_examples(changed))
+
+
 def test_what_sharing_drops_is_not_dropped_otherwise() -> None:
     options = {"max_tokens": 16, "overflow": "drop", "tp": 1}
     state = state_of({"batch_size": 8}, **options).state_at(0, 1)

@@ -26,6 +26,13 @@ def pack_with(
     return pack(lengths, patches=patches, packing=PackingOptions(max_tokens, **fields))
 
 
+def assert_same(a: PackingPlan, b: PackingPlan) -> None:
+    for found, expected in ((a, b), (a.atoms, b.atoms), (a.left_out, b.left_out)):
+        for name, value in vars(found).items():
+            if name not in ("atoms", "left_out"):
+                np.testing.assert_array_equal(value, getattr(expected, name))
+
+
 def one_by_one(
     sizes: Sequence[int], capacity: int, max_pieces: int | None = None, *, best: bool
 ) -> Bins:

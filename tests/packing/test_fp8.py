@@ -163,7 +163,7 @@ def test_rows_that_cannot_hold_a_multiple_are_refused() -> None:
     with pytest.raises(ValueError, match="max_tokens must be at least row_align=8192, got 8191"):
         PackingOptions(8191, parallel=layout)
     plan = pack([3000, 5000, 8191], 20_000, parallel=layout)
-    assert (plan.width, plan.align, plan.row_align) == (16_384, 128, 8192)
+    assert (plan.width, plan.align, plan.packing.parallel.row_align) == (16_384, 128, 8192)
     rows = ParallelLayout(fp8="mxfp8")
     assert PackingOptions(96, strategy="wrapped", parallel=rows).capacity == 96
     with pytest.raises(ValueError, match=r"row_align=32 \(fp8='mxfp8'\); pass max_tokens=96"):

@@ -15,7 +15,8 @@ from tests.packing.image_mixes import MIXES, mix, totals
 from tests.packing.oracle_packing import needed_dummies, pack_with
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing import ModelCost, PackingOptions, PackingPlan, ParallelLayout, pack
-from torch_collate_kit.packing.pieces import image_load
+from torch_collate_kit.packing.atoms import Atoms
+from torch_collate_kit.packing.planner import plan_rows
 
 STRATEGIES = ("best_fit_decreasing", "first_fit_decreasing", "balanced", "sequential")
 
@@ -137,6 +138,10 @@ def test_without_images_plans_are_those_of_less_tokens(
     assert not plan.patches.any()
 
 
+def atoms_of(lengths: list[int], packing: PackingOptions, images: list[list[int]]) -> Atoms:
+    return Atoms.of(np.array(lengths, dtype=np.int64), None, packing, images)
+
+
 # What does not fit
 
 UNFIT = [  # lengths, patches, overflow, message
@@ -194,32 +199,32 @@ def test_text_leaves_room_for_a_dummy_image_on_several_ranks() -> None:
 
 def test_a_collator_says_where_examples_with_images_are_cut() -> None:
     packing = PackingOptions(10, overflow="truncate", max_patches=8, cost=COST)
-    load = image_load([[4, 8], [9], [3], [5, 3, 1], []], 5, COST)
-    left = np.array([6, 2, 7, 8, 0])
-    images = load.with_cuts(left, [[4], [], [3], [5, 3], []], COST)
-    plan = pack([9, 6, 7, 12, 30], packing=packing, patches=images)
+    images = [[4, 8], [9], [3], [5, 3, 1], []]
+    atoms = atoms_of([9, 6, 7, 12, 30], packing, images)
+    kept, patches = np.array([6, 2, 7, 8, 0]), np.array([4, 0, 3, 8, 0])
+    costs = np.array([4 * 11, 0, 3 * 10, 5 * 12 + 3 * 10, 0])
+    plan = plan_rows(atoms, packing, (kept, patches, costs))
     by_example = plan.example_indices.argsort()
     assert plan.lengths[by_example].tolist() == [6, 2, 7, 8, 10]
     assert plan.patches[by_example].tolist() == [4, 0, 3, 8, 0]
     assert plan.vision_costs[by_example].tolist() == [4 * 11, 0, 3 * 10, 5 * 12 + 3 * 10, 0]
     assert (plan.cut.tolist(), plan.num_cut_tokens) == ([0, 1, 3, 4], 3 + 4 + 4 + 20)
-    assert load.patches.tolist() == [12, 9, 3, 9, 0]
+    assert atoms.patches.tolist() == [12, 9, 3, 9, 0]
     message = (
         "example 1 begins with an image that does not fit in a row with max_tokens=10, "
         "max_patches=8, and an image is never cut; make the image smaller, or pass overflow='drop'"
     )
-    nothing = load.with_cuts(np.array([6, 0, 7, 8, 0]), [[4], [], [3], [5, 3], []], COST)
     with pytest.raises(DataError, match=f"^{re.escape(message)}$"):
-        pack([9, 6, 7, 12, 30], packing=packing, patches=nothing)
+        plan_rows(atoms, packing, (np.array([6, 0, 7, 8, 0]), patches, costs))
 
 
 def test_a_text_that_is_left_of_an_example_with_images_leaves_room_for_a_dummy() -> None:
     packing = PackingOptions(
         10, overflow="truncate", max_patches=8, parallel=ParallelLayout(dp=2), dummy_image_tokens=2
     )
-    images = image_load([[9], [2]], 2, packing.cost)
-    images = images.with_cuts(np.array([9, 4]), [[], [2]], packing.cost)
-    plan = pack([12, 4], packing=packing, patches=images)
+    kept, patches = np.array([9, 4]), np.array([0, 2])
+    atoms, costs = atoms_of([12, 4], packing, [[9], [2]]), packing.cost.vision(patches)
+    plan = plan_rows(atoms, packing, (kept, patches, costs))
     assert plan.lengths[plan.example_indices.argsort()].tolist() == [8, 4]
 
 

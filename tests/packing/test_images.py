@@ -12,7 +12,6 @@ import torch
 from tests.packing.oracle_packing import pack_with
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing import ModelCost
-from torch_collate_kit.packing.pieces import Load, image_load
 from torch_collate_kit.ragged import Ragged
 
 COST = ModelCost(vision_linear=10, vision_quadratic=1)
@@ -31,24 +30,18 @@ COST = ModelCost(vision_linear=10, vision_quadratic=1)
     ],
 )
 def test_patches_of_each_image(patches: Any) -> None:
-    load = image_load(patches, 3, COST)
-    assert load.patches.tolist() == [6, 0, 3]
-    assert load.costs.tolist() == [4 * 14 + 2 * 12, 0, 3 * 13]
-    assert (load.patches.dtype, load.costs.dtype) == (np.int64, np.int64)
-    taken = load.take(np.array([2, 0]))
-    assert (taken.patches.tolist(), taken.costs.tolist()) == ([3, 6], [39, 80])
-    cuts = load.with_cuts(np.array([1, 2, 3]), [[4], [], []], COST).cuts
-    assert cuts is not None
-    assert [values.tolist() for values in cuts] == [[1, 2, 3], [4, 0, 0], [56, 0, 0]]
+    plan = pack_with([3, 4, 5], 12, patches=patches, cost=COST, strategy="sequential")
+    assert plan.bins == [[0, 1, 2]]
+    assert plan.patches.tolist() == [6, 0, 3]
+    assert plan.vision_costs.tolist() == [4 * 14 + 2 * 12, 0, 3 * 13]
+    assert (plan.patches.dtype, plan.vision_costs.dtype) == (np.int64, np.int64)
 
 
 def test_no_images_and_no_examples() -> None:
-    assert image_load([[], []], 2, COST).patches.tolist() == [0, 0]
+    plan = pack_with([3, 4], 8, patches=[[], []], cost=COST)
+    assert (plan.patches.tolist(), plan.vision_costs.tolist()) == ([0, 0], [0, 0])
     for nothing in ([], np.zeros(0, dtype=np.int32), Ragged.from_rows([])):
-        assert image_load(nothing, 0, COST).patches.tolist() == []
-    load = Load.none(3)
-    assert image_load(load, 3, COST) is load
-    assert load.costs.tolist() == [0, 0, 0]
+        assert pack_with([], 8, patches=nothing).patches.tolist() == []
 
 
 WRONG_PATCHES: list[tuple[Any, type[Exception], str]] = [

@@ -13,18 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.packing.oracle_packing import pack_with
+from tests.packing.oracle_packing import assert_same, pack_with
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.loading import TokenizedDataset
 from torch_collate_kit.packing import PackingPlan, pack
 
 EXAMPLES = [{"input_ids": [5, 6, 7]}, {"input_ids": [8]}]
 STRATEGIES = ("best_fit_decreasing", "first_fit_decreasing", "balanced", "sequential")
-
-
-def assert_same(a: PackingPlan, b: PackingPlan) -> None:
-    for field in dataclasses.fields(PackingPlan):
-        np.testing.assert_array_equal(getattr(a, field.name), getattr(b, field.name))
 
 
 def real_lengths(folder: Path, count: int, *, longest: int) -> np.ndarray:

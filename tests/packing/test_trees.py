@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.oracle import runs, trie
+from tests.oracle import trie
 from torch_collate_kit import (
     ModelCost,
     PackedBatchSampler,
@@ -135,16 +135,12 @@ def test_ids_that_differ_above_32_bits_are_others() -> None:
 def random_plan(rng: np.random.Generator) -> tuple[list[Example], PackingOptions]:
     examples = [random_example(rng) for _ in range(rng.integers(1, 30))]
     parallel = ParallelLayout(dp=int(rng.choice([1, 1, 2, 3, 8])), tp=int(rng.choice([1, 1, 2, 8])))
-    overflow, least = str(rng.choice(["drop", "split"])), parallel.align
-    if overflow == "split":  # no path is longer than a row
-        longest = max(len(of) for example in examples for of in example)
-        least = -(-longest // least) * least
     packing = PackingOptions(
-        max_tokens=int(rng.integers(least, max(90, least + 1))),
+        max_tokens=int(rng.integers(parallel.align, 90)),
         strategy=rng.choice(
             ["best_fit_decreasing", "first_fit_decreasing", "balanced", "sequential"]
         ),
-        overflow=overflow,
+        overflow="drop",
         share_prefixes=True,
         parallel=parallel,
         balance=rng.choice(["attention", "tokens", None]),
@@ -162,31 +158,6 @@ def planned(examples: list[Example], packing: PackingOptions) -> PackingPlan:
     return next(iter(sampler)).plan
 
 
-Piece = tuple[int, int, int]  # example, its first token there, tokens
-
-
-def pieces_of(
-    examples: list[Example], packing: PackingOptions
-) -> tuple[dict[Piece, Example], list[int], list[int]]:
-    """The segments of each piece that is placed, the dropped and the cut examples."""
-    align, most = packing.parallel.align, packing.max_sequences_per_row
-    placed: dict[Piece, Example] = {}
-    dropped, cut = [], []
-    for i, of in enumerate(examples):
-        fits = -(-trie(of)[-1] // align) * align <= packing.capacity
-        fits &= most is None or len(of) <= most
-        found = [(0, len(of))] if fits else runs(of, packing.capacity, most)
-        if not fits and packing.overflow == "drop":
-            dropped.append(i)
-            continue
-        if not fits:
-            cut.append(i)
-        for first, stop in found:
-            start = sum(map(len, of[:first]))
-            placed[i, start, sum(map(len, of[first:stop]))] = of[first:stop]
-    return placed, dropped, cut
-
-
 def cost_of(segments: Example, packing: PackingOptions) -> int:
     language = packing.cost.language
     pairs = zip(segments, trie(segments)[1], strict=True)
@@ -195,19 +166,24 @@ def cost_of(segments: Example, packing: PackingOptions) -> int:
 
 def assert_laws(examples: list[Example], packing: PackingOptions, plan: PackingPlan) -> None:
     align, most = packing.parallel.align, packing.max_sequences_per_row
-    expected, dropped, cut = pieces_of(examples, packing)
-    columns = (plan.example_indices, plan.starts, plan.lengths)
-    placed = list(zip(*(of.tolist() for of in columns), strict=True))
-    assert sorted(placed) == sorted(expected)
-    assert (plan.dropped.tolist(), plan.cut.tolist()) == (dropped, cut)
+    cells = [-(-trie(example)[-1] // align) * align for example in examples]
+    fits = [
+        count <= packing.capacity and (most is None or len(example) <= most)
+        for count, example in zip(cells, examples, strict=True)
+    ]
+    placed = plan.example_indices.tolist()
+    assert sorted(placed) == [i for i, does_fit in enumerate(fits) if does_fit]
+    assert plan.dropped.tolist() == [i for i, does_fit in enumerate(fits) if not does_fit]
+    assert plan.lengths.tolist() == [sum(map(len, examples[i])) for i in placed]
+    assert not plan.starts.any()
+    assert not len(plan.cut)
     assert plan.num_rows % packing.row_multiple == 0
     for row in range(plan.num_rows):
         of_row = placed[plan.row_offsets[row] : plan.row_offsets[row + 1]]
-        sizes = [-(-trie(expected[piece])[-1] // align) * align for piece in of_row]
-        assert sum(sizes) == plan.row_cells[row] <= packing.max_tokens
-        assert most is None or sum(len(expected[piece]) for piece in of_row) <= most
-    assert plan.num_segments.tolist() == [len(expected[piece]) for piece in placed]
-    assert plan.costs.tolist() == [cost_of(expected[piece], packing) for piece in placed]
+        assert sum(cells[i] for i in of_row) == plan.row_cells[row] <= packing.max_tokens
+        assert most is None or sum(len(examples[i]) for i in of_row) <= most
+    assert plan.num_segments.tolist() == [len(examples[i]) for i in placed]
+    assert plan.costs.tolist() == [cost_of(examples[i], packing) for i in placed]
 
 
 @given(st.integers(0, 2**32))
@@ -252,15 +228,15 @@ WRONG: dict[str, tuple[Any, str]] = {
             [{"input_ids": [[5, 6], [5, 7]]}]
         ),
         "overflow='split' cuts examples, and these have several segments, which stay together: cut "
-        'them when they are tokenized, and pass overflow="raise" or "drop", or beside it '
-        "share_prefixes=True, with which it cuts between segments",
+        'them when they are tokenized, and pass overflow="raise" or "drop"',
     ),
-    "a path longer than a row": (
-        lambda: PackedCollator(0, max_tokens=3, share_prefixes=True, overflow="split")(
-            [{"input_ids": [[5, 6]]}, {"input_ids": [[5, 6], [5, 7, 8, 9], [5, 7, 8, 9]]}]
-        ),
-        "example 1, segment 1 has 4 tokens, more than the 3 that fit in a row with max_tokens=3 "
-        "and align=1 (1 other segment too); overflow='split' cuts between segments and never",
+    "split with it": (
+        lambda: PackingOptions(9, share_prefixes=True, overflow="split"),
+        "share_prefixes=True keeps the segments of an example in one row, and overflow='split' cut",
+    ),
+    "split where it may pay": (
+        lambda: PackedCollator(0, max_tokens=9, share_prefixes="auto", overflow="split"),
+        "share_prefixes='auto' keeps the segments of an example in one row, and overflow='split' c",
     ),
     "too large": (
         lambda: PackedCollator(0, max_tokens=4, share_prefixes=True)(
@@ -268,7 +244,7 @@ WRONG: dict[str, tuple[Any, str]] = {
         ),
         "example 0 has 2 segments of 6 tokens in all, 5 cells with align=1, more than the 4 that "
         "fit in a row with max_tokens=4; its segments stay in one row: raise max_tokens, cut it "
-        "when tokenizing, or pass overflow='drop' or 'split'",
+        "when tokenizing, or pass overflow='drop'",
     ),
 }  # fmt: skip
 

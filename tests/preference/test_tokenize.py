@@ -23,8 +23,6 @@ from torch_collate_kit import (
     DataError,
     PackedBatchSampler,
     PackedCollator,
-    PackedIterableDataset,
-    PackedRows,
     PerExample,
     TokenizedDataset,
     tokenize_chat,
@@ -99,27 +97,7 @@ FORMS: dict[str, tuple[Record, Any, Any, Any]] = {  # record, its prompt, chosen
 }  # fmt: skip
 
 
-PAIR_COLUMNS = ["input_ids", "loss_mask", "keep_together"]
-
-
-def test_sides_are_never_parted(tagged: Any) -> None:
-    """However the rows reach the collator, it refuses to cut trees between the sides."""
-    labelled = [{"prompt": "a", "completion": "b", "label": label} for label in (1, 0)]
-    message = "overflow='split' cuts examples between their segments, and the examples have keep_to"
-    collate = PackedCollator(0, max_tokens=512, share_prefixes=True, overflow="split")
-    for rows in ([{"prompt": [USER], "chosen": [YO], "rejected": [NO]}] * 2, labelled):
-        found, _ = tokenize_preferences(Dataset.from_list(rows), tagged)
-        dataset = TokenizedDataset(found)
-        for call in (
-            lambda found=found: collate([*found]),
-            lambda dataset=dataset: collate(dataset[:]),
-            lambda dataset=dataset: PackedBatchSampler(dataset, collate, batch_size=2),
-            lambda dataset=dataset: PackedRows(dataset, collate),
-            lambda dataset=dataset: [*PackedIterableDataset(dataset, collate)],
-            lambda found=found: [*PackedIterableDataset([*found], collate)],
-        ):
-            with pytest.raises(ValueError, match=message):
-                call()
+PAIR_COLUMNS = ["input_ids", "loss_mask"]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -130,7 +108,6 @@ def test_sides_are_those_of_tokenize_chat(form: str, tagged: Any) -> None:
     assert example == {
         "input_ids": [ids for ids, _ in expected],
         "loss_mask": [mask for _, mask in expected],
-        "keep_together": True,
     }
     assert not skips
     labels = both([record], tagged, labels=True)[0][0]["labels"]
@@ -147,7 +124,6 @@ def test_values_and_columns_of_the_template(tagged: Any) -> None:
     assert found[1] == {
         "input_ids": [side([USER], answer, tagged, **columns)[0] for answer in (CALLS, [YO])],
         "loss_mask": [side([USER], answer, tagged, **columns)[1] for answer in (CALLS, [YO])],
-        "keep_together": True,
         **numbers,
     }
     types = {name: str(feature) for name, feature in found.features.items()}

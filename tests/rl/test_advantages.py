@@ -57,8 +57,8 @@ LONELY = st.sampled_from(["zero", "score", "raise"])
 
 
 @given(batch=drawn(), estimator=st.sampled_from(OUTCOME), group_of_one=LONELY)
-def test_outcomes(batch: dict[str, Any], estimator: str, group_of_one: str) -> None:
-    args = batch["rewards"], batch["mask"], batch["uids"]
+def test_outcomes(device: str, batch: dict[str, Any], estimator: str, group_of_one: str) -> None:
+    args = batch["rewards"].to(device), batch["mask"], batch["uids"]
     options = {"estimator": estimator, "group_of_one": group_of_one}
     try:
         wanted = oracle.advantages(*(as_list(a) for a in args), **options)
@@ -68,11 +68,12 @@ def test_outcomes(batch: dict[str, Any], estimator: str, group_of_one: str) -> N
         return
     found = compute_advantages(*args, **options)
     assert found.dtype == torch.float64
-    close(found, wanted)
-    assert (found[batch["mask"] == 0] == 0).all()
+    assert found.device.type == device
+    close(found.cpu(), wanted)
+    assert (found.cpu()[batch["mask"] == 0] == 0).all()
     all_last = compute_advantages(*args, **options, is_last_step=[True] * len(batch["uids"]))
     assert torch.equal(all_last, found)
-    narrow = compute_advantages(batch["rewards"].float(), *args[1:], **options)
+    narrow = compute_advantages(args[0].float(), *args[1:], **options)
     assert narrow.dtype == torch.float32
     torch.testing.assert_close(narrow.double(), found, rtol=1e-6, atol=1e-6)
 
@@ -112,19 +113,20 @@ def test_steps(batch: dict[str, Any], estimator: str, group_of_one: str) -> None
     epsilon=st.sampled_from([1e-6, 0.5]),
 )
 def test_token_estimators(
-    batch: dict[str, Any], gamma: float, lam: float, estimator: str, epsilon: float
+    device: str, batch: dict[str, Any], gamma: float, lam: float, estimator: str, epsilon: float
 ) -> None:
     options: dict[str, Any] = {"gamma": gamma, "lam": lam, "epsilon": epsilon}
     options["estimator"] = estimator.removesuffix(", whitened")
     if options["estimator"] == "gae":
-        options |= {"values": batch["values"], "whiten": estimator != "gae"}
-    args = batch["rewards"], batch["mask"], batch["uids"]
+        options |= {"values": batch["values"].to(device), "whiten": estimator != "gae"}
+    args = batch["rewards"].to(device), batch["mask"], batch["uids"]
     found = compute_advantages(*args, **options, is_last_step=np.ones(len(batch["uids"]), bool))
     wanted = oracle.advantages(
         *(as_list(a) for a in args), **{key: as_list(value) for key, value in options.items()}
     )
-    close(found, wanted)
-    assert (found[batch["mask"] == 0] == 0).all()
+    assert found.device.type == device
+    close(found.cpu(), wanted)
+    assert (found.cpu()[batch["mask"] == 0] == 0).all()
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ REDUCTIONS = ("token_mean", "sequence_mean", "prompt_mean", "constant_length_mea
     count_masked_rows=st.booleans(),
 )
 def test_against_the_oracle(
+    device: str,
     uids: list[str],
     width: int,
     seed: int,
@@ -53,7 +54,9 @@ def test_against_the_oracle(
         "epsilon": 1e-3,
         "count_masked_rows": count_masked_rows,
     }
-    found = normalize_advantages(advantages, mask, edges, **options)
+    found = normalize_advantages(advantages.to(device), mask, edges, **options)
+    assert found.device.type == device
+    found = found.cpu()
     expected = oracle.normalized(advantages.tolist(), mask.tolist(), edges.tolist(), **options)
     wanted = torch.tensor(expected, dtype=torch.float64)
     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)

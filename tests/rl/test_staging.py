@@ -197,7 +197,13 @@ def test_token_loss_of_a_mini_batch(normalize_loss: bool, packs: bool) -> None:
         assert ranks[0].step.num_tokens == int(rows["attention_mask"].sum())
 
 
-# --- gradients ------------------------------------------------------------------------------------
+def test_rows_without_a_response_are_not_counted() -> None:
+    """Of a batch that was built from tensors: as dummy rows are."""
+    batch = rollout_batch([(1, 1), (2, 2), (1, 1)], list("abb"))
+    batch = Batch(dict(batch), row_metadata=batch.row_metadata, metadata=batch.metadata)
+    batch = batch.pad_rows(multiple_of=4)
+    [[found]] = stage_mini_batches(batch, [0, 4], 1)
+    assert found.metadata["num_examples"] == 3
 
 
 # --- unstage --------------------------------------------------------------------------------------
@@ -206,16 +212,17 @@ def test_token_loss_of_a_mini_batch(normalize_loss: bool, packs: bool) -> None:
 @given(
     uids=grouped_uids(), dp_size=st.sampled_from([1, 2, 4, 8]), balance=st.sampled_from(BALANCES)
 )
-def test_there_and_back(uids: list[str], dp_size: int, balance: Any) -> None:
-    batch = rollout_batch(drawn_shape(uids, 1), uids)
+def test_there_and_back(device: str, uids: list[str], dp_size: int, balance: Any) -> None:
+    batch = rollout_batch(drawn_shape(uids, 1), uids).to(device)
     staged = stage_mini_batches(batch, prompt_boundaries(uids), dp_size, balance=balance)
     tensors = [[part["input_ids"] for part in ranks] for ranks in staged]
     found = unstage(staged, tensors)
     assert torch.equal(found, batch["input_ids"])
     assert found.dtype == torch.int64
-    arrays = unstage(staged, [[t.numpy() for t in ranks] for ranks in tensors])
+    assert found.device.type == device
+    arrays = unstage(staged, [[t.cpu().numpy() for t in ranks] for ranks in tensors])
     assert isinstance(arrays, np.ndarray)
-    assert np.array_equal(arrays, batch["input_ids"].numpy())
+    assert np.array_equal(arrays, batch["input_ids"].cpu().numpy())
     lists = unstage(staged, [[part.row_metadata["uids"] for part in ranks] for ranks in staged])
     assert lists == uids
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.building import packed_collator
-from tests.no_waiting import NoWaiting
+from tests.devices import NoWaiting
 from tests.strategies import FUZZ
 from tests.vision.alone import mrope_positions
 from tests.vision.batches import cells_of, layout_of

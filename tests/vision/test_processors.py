@@ -16,8 +16,8 @@ from tests.chat_images.truth import chat, image, text
 from tests.vision.families import FAMILIES
 from tests.vision.images import draw
 from torch_collate_kit import tokenize_chat
+from torch_collate_kit.vision import families as module
 from torch_collate_kit.vision import is_vision_language, load_processor
-from torch_collate_kit.vision import processors as module
 
 HAS_TORCHVISION = importlib.util.find_spec("torchvision") is not None
 _DEMANDS_TORCHVISION = type(transformers.Idefics3ImageProcessorPil).__name__ == "DummyObject"

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from torch_collate_kit.chat.content_parts import IMAGE_TYPES, other_parts
+from torch_collate_kit.chat.record_forms import IMAGE_TYPES, other_parts
 from torch_collate_kit.chat.records import REASONING, Conversation
 from torch_collate_kit.chat.template import ChatTemplate, Messages, Refusal
 

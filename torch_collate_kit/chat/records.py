@@ -9,9 +9,15 @@ from functools import lru_cache
 from typing import Any
 
 from torch_collate_kit._checks import respelt
-from torch_collate_kit.chat.content_parts import read_parts, text_of
 from torch_collate_kit.chat.options import ChatSetup
-from torch_collate_kit.chat.record_forms import ImageSource, find_messages, num_images, read_images
+from torch_collate_kit.chat.record_forms import (
+    ImageSource,
+    find_messages,
+    num_images,
+    read_images,
+    read_parts,
+    text_of,
+)
 from torch_collate_kit.errors import DataError
 
 REASONING = ("reasoning_content", "thinking", "reasoning")

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch_collate_kit._checks import computed_once
-from torch_collate_kit.chat.content_parts import lost_part, other_parts
 from torch_collate_kit.chat.locating import Occurrence, Part, has_marks, locate_parts
-from torch_collate_kit.chat.record_forms import num_images
+from torch_collate_kit.chat.record_forms import lost_part, num_images, other_parts
 from torch_collate_kit.chat.records import Conversation
 from torch_collate_kit.chat.template import (
     FORMS,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from torch_collate_kit._checks import needed_package, respelt
-from torch_collate_kit.chat.content_parts import is_written, leaves, text_of
+from torch_collate_kit.chat.record_forms import is_written, leaves, text_of
 from torch_collate_kit.chat.records import REASONING
 from torch_collate_kit.errors import DataError
 

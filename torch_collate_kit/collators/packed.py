@@ -25,30 +25,28 @@ from torch_collate_kit.collators.packed_checks import (
     check_ends,
     check_rollouts,
     eos_token_id_of,
-    refuse_parts,
     refuse_unpacked,
 )
 from torch_collate_kit.collators.trainer import ForTrainer, check_targets
 from torch_collate_kit.collators.tree_rows import (
-    as_planned,
+    atoms_of,
+    check_planned,
     first_cells,
     place_in_trees,
-    planned_sizes,
 )
 from torch_collate_kit.packing import PackingOptions, PackingPlan, RankPlan
+from torch_collate_kit.packing.atoms import Patches, image_sizes
+from torch_collate_kit.packing.fitting import Cuts
 from torch_collate_kit.packing.mixed_examples import counts_by_source
 from torch_collate_kit.packing.options import Overflow, ParallelLayout, Strategy, common_options
-from torch_collate_kit.packing.pieces import Load, Patches, image_load
 from torch_collate_kit.packing.planner import pack, plan_rows
 from torch_collate_kit.packing.rank_plan import PlannedExamples, joined_rows, named_in_errors
 from torch_collate_kit.packing.rows import row_sums, running_sum
 from torch_collate_kit.ragged import unchecked
 from torch_collate_kit.reading.entries import DeclaredFields
 from torch_collate_kit.reading.examples import ExampleColumns
-from torch_collate_kit.reading.images import Images
-from torch_collate_kit.reading.keys import KNOWN, ROLLOUT_KEYS, TOGETHER
+from torch_collate_kit.reading.keys import KNOWN, ROLLOUT_KEYS
 from torch_collate_kit.reading.reader import read_columns
-from torch_collate_kit.reading.runs import in_runs, opened
 from torch_collate_kit.reading.source import Examples
 from torch_collate_kit.vision import VisionLayout
 
@@ -72,7 +70,7 @@ class PackedCollator(Collator, ForTrainer):
         strategy: how rows are filled: "balanced" (default), "best_fit_decreasing",
             "first_fit_decreasing", "sequential" or "wrapped"; see :func:`~torch_collate_kit.pack`.
         overflow: what to do with an example longer than a row: "raise" (default), "truncate",
-            "drop" or "split"; lists of segments are split between them, with ``share_prefixes``.
+            "drop" or "split"; of lists of segments "raise" or "drop".
         parallel: the :class:`~torch_collate_kit.ParallelLayout` of the run; one device by default.
         max_patches: the most image patches of a row; no limit by default.
         isolate: False makes one segment of a row, as in pretraining; needs "wrapped".
@@ -151,7 +149,7 @@ class PackedCollator(Collator, ForTrainer):
         return call_repr(self, str(self.pad_token_id), **self.changed_options())
 
     def plan(
-        self, lengths: Sequence[int] | np.ndarray, patches: Patches | Load | None = None
+        self, lengths: Sequence[int] | np.ndarray, patches: Patches | None = None
     ) -> PackingPlan:
         """Plan rows from lengths alone, as a call of the collator does.
 
@@ -176,11 +174,10 @@ class PackedCollator(Collator, ForTrainer):
             columns = self._read_part(part, examples.examples)
         else:
             columns = self._read(examples, rollouts=None)
-            patches = None if columns.images is None else self._image_load(columns, columns.images)
-            lengths, load = planned_sizes(columns, self.packing, patches)
-            part = RankPlan(plan := plan_rows(lengths, self.packing, load))
-            part.metadata = counts_by_source(examples, plan.example_indices, plan.lengths)
-            columns = in_runs(columns, part.pieces)
+            patches, cuts = self._patches(columns)
+            atoms = atoms_of(columns, self.packing, patches)
+            part = RankPlan(plan := plan_rows(atoms, self.packing, cuts))
+            part.metadata = counts_by_source(examples, plan.atoms.examples, plan.atoms.tokens)
         if for_trainer:
             check_targets(columns, self.train_all)
         return self._place(columns, part)
@@ -200,8 +197,6 @@ class PackedCollator(Collator, ForTrainer):
                     "train_all=True is for examples with input_ids; rollouts mark trained tokens "
                     "with loss_mask; remove train_all"
                 )
-        if columns.segment_offsets is not None:
-            refuse_parts(self.packing, self.fields, [TOGETHER] if columns.stay_together else [])
         if self.eos_token_id is not None:
             check_ends(columns, self.eos_token_id)
         return columns
@@ -212,8 +207,8 @@ class PackedCollator(Collator, ForTrainer):
             columns = self._read(examples)
         else:
             columns = ExampleColumns.of_none(self.fields, self.vision)
-        columns = as_planned(columns, part, self.packing)
-        is_limited = part.plan.max_patches is not None or part.plan.rows_multiple_of > 1
+        check_planned(columns, part, self.packing)
+        is_limited = part.plan.packing.max_patches is not None or part.plan.rows_multiple_of > 1
         if columns.images is not None and is_limited:
             part.check_patches(np.array([sum(of) for of in columns.patches()], dtype=np.int64))
         return columns
@@ -221,19 +216,19 @@ class PackedCollator(Collator, ForTrainer):
     def _check_part(self, part: RankPlan, *, normalize_loss: bool) -> None:
         """Refuse a plan that was made with another collator."""
         plan, own = part.plan, self.packing
-        given: dict[str, Any] = {"max_tokens": plan.max_tokens, "align": plan.align}
+        layout = plan.packing.parallel
+        given: dict[str, Any] = {"max_tokens": plan.max_tokens, "align": layout.align}
         mine: dict[str, Any] = {"max_tokens": own.max_tokens, "align": own.parallel.align}
-        if plan.row_align != plan.align or own.parallel.fp8:
-            given["row_align"], mine["row_align"] = plan.row_align, own.parallel.row_align
+        if layout.row_align != layout.align or own.parallel.fp8:
+            given["row_align"], mine["row_align"] = layout.row_align, own.parallel.row_align
         is_by_rows = plan.rows_multiple_of == own.parallel.dp
         multiple = own.parallel.dp if is_by_rows else own.row_multiple
         given["rows_multiple_of"], mine["rows_multiple_of"] = plan.rows_multiple_of, multiple
         if self.vision is not None:
             for name in ("max_patches", "dummy_image_tokens"):
-                given[name], mine[name] = getattr(plan, name), getattr(own, name)
-        if plan.segments is not None and own.share_prefixes != "auto":
-            given["share_prefixes"] = plan.segments.shares
-            mine["share_prefixes"] = own.share_prefixes
+                given[name], mine[name] = getattr(plan.packing, name), getattr(own, name)
+        if plan.atoms.are_lists and own.share_prefixes != "auto":
+            given["share_prefixes"], mine["share_prefixes"] = plan.atoms.share, own.share_prefixes
         if given != mine:
             raise ValueError(
                 f"the batch was planned for {given}, this collator has {mine}; give the sampler "
@@ -246,16 +241,16 @@ class PackedCollator(Collator, ForTrainer):
                 "the sampler the collator of the DataLoader"
             )
 
-    def _image_load(self, columns: ExampleColumns, images: Images) -> Load | None:
-        """Return the patches and costs of the images, or None without images."""
-        packing = self.packing
-        if not images.units:
-            return None
-        load = image_load(columns.patches(), len(columns.example_lengths), packing.cost)
+    def _patches(self, columns: ExampleColumns) -> tuple[Patches | None, Cuts | None]:
+        """Return the patches of images, None without one, and what truncation leaves."""
+        packing, images = self.packing, columns.images
+        if images is None or not images.units:
+            return None, None
         is_whole = columns.are_rollouts or columns.segment_offsets is not None
         if packing.overflow != "truncate" or is_whole:
-            return load
-        return load.with_cuts(*images.cuts(packing.capacity, packing.max_patches), packing.cost)
+            return columns.patches(), None
+        lengths, patches = images.cuts(packing.capacity, packing.max_patches)
+        return columns.patches(), (lengths, *image_sizes(patches, len(lengths), packing.cost))
 
     def _place(self, columns: ExampleColumns, part: RankPlan) -> Batch:
         """Return the Batch of the rows of ``part``."""
@@ -270,10 +265,10 @@ class PackedCollator(Collator, ForTrainer):
             per_row[name] = [PackedValues(in_order[start:stop]) for start, stop in rows]
         if self.vision is not None and part.needs_dummy_image.any():
             columns, pieces = columns.with_dummy_images(pieces, part.needs_dummy_image)
-        indices = unchecked(plan.example_indices[part.numbers], part.pieces.row_offsets)
-        if plan.segments is not None:
-            pieces = opened(columns, pieces)[0]
-            per_piece = plan.num_segments[part.numbers]
+        indices = unchecked(plan.atoms.examples[part.numbers], part.pieces.row_offsets)
+        if plan.atoms.are_lists:
+            pieces = columns.opened(pieces)
+            per_piece = plan.atoms.segments[part.numbers]
             offsets = running_sum(per_piece)[indices.offsets]
             indices = unchecked(np.repeat(indices.values, per_piece), offsets)
             if columns.segment_offsets is None:
@@ -284,15 +279,15 @@ class PackedCollator(Collator, ForTrainer):
             firsts = indices.values[indices.offsets[:-1][np.diff(indices.offsets) > 0]]
             indices = unchecked(firsts, pieces.row_offsets)
         placed = columns.place(pieces)
-        if shares := plan.segments is not None and plan.segments.shares:
-            first = first_cells(plan.aligned_lengths[part.numbers], part.pieces.row_offsets)
+        if plan.atoms.share:
+            first = first_cells(plan.atoms.cells[part.numbers], part.pieces.row_offsets)
             first = np.repeat(first, per_piece)
             per_row["shared_lengths"] = place_in_trees(placed, columns, first)
         if self.vision is not None:
             placed.counts["examples"] = (placed.examples < num_examples).astype(np.int64)
         names = [*_FIELDS, *self._of_images, *columns.names, "sub_seq_lengths"]
         tree_width, align = 0, plan.align
-        if shares:  # a row of tokens, and where they are in a row of cells
+        if plan.atoms.share:  # a row of tokens, and where they are in a row of cells
             per_row_tokens = row_sums(pieces.lengths, pieces.row_offsets)
             tree_width, width, align = width, max(1, int(per_row_tokens.max(initial=1))), 1
         else:
@@ -306,12 +301,13 @@ class PackedCollator(Collator, ForTrainer):
             num_loss_tokens_elsewhere=part.num_loss_tokens_elsewhere(int(placed.num_trained.sum())),
             row_metadata={"example_indices": indices, "max_segment_length": longest, **per_row},
             metadata=self._metadata(part, part.num_examples or num_examples),
-            dropped=plan.dropped,
+            dropped=plan.left_out.examples,
             cut=plan.cut,
         )
 
     def _width(self, plan: PackingPlan) -> int:
-        fixed = plan.max_tokens // plan.row_align * plan.row_align  # int32 may not count it
+        row_align = plan.packing.parallel.row_align
+        fixed = plan.max_tokens // row_align * row_align  # int32 may not count it
         return fixed if self.fixed_width else plan.width
 
     def _metadata(self, part: RankPlan, num_examples: int) -> dict[str, Any]:
@@ -320,7 +316,7 @@ class PackedCollator(Collator, ForTrainer):
         costs = plan.cost_per_rank.reshape(dp_size, -1).sum(axis=1)
         metadata = {
             "num_examples": num_examples,
-            "step_num_tokens": int(plan.lengths.sum()),
+            "step_num_tokens": int(plan.atoms.tokens.sum()),
             "step_num_cells": plan.num_rows * self._width(plan),
             "num_dummy_rows": plan.num_dummy_rows,
             "cost_per_rank": tuple(costs.tolist()),
@@ -329,10 +325,10 @@ class PackedCollator(Collator, ForTrainer):
             images = plan.vision_cost_per_rank.reshape(dp_size, -1).sum(axis=1)
             metadata["vision_cost_per_rank"] = tuple(images.tolist())
             metadata["num_dummy_images"] = int(np.count_nonzero(plan.needs_dummy_image))
-        if plan.segments is not None:
-            metadata["num_segments"] = tuple(plan.segments.counts.tolist())
-            if plan.segments.shares:
-                metadata["step_num_filled_cells"] = int(plan.aligned_lengths.sum())
+        if plan.atoms.are_lists:
+            metadata["num_segments"] = tuple(plan.segments_per_example.tolist())
+            if plan.atoms.share:
+                metadata["step_num_filled_cells"] = int(plan.atoms.cells.sum())
         return metadata | (part.metadata or {})
 
     def changed_options(self) -> dict[str, Any]:
@@ -347,3 +343,16 @@ class PackedCollator(Collator, ForTrainer):
         common = {"max_tokens", "strategy", "overflow", "parallel", "max_patches", "isolate"}
         common.add("share_prefixes")
         return {**(changed if changed.keys() <= common else {"packing": packing}), **own}
+
+
+def checked_collator(collate: Any) -> PackedCollator:
+    """Return the PackedCollator that ``collate`` is, or that it holds and calls."""
+    found = collate
+    while not isinstance(found, PackedCollator):
+        found = getattr(found, "collate", getattr(found, "collator", None))
+        if found is None:
+            raise TypeError(
+                f"collate must be a PackedCollator, got a {type(collate).__name__}: it says how "
+                "rows are packed; for batches without packing use a PrefetchingSampler"
+            )
+    return found

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 
-from torch_collate_kit.batch.fields import PerExample
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing import PackingOptions
-from torch_collate_kit.reading.entries import DeclaredFields, joined
+from torch_collate_kit.reading.entries import joined
 from torch_collate_kit.reading.examples import ExampleColumns
-from torch_collate_kit.reading.keys import TOGETHER, unknown_images
+from torch_collate_kit.reading.keys import unknown_images
 from torch_collate_kit.vision import VisionLayout
 
 
@@ -29,29 +27,6 @@ def check_ends(columns: ExampleColumns, eos_token_id: int) -> None:
             f"the end token {eos_token_id} of the tokenizer, which parts documents with "
             f'strategy="wrapped" ({len(without)} of {len(ids)} examples); append it to every '
             "document"
-        )
-
-
-def refuse_parts(packing: PackingOptions, fields: DeclaredFields, keys: Collection[str]) -> None:
-    """Refuse lists of segments that must not be parted, where trees larger than a row are cut.
-
-    Raises:
-        ValueError: they are sides of pairs, or have fields of a whole example.
-    """
-    if packing.overflow != "split":
-        return
-    way_out = 'pass overflow="raise" or "drop"'
-    if TOGETHER in keys:
-        raise ValueError(
-            f"overflow='split' cuts examples between their segments, and the examples have "
-            f"{TOGETHER}, as those of tokenize_preferences: the loss of a pair needs both sides; "
-            f"{way_out}"
-        )
-    of_examples = [name for name, spec in fields.items() if isinstance(spec, PerExample)]
-    if of_examples:
-        raise ValueError(
-            f"overflow='split' cuts examples between their segments, and {of_examples[0]} is of a "
-            f"whole example (PerExample); make it a field per token, leave it out, or {way_out}"
         )
 
 

@@ -2,55 +2,40 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import numpy as np
 import torch
 
 from torch_collate_kit.batch.fields import PerToken
 from torch_collate_kit.packing import PackingOptions, RankPlan
-from torch_collate_kit.packing.pieces import Load
-from torch_collate_kit.packing.planner import sizes_of
+from torch_collate_kit.packing.atoms import Atoms, Patches
 from torch_collate_kit.packing.rows import row_sums, running_sum
-from torch_collate_kit.packing.segments import Segments
 from torch_collate_kit.packing.trees import is_shared
 from torch_collate_kit.ragged import Ragged, take_spans, unchecked
 from torch_collate_kit.reading.entries import joined
 from torch_collate_kit.reading.examples import ExampleColumns, PlacedColumns
-from torch_collate_kit.reading.runs import in_runs, opened, segments_of
 
 
-def planned_sizes(
-    columns: ExampleColumns, packing: PackingOptions, images: Load | None
-) -> tuple[np.ndarray, Load | None]:
-    """Return the tokens of each example, int64 [N], and what else it holds, for a plan."""
-    if columns.segment_offsets is None:
-        return columns.lengths, images
-    depths = None
-    if packing.share_prefixes and is_shared(packing, columns.lengths, columns.trees.depths):
-        depths = columns.trees.depths
-    ids_of = partial(segments_of, columns)
-    return sizes_of(columns.example_lengths, packing, images, depths=depths, ids_of=ids_of)
+def atoms_of(columns: ExampleColumns, packing: PackingOptions, patches: Patches | None) -> Atoms:
+    """Return what is planned of each example."""
+    depths, are_lists = None, columns.segment_offsets is not None
+    if are_lists and packing.share_prefixes:
+        found = columns.trees.depths
+        depths = found if is_shared(packing, columns.lengths, found) else None
+    return Atoms.of(columns.lengths, columns.segment_offsets, packing, patches, depths=depths)
 
 
-def as_planned(columns: ExampleColumns, part: RankPlan, packing: PackingOptions) -> ExampleColumns:
-    """Check that the examples are those that were planned; return them with the runs of its pieces.
+def check_planned(columns: ExampleColumns, part: RankPlan, packing: PackingOptions) -> None:
+    """Check that the examples are those that were planned.
 
     Raises:
         DataError: they have other tokens, segments or prefixes.
     """
     if (offsets := columns.segment_offsets) is None:
-        part.check_lengths(columns.lengths)
-        return columns
+        return part.check_lengths(columns.lengths)
     part.check_lengths(row_sums(columns.lengths, offsets), are_lists=True)
-    columns = in_runs(columns, part.pieces)
-    segments, counts = opened(columns, part.pieces)
-    depths, planned = None, part.plan.segments
-    if planned is not None and planned.shares:
-        depths = columns.trees.depths[segments.examples]
-    found = Segments.of(segments.lengths, running_sum(counts), packing, depths)[1]
-    part.check_segments(found.cells, counts)
-    return columns
+    depths = columns.trees.depths if part.plan.atoms.share else None
+    found = Atoms.of(columns.lengths, offsets, packing, depths=depths).take(part.pieces.examples)
+    part.check_segments(found.cells, found.segments)
 
 
 def first_cells(cells: np.ndarray, row_offsets: np.ndarray) -> np.ndarray:

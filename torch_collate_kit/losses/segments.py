@@ -18,8 +18,7 @@ from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.context_shards import refuse_shard
 from torch_collate_kit.batch.trees import cells_of_rows, shares_prefixes, token_width
 from torch_collate_kit.batch.unpacking import segment_spans
-from torch_collate_kit.losses.model_outputs import check_floats, widened
-from torch_collate_kit.losses.token_logps import check_batch, trained_cells
+from torch_collate_kit.losses.token_logps import check_batch, check_floats, trained_cells, widened
 from torch_collate_kit.ragged import Ragged
 
 _HINT = "pass one value for each trained token, as token_logps returns"

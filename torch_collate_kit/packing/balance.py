@@ -6,8 +6,8 @@ from heapq import heapify, heapreplace
 
 import numpy as np
 
+from torch_collate_kit.packing.atoms import Atoms
 from torch_collate_kit.packing.options import PackingOptions
-from torch_collate_kit.packing.plan import PackingPlan
 from torch_collate_kit.packing.rows import Ints, Limits, Rows, Sizes, stable_argsort
 from torch_collate_kit.packing.strategies import split_evenly
 
@@ -20,40 +20,34 @@ _EVEN = 1000  # ranks within 1 / _EVEN of the mean are even
 _SWAPS_PER_RANK = 16
 
 
-def for_ranks(
-    rows: Rows, sizes: Sizes, limits: Limits, costs: Sizes, packing: PackingOptions
-) -> Rows:
-    """Even out filled rows, as many as a multiple of the ranks, and assign them to the ranks."""
-    rows_multiple_of = packing.row_multiple
-    num_rows = -(-(len(rows.offsets) - 1) // rows_multiple_of) * rows_multiple_of
-    rows = level_rows(
-        rows, sizes, limits, costs, packing, num_rows=num_rows, num_ranks=rows_multiple_of
-    )
-    return assign_ranks(rows, costs, limits, packing, num_ranks=rows_multiple_of)
+def weights_of(atoms: Atoms, packing: PackingOptions) -> Sizes:
+    """Return what is evened out: costs in the language model and the vision tower, or sizes."""
+    if packing.balance != "attention":
+        return atoms.sizes
+    has_tower = atoms.vision_costs.any()  # a model without one computes no image
+    return atoms.costs, atoms.vision_costs if has_tower else atoms.patches
 
 
-def assign_ranks(
-    rows: Rows, costs: Sizes, limits: Limits, packing: PackingOptions, *, num_ranks: int
-) -> Rows:
+def assign_ranks(rows: Rows, atoms: Atoms, packing: PackingOptions, *, num_ranks: int) -> Rows:
     """Order rows shard-major, so that the ranks cost alike; their number is a multiple of them."""
     if num_ranks == 1 or not len(rows.order):
         return rows
     if packing.balance is None:  # round robin
         return rows.take(np.arange(len(rows.offsets) - 1).reshape(-1, num_ranks).T.ravel())
+    costs, image_costs = weights_of(atoms, packing)
     given = over_ranks(
-        rows.totals(costs[0]),
+        rows.totals(costs),
         num_ranks,
         keep_order=packing.strategy == "sequential",
-        image_costs=rows.totals(costs[1]) if limits.patches else None,
+        image_costs=rows.totals(image_costs) if atoms.patches.any() else None,
     )
     return rows.take(given)
 
 
 def level_rows(
     rows: Rows,
-    sizes: Sizes,
+    atoms: Atoms,
     limits: Limits,
-    costs: Sizes,
     packing: PackingOptions,
     *,
     num_rows: int,
@@ -63,28 +57,16 @@ def level_rows(
     if not len(rows.order):
         return Rows(rows.order, np.zeros(num_rows + 1, dtype=np.int64))
     if packing.strategy == "sequential":
-        return split_evenly(sizes, num_rows, limits)
-    num_filled, is_balanced = len(rows.offsets) - 1, packing.strategy == "balanced"
+        return split_evenly(atoms.sizes, num_rows, limits)
+    is_balanced = packing.strategy == "balanced"
     return level(
         rows,
-        sizes,
+        atoms.sizes,
         num_rows,
         limits=limits,
-        image_weights=sizes[1] if is_balanced else costs[1],
-        most=num_filled if is_balanced else _LEVELLED_ROWS_PER_RANK * num_ranks,
+        image_weights=atoms.patches if is_balanced else weights_of(atoms, packing)[1],
+        most=len(rows.offsets) - 1 if is_balanced else _LEVELLED_ROWS_PER_RANK * num_ranks,
     )
-
-
-def costs_to_balance(
-    sizes: Sizes, limits: Limits, pieces: PackingPlan, packing: PackingOptions
-) -> Sizes:
-    """Return the costs to even out: in the language model and the vision tower."""
-    if packing.balance != "attention":
-        return sizes
-    of_images = sizes[1]
-    if limits.patches and pieces.vision_costs.any():  # a model without a vision part has none
-        of_images = pieces.vision_costs
-    return pieces.costs, of_images
 
 
 def level(

@@ -137,7 +137,7 @@ class PackingOptions:
     """Its ``dp`` divides the number of rows, ``row_align`` their width, ``align`` sub-sequences."""
     overflow: Overflow = "raise"
     """Treatment of examples longer than a row: "raise", "truncate", "drop" or "split"; of lists of
-    segments "raise" or "drop", or with ``share_prefixes`` "split", between segments."""
+    segments "raise" or "drop"."""
     isolate: bool = True
     """Whether the documents of a row are segments of their own; False only with "wrapped"."""
     share_prefixes: bool | Literal["auto"] = False
@@ -199,6 +199,12 @@ class PackingOptions:
             raise ValueError(
                 f"share_prefixes={self.share_prefixes!r} makes trees of segments, and context "
                 f"parallelism (cp={self.parallel.cp}) cuts segments into shards; leave one out"
+            )
+        if self.share_prefixes and self.overflow == "split":
+            raise ValueError(
+                f"share_prefixes={self.share_prefixes!r} keeps the segments of an example in one "
+                "row, and overflow='split' cuts examples; split trees larger than a row when they "
+                'are tokenized, and pass overflow="raise" or "drop"'
             )
         if self.strategy == "wrapped":
             self._check_wrapped()

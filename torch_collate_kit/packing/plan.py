@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
@@ -10,9 +10,9 @@ import numpy.typing as npt
 
 from torch_collate_kit._checks import checked_int
 from torch_collate_kit._reprs import plural
-from torch_collate_kit.packing.cost import ModelCost
+from torch_collate_kit.packing.atoms import NO_ATOMS, NO_INTS, Atoms
+from torch_collate_kit.packing.options import PackingOptions
 from torch_collate_kit.packing.rows import Ints, Rows, row_sums
-from torch_collate_kit.packing.segments import Segments
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -29,44 +29,94 @@ class PackingPlan:
     ([[2], [0, 1, 3]], [9, 10], 0.95)
     """
 
-    example_indices: Ints
-    """[S] the example of each piece."""
-    starts: Ints
-    """[S] position of the piece's first token in its example; non-zero only after a split."""
-    lengths: Ints
-    """[S] number of tokens in the piece, padding not counted."""
+    atoms: Atoms
+    """[S] the pieces, with what they take."""
     row_offsets: Ints
     """[R + 1] row r holds the pieces ``row_offsets[r]:row_offsets[r + 1]``."""
-    max_tokens: int
-    """Capacity of a row, in tokens."""
-    align: int
-    """A piece occupies its length rounded up to a multiple of this."""
-    row_align: int
-    """The width of the rows is a multiple of this."""
-    rows_multiple_of: int
+    packing: PackingOptions
+    """How the rows were planned."""
+    rows_multiple_of: int = 1
     """Number of ranks that the rows are planned for; the number of rows is a multiple of it."""
-    dropped: Ints
+    left_out: Atoms = NO_ATOMS
     """[D] examples left out, ascending (overflow="drop")."""
-    cut: Ints
+    cut: Ints = field(default_factory=NO_INTS.copy)
     """[C] examples truncated or split, ascending (overflow="truncate", "split")."""
-    num_cut_tokens: int
+    num_cut_tokens: int = 0
     """Tokens lost by truncation. A split loses none."""
-    num_dropped_tokens: int
-    """Tokens of the dropped examples."""
-    patches: Ints
-    """[S] patches of the images in the piece; 0 without an image, or if none were given."""
-    vision_costs: Ints
-    """[S] cost of these images in the vision tower."""
-    max_patches: int | None
-    """Capacity of a row, in patches; None for no limit."""
-    dummy_image_tokens: int
-    """Tokens of the dummy image that ``needs_dummy_image`` asks for."""
-    cost: ModelCost
-    """Cost of a piece in the language model."""
-    segments: Segments | None = None
-    """What the segments of each example take, [N] each; None where an example is one segment."""
-    runs: Segments | None = None
-    """What the segments of each piece take, [S] each, where examples were cut between them."""
+
+    @property
+    def example_indices(self) -> Ints:
+        """[S] the example of each piece."""
+        return self.atoms.examples
+
+    @property
+    def starts(self) -> Ints:
+        """[S] position of the piece's first token in its example; non-zero only after a split."""
+        return self.atoms.starts
+
+    @property
+    def lengths(self) -> Ints:
+        """[S] number of tokens in the piece, padding not counted."""
+        return self.atoms.tokens
+
+    @property
+    def aligned_lengths(self) -> Ints:
+        """[S] cells each piece occupies: every segment rounded up to ``align``."""
+        return self.atoms.cells
+
+    @property
+    def num_segments(self) -> Ints:
+        """[S] segments of each piece."""
+        return self.atoms.segments
+
+    @property
+    def costs(self) -> Ints:
+        """[S] cost of each piece in the language model, of its aligned segments."""
+        return self.atoms.costs
+
+    @property
+    def patches(self) -> Ints:
+        """[S] patches of the images in the piece; 0 without an image, or if none were given."""
+        return self.atoms.patches
+
+    @property
+    def vision_costs(self) -> Ints:
+        """[S] cost of these images in the vision tower."""
+        return self.atoms.vision_costs
+
+    @property
+    def dropped(self) -> Ints:
+        """[D] examples left out, ascending (overflow="drop")."""
+        return self.left_out.examples
+
+    @property
+    def num_dropped_tokens(self) -> int:
+        """Tokens of the dropped examples."""
+        return int(self.left_out.tokens.sum())
+
+    @property
+    def segments_per_example(self) -> Ints:
+        """[N] segments of each example, those of the dropped ones among them."""
+        both = self.atoms, self.left_out
+        counts = np.zeros(max(int(of.examples.max(initial=-1)) for of in both) + 1, dtype=np.int64)
+        for of in both:
+            counts[of.examples] = of.segments
+        return counts
+
+    @property
+    def max_tokens(self) -> int:
+        """Capacity of a row, in tokens."""
+        return self.packing.max_tokens
+
+    @property
+    def align(self) -> int:
+        """A piece occupies its length rounded up to a multiple of this."""
+        return self.packing.parallel.align
+
+    @property
+    def rows(self) -> Rows:
+        """The rows of the pieces, numbered as they are listed."""
+        return Rows(np.arange(len(self.atoms.tokens)), self.row_offsets)
 
     @property
     def num_rows(self) -> int:
@@ -81,50 +131,23 @@ class PackingPlan:
     @property
     def bins(self) -> list[list[int]]:
         """Example indices, a list per row. Python lists are slow: meant for inspection."""
-        indices = self.example_indices.tolist()
+        indices = self.atoms.examples.tolist()
         return [indices[a:b] for a, b in pairwise(self.row_offsets.tolist())]
-
-    @property
-    def aligned_lengths(self) -> Ints:
-        """[S] cells each piece occupies: every segment rounded up to ``align``. A copy."""
-        if self.runs is not None:
-            return self.runs.cells
-        if self.segments is not None:
-            return self.segments.cells[self.example_indices]
-        return -(-self.lengths // self.align) * self.align
-
-    @property
-    def num_segments(self) -> Ints:
-        """[S] segments of each piece."""
-        if self.runs is not None:
-            return self.runs.counts
-        if self.segments is not None:
-            return self.segments.counts[self.example_indices]
-        return np.ones_like(self.lengths)
-
-    @property
-    def costs(self) -> Ints:
-        """[S] cost of each piece: ``cost.language`` of its aligned segments."""
-        if self.runs is not None:
-            return self.runs.costs
-        if self.segments is not None:
-            return self.segments.costs[self.example_indices]
-        return self.cost.language(self.aligned_lengths)
 
     @property
     def row_tokens(self) -> Ints:
         """[R] tokens in each row, padding not counted."""
-        return row_sums(self.lengths, self.row_offsets)
+        return row_sums(self.atoms.tokens, self.row_offsets)
 
     @property
     def row_cells(self) -> Ints:
         """[R] cells used in each row, including alignment gaps; at most ``max_tokens``."""
-        return row_sums(self.aligned_lengths, self.row_offsets)
+        return row_sums(self.atoms.cells, self.row_offsets)
 
     @property
     def row_patches(self) -> Ints:
         """[R] patches of the images in each row, dummy images not counted."""
-        return row_sums(self.patches, self.row_offsets)
+        return row_sums(self.atoms.patches, self.row_offsets)
 
     @property
     def needs_dummy_image(self) -> npt.NDArray[np.bool_]:
@@ -139,16 +162,16 @@ class PackingPlan:
     @property
     def width(self) -> int:
         """Cells of the widest row, dummy images included, rounded up to ``row_align``; never 0."""
-        cells = self.row_cells
-        if self.patches.any():
-            dummy_cells = -(-self.dummy_image_tokens // self.align) * self.align
+        cells, layout = self.row_cells, self.packing.parallel
+        if self.atoms.patches.any():
+            dummy_cells = -(-self.packing.dummy_image_tokens // layout.align) * layout.align
             cells = cells + self.needs_dummy_image * dummy_cells
-        return -(-max(1, int(cells.max())) // self.row_align) * self.row_align
+        return -(-max(1, int(cells.max())) // layout.row_align) * layout.row_align
 
     @property
     def efficiency(self) -> float:
         """Tokens divided by the ``num_rows * width`` cells of the batch."""
-        return int(self.lengths.sum()) / (self.num_rows * self.width)
+        return int(self.atoms.tokens.sum()) / (self.num_rows * self.width)
 
     @property
     def lower_bound(self) -> int:
@@ -157,9 +180,11 @@ class PackingPlan:
         All cells (or patches) divided by the capacity, or the number of pieces of more than half of
         it, whichever is larger; rounded up to a multiple of ``rows_multiple_of``.
         """
-        budgets = [(self.aligned_lengths, self.max_tokens // self.row_align * self.row_align)]
-        if self.max_patches is not None:
-            budgets.append((self.patches, self.max_patches))
+        packing = self.packing
+        row_align = packing.parallel.row_align
+        budgets = [(self.atoms.cells, packing.max_tokens // row_align * row_align)]
+        if packing.max_patches is not None:
+            budgets.append((self.atoms.patches, packing.max_patches))
         rows = 1
         for sizes, usable in budgets:
             by_sum = -(-int(sizes.sum()) // usable)
@@ -170,27 +195,29 @@ class PackingPlan:
     @property
     def tokens_per_rank(self) -> Ints:
         """[N] tokens of each rank, padding not counted."""
-        return self._rank_sums(self.lengths)
+        return self._rank_sums(self.atoms.tokens)
 
     @property
     def cost_per_rank(self) -> Ints:
         """[N] cost in the language model: ``costs`` of the pieces."""
-        return self._rank_sums(self.costs)
+        return self._rank_sums(self.atoms.costs)
 
     @property
     def vision_cost_per_rank(self) -> Ints:
         """[N] cost in the vision tower, in the same unit: ``cost.vision`` of the images."""
-        return self._rank_sums(self.vision_costs)
+        return self._rank_sums(self.atoms.vision_costs)
 
     def __repr__(self) -> str:
-        pieces = [plural(len(self.lengths), "piece" if len(self.cut) else "example")]
-        pieces += [f"{len(self.dropped):,} dropped"] if len(self.dropped) else []
+        pieces = [plural(len(self.atoms.tokens), "piece" if len(self.cut) else "example")]
+        pieces += (
+            [f"{len(self.left_out.examples):,} dropped"] if len(self.left_out.examples) else []
+        )
         pieces += [f"{len(self.cut):,} cut"] if len(self.cut) else []
         ranks = "" if self.rows_multiple_of == 1 else f" for {self.rows_multiple_of} ranks"
         return (
-            f"PackingPlan({', '.join(pieces)}; {int(self.lengths.sum()):,} tokens in "
+            f"PackingPlan({', '.join(pieces)}; {int(self.atoms.tokens.sum()):,} tokens in "
             f"{self.num_rows:,} rows of {self.width:,} cells{ranks}, efficiency "
-            f"{self.efficiency:.2%}, max_tokens={self.max_tokens})"
+            f"{self.efficiency:.2%}, max_tokens={self.packing.max_tokens})"
         )
 
     def rank_rows(self, rank: int) -> range:
@@ -214,22 +241,10 @@ class PackingPlan:
 
     def in_rows(self, rows: Rows, rows_multiple_of: int = 1) -> PackingPlan:
         """Return the plan of these pieces, or of some of them, in other rows. A copy."""
-        order = rows.order
-        patches = costs = np.zeros(len(order), dtype=np.int64)
-        if self.patches.any():
-            patches, costs = self.patches[order], self.vision_costs[order]
         plan = object.__new__(PackingPlan)  # dataclasses.replace takes as long as the arrays
-        vars(plan).update(
-            vars(self),
-            example_indices=self.example_indices[order],
-            starts=self.starts[order],
-            lengths=self.lengths[order],
-            row_offsets=rows.offsets,
-            rows_multiple_of=rows_multiple_of,
-            patches=patches,
-            vision_costs=costs,
-            runs=None if self.runs is None else self.runs.take(order),
-        )
+        atoms = self.atoms.take(rows.order)
+        changed = {"row_offsets": rows.offsets, "rows_multiple_of": rows_multiple_of}
+        vars(plan).update(vars(self), atoms=atoms, **changed)
         return plan
 
     def _rank_sums(self, values: Ints) -> Ints:

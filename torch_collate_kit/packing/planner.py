@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from torch_collate_kit._checks import checked_lengths
-from torch_collate_kit.packing.balance import assign_ranks, costs_to_balance, for_ranks
+from torch_collate_kit.packing.atoms import Atoms, Patches, checked_sizes
+from torch_collate_kit.packing.balance import assign_ranks, level_rows
+from torch_collate_kit.packing.fitting import Cuts, fitted, wrapped
 from torch_collate_kit.packing.options import (
     Overflow,
     PackingOptions,
@@ -17,27 +17,14 @@ from torch_collate_kit.packing.options import (
     Strategy,
     common_options,
 )
-from torch_collate_kit.packing.pieces import (
-    Load,
-    Patches,
-    cut_to_fit,
-    image_load,
-    wrapped_pieces,
-)
 from torch_collate_kit.packing.plan import PackingPlan
-from torch_collate_kit.packing.rows import Ints, Limits, Rows, Sizes
-from torch_collate_kit.packing.runs import Runs, SegmentIds
-from torch_collate_kit.packing.segments import (
-    Segments,
-    are_nested,
-    bare_lengths,
-    checked_segments,
-)
+from torch_collate_kit.packing.rows import Ints, Limits, Rows
 from torch_collate_kit.packing.strategies import (
     best_fit_decreasing,
     first_fit_decreasing,
     sequential,
 )
+from torch_collate_kit.packing.trees import bare_lengths
 from torch_collate_kit.packing.two_budgets import fill_two_budgets
 
 
@@ -49,7 +36,7 @@ def pack(
     overflow: Overflow | None = None,
     parallel: ParallelLayout | None = None,
     max_patches: int | None = None,
-    patches: Patches | Load | None = None,
+    patches: Patches | None = None,
     packing: PackingOptions | None = None,
 ) -> PackingPlan:
     """Plan rows of at most ``max_tokens`` tokens that hold every example exactly once.
@@ -100,40 +87,14 @@ def pack(
         parallel=parallel,
         max_patches=max_patches,
     )
-    if packing.share_prefixes and are_nested(lengths):
+    checked, offsets = checked_sizes(lengths)
+    if packing.share_prefixes and offsets is not None:
         raise bare_lengths(packing)
-    checked, load = sizes_of(lengths, packing, patches)
-    return plan_rows(checked, packing, load)
+    return plan_rows(Atoms.of(checked, offsets, packing, patches), packing)
 
 
-def sizes_of(
-    lengths: Any,
-    packing: PackingOptions,
-    patches: Patches | Load | None = None,
-    *,
-    depths: Ints | None = None,
-    ids_of: SegmentIds | None = None,
-) -> tuple[Ints, Load | None]:
-    """Return the checked tokens of each example, int64 [N], and what else it holds, if anything.
-
-    ``depths``, int64 for each segment, are the tokens that it shares, if prefixes are shared.
-    ``ids_of`` reads the segments of trees that are to be cut.
-    """
-    if not are_nested(lengths):
-        checked = checked_lengths(lengths)
-        return checked, None if patches is None else image_load(patches, len(checked), packing.cost)
-    values, offsets = checked_segments(lengths)
-    checked, segments = Segments.of(values, offsets, packing, depths)
-    load, runs = Load.none(len(checked)), None
-    if patches is not None:
-        load = image_load(patches, len(checked), packing.cost)
-    if ids_of is not None and packing.share_prefixes and packing.overflow == "split":
-        runs = Runs.of(values, offsets, packing, segments, depths, ids_of)
-    return checked, load._replace(segments=segments, runs=runs)
-
-
-def plan_rows(lengths: Ints, packing: PackingOptions, load: Load | None = None) -> PackingPlan:
-    """Plan rows as ``pack`` does, of checked ``lengths`` int64 [N]."""
+def plan_rows(atoms: Atoms, packing: PackingOptions, cuts: Cuts | None = None) -> PackingPlan:
+    """Plan rows as ``pack`` does; ``cuts`` are what truncation leaves of examples with images."""
     dp, multiple = packing.parallel.dp, packing.row_multiple
     if multiple % dp:
         raise ValueError(
@@ -141,26 +102,24 @@ def plan_rows(lengths: Ints, packing: PackingOptions, load: Load | None = None) 
             "examples: every rank has as many rows; leave it out, or plan with batch_rows="
         )
     if packing.strategy == "wrapped":
-        pieces = wrapped_pieces(lengths, packing, load)
-        sizes, limits = measured(pieces, packing, has_images=False)
-        costs = costs_to_balance(sizes, limits, pieces, packing)
-        alone = Rows(np.arange(len(pieces.lengths)), pieces.row_offsets)
-        rows = assign_ranks(alone, costs, limits, packing, num_ranks=multiple)
-        return pieces.in_rows(rows, multiple)
-    pieces = cut_to_fit(lengths, packing, load)
-    sizes, limits = measured(pieces, packing, has_images=load is not None)
-    rows = filled_rows(sizes, limits, packing.strategy)
-    return _for_ranks(pieces, rows, sizes, limits, packing)
+        joined = wrapped(atoms, packing)
+        rows = assign_ranks(joined.rows, joined.atoms, packing, num_ranks=multiple)
+        return joined.in_rows(rows, multiple)
+    pieces = fitted(atoms, packing, cuts)
+    limits = limits_of(pieces.atoms, packing)
+    return _for_ranks(pieces, filled_rows(pieces.atoms, limits, packing), limits, packing)
 
 
 def _for_ranks(
-    pieces: PackingPlan, rows: Rows, sizes: Sizes, limits: Limits, packing: PackingOptions
+    pieces: PackingPlan, rows: Rows, limits: Limits, packing: PackingOptions
 ) -> PackingPlan:
     """Return the plan of filled rows, evened out over the ranks of ``packing``."""
-    if packing.row_multiple > 1 or packing.strategy == "balanced":
-        costs = costs_to_balance(sizes, limits, pieces, packing)
-        rows = for_ranks(rows, sizes, limits, costs, packing)
-    return pieces.in_rows(rows, packing.row_multiple)
+    ranks = packing.row_multiple
+    if ranks > 1 or packing.strategy == "balanced":
+        num_rows = -(-(len(rows.offsets) - 1) // ranks) * ranks
+        rows = level_rows(rows, pieces.atoms, limits, packing, num_rows=num_rows, num_ranks=ranks)
+        rows = assign_ranks(rows, pieces.atoms, packing, num_ranks=ranks)
+    return pieces.in_rows(rows, ranks)
 
 
 def part_of(plan: PackingPlan, rows: Rows, examples: Ints) -> PackingPlan:
@@ -172,47 +131,41 @@ def part_of(plan: PackingPlan, rows: Rows, examples: Ints) -> PackingPlan:
         return np.searchsorted(examples, numbers[np.isin(numbers, examples)])
 
     part = plan.in_rows(rows, plan.rows_multiple_of)
+    atoms, left_out = part.atoms, plan.left_out
+    if len(left_out.examples):
+        left_out = left_out.take(np.flatnonzero(np.isin(left_out.examples, examples)))
     return replace(
         part,
-        example_indices=np.searchsorted(examples, part.example_indices),
-        dropped=renumbered(plan.dropped),
+        atoms=replace(atoms, examples=np.searchsorted(examples, atoms.examples)),
+        left_out=replace(left_out, examples=renumbered(left_out.examples)),
         cut=renumbered(plan.cut),
-        segments=None if plan.segments is None else plan.segments.take(examples),
     )
 
 
-def measured(
-    pieces: PackingPlan, packing: PackingOptions, *, has_images: bool
-) -> tuple[Sizes, Limits]:
-    """Return the cells and patches of each piece, and the limits of a row.
+def limits_of(atoms: Atoms, packing: PackingOptions) -> Limits:
+    """Return the limits of a row.
 
-    With ``has_images`` a row may need a dummy image. A row may hold at most all there is: it makes
-    the same rows, and no sum overflows.
+    A row may hold at most all there is: it makes the same rows, and no sum overflows.
     """
-    patches, most_pieces = pieces.patches, packing.max_sequences_per_row
-    shares = pieces.segments is not None and pieces.segments.shares
-    has_gaps = packing.parallel.align > 1
-    cells = pieces.aligned_lengths if shares or has_gaps else pieces.lengths
-    if pieces.segments is not None and most_pieces is not None:
-        most_of_one = int(pieces.num_segments.max(initial=1))
-        most_pieces //= max(1, most_of_one)  # as if all had as many segments
-    num_cells, num_patches = int(cells.sum()), int(patches.sum())
+    most_pieces = packing.max_sequences_per_row
+    if most_pieces is not None:  # as if all had as many segments
+        most_pieces //= max(1, int(atoms.segments.max(initial=1)))
+    num_cells, num_patches = int(atoms.cells.sum()), int(atoms.patches.sum())
     room = min(packing.max_tokens, packing.capacity + packing.parallel.align - 1)  # as capacity
     tokens = min(room, num_cells)
-    text = min(room - (packing.reserved if has_images else 0), num_cells)
+    text = min(room - atoms.reserved, num_cells)
     most_patches = min(packing.max_patches or num_patches, num_patches)
-    return (cells, patches), Limits(tokens, most_patches, most_pieces, tokens - text)
+    return Limits(tokens, most_patches, most_pieces, tokens - text)
 
 
-def filled_rows(sizes: Sizes, limits: Limits, strategy: Strategy | None) -> Rows:
+def filled_rows(atoms: Atoms, limits: Limits, packing: PackingOptions) -> Rows:
     """Return the rows as the strategy opens them; one empty row without pieces."""
-    tokens, patches = sizes
-    if not len(tokens):
-        return Rows(tokens, np.zeros(2, dtype=np.int64))
-    if strategy == "sequential":
-        return sequential(sizes, limits)
-    is_first_fit = strategy == "first_fit_decreasing"
+    if not len(atoms.cells):
+        return Rows(atoms.cells, np.zeros(2, dtype=np.int64))
+    if packing.strategy == "sequential":
+        return sequential(atoms.sizes, limits)
+    is_first_fit = packing.strategy == "first_fit_decreasing"
     fill = first_fit_decreasing if is_first_fit else best_fit_decreasing
-    if limits.patches and (limits.reserved or limits.patches < int(patches.sum())):
-        return fill_two_budgets(fill, sizes, limits)
-    return fill(tokens, limits.text, limits.pieces)
+    if limits.patches and (limits.reserved or limits.patches < int(atoms.patches.sum())):
+        return fill_two_budgets(fill, atoms.sizes, limits)
+    return fill(atoms.cells, limits.text, limits.pieces)

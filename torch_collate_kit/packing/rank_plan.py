@@ -15,10 +15,9 @@ import numpy.typing as npt
 from torch_collate_kit._checks import type_name
 from torch_collate_kit._reprs import plural
 from torch_collate_kit.errors import DataError, examples_named
+from torch_collate_kit.packing.atoms import NO_INTS, Atoms
 from torch_collate_kit.packing.plan import PackingPlan
 from torch_collate_kit.packing.rows import Ints, Pieces, row_sums, running_sum
-
-_NO_INTS = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(eq=False, repr=False, init=False)
@@ -75,8 +74,8 @@ class RankPlan:
         self,
         plan: PackingPlan,
         dp_rank: int | None = None,
-        indices: Ints = _NO_INTS,
-        lengths: Ints = _NO_INTS,
+        indices: Ints = NO_INTS,
+        lengths: Ints = NO_INTS,
         num_loss_tokens: Ints | None = None,
         *,
         dp_size: int | None = None,
@@ -91,17 +90,16 @@ class RankPlan:
         offsets = plan.row_offsets[self.rows.start : self.rows.stop + 1]
         chosen = slice(int(offsets[0]), int(offsets[-1]))
         self.numbers = np.arange(chosen.start, chosen.stop)
-        examples = positions = plan.example_indices[chosen]
+        examples = positions = plan.atoms.examples[chosen]
         self.indices, self.lengths = [], lengths[:0]
         if dp_rank is not None:
             examples, positions = np.unique(examples, return_inverse=True)
             self.indices, self.lengths = indices[examples].tolist(), lengths[examples]
-        starts, tokens = plan.starts[chosen], plan.lengths[chosen]
+        starts, tokens = plan.atoms.starts[chosen], plan.atoms.tokens[chosen]
         self.pieces = Pieces(positions, starts, tokens, offsets - offsets[0])
         if num_loss_tokens is not None:
-            self.num_loss_tokens = int(np.delete(num_loss_tokens, plan.dropped).sum())
-            if plan.runs is None:  # else some runs of its examples may be another rank's
-                self.own_num_loss_tokens = int(num_loss_tokens[examples].sum())
+            self.num_loss_tokens = int(np.delete(num_loss_tokens, plan.left_out.examples).sum())
+            self.own_num_loss_tokens = int(num_loss_tokens[examples].sum())
 
     def without(self, positions: Sequence[int]) -> RankPlan:
         """Return the same rows without the examples at ``positions`` of ``indices``.
@@ -135,6 +133,11 @@ class RankPlan:
         return shorter
 
     @property
+    def atoms(self) -> Atoms:
+        """What is planned of the pieces in these rows; its examples are those of the batch."""
+        return self.plan.atoms.take(self.numbers)
+
+    @property
     def needs_dummy_image(self) -> npt.NDArray[np.bool_]:
         """[rows] rows that need a dummy image, as planned or since they lost their images: bool.
 
@@ -145,7 +148,7 @@ class RankPlan:
         first, stop = self.plan.row_offsets[[rows.start, rows.stop]]
         if self.plan.rows_multiple_of == 1 or len(self.numbers) == stop - first:
             return needed
-        left = row_sums(self.plan.patches[self.numbers], self.pieces.row_offsets)
+        left = row_sums(self.atoms.patches, self.pieces.row_offsets)
         return needed | ((self.plan.row_patches[rows] > 0) & (left == 0))
 
     @property
@@ -155,7 +158,7 @@ class RankPlan:
 
     def _patches_of(self, num_examples: int) -> Ints:
         patches = np.zeros(num_examples, dtype=np.int64)
-        np.add.at(patches, self.pieces.examples, self.plan.patches[self.numbers])
+        np.add.at(patches, self.pieces.examples, self.atoms.patches)
         return patches
 
     def check_lengths(self, lengths: Ints, *, are_lists: bool = False) -> None:
@@ -167,7 +170,7 @@ class RankPlan:
             self._check_whole(lengths)
         else:
             self._check_own(lengths)
-        if len(self.numbers) and are_lists != (self.plan.segments is not None):
+        if len(self.numbers) and are_lists != self.plan.atoms.are_lists:
             one, several = "one segment", "a list of segments"
             found, planned = (several, one) if are_lists else (one, several)
             raise self._other_segments(int(self.pieces.examples.min()), found, planned)
@@ -190,7 +193,7 @@ class RankPlan:
     def _check_whole(self, lengths: Ints) -> None:
         """Check the lengths of all examples that the plan numbers, those it drops among them."""
         plan = self.plan
-        numbered = np.append(plan.example_indices, plan.dropped)
+        numbered = np.append(plan.atoms.examples, plan.left_out.examples)
         num_planned = int(numbered.max(initial=-1)) + 1
         if len(lengths) != num_planned:
             raise DataError(
@@ -198,7 +201,7 @@ class RankPlan:
                 "pass all that were planned, in their order, and no others"
             )
         ends = np.zeros_like(lengths)
-        np.maximum.at(ends, plan.example_indices, plan.starts + plan.lengths)
+        np.maximum.at(ends, plan.atoms.examples, plan.atoms.starts + plan.atoms.tokens)
         beyond = np.flatnonzero(ends > lengths)
         if len(beyond):
             i = int(beyond[0])
@@ -209,8 +212,7 @@ class RankPlan:
 
     def check_segments(self, cells: Ints, counts: Ints) -> None:
         """Check the cells and segments of each piece in these rows, int64 [S]."""
-        of_plan = self.plan.aligned_lengths, self.plan.num_segments
-        planned_cells, planned_counts = (values[self.numbers] for values in of_plan)
+        planned_cells, planned_counts = self.atoms.cells, self.atoms.segments
         is_other = (planned_cells != cells) | (planned_counts != counts)
         if is_other.any():
             piece = int(is_other.argmax())
@@ -231,7 +233,7 @@ class RankPlan:
         """Check that the examples read have as many patches of images, int64, as planned."""
         planned = self._patches_of(len(patches))
         if self.dp_rank is None:
-            cut = np.isin(np.arange(len(patches)), [*self.plan.cut, *self.plan.dropped])
+            cut = np.isin(np.arange(len(patches)), [*self.plan.cut, *self.plan.left_out.examples])
             planned = np.where(cut, patches, planned)
         wrong = np.flatnonzero(patches != planned)
         if len(wrong):

@@ -12,12 +12,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torch_collate_kit.packing.balance import assign_ranks, costs_to_balance, level_rows
+from torch_collate_kit.packing.atoms import NO_ATOMS, Atoms
+from torch_collate_kit.packing.balance import assign_ranks, level_rows, weights_of
+from torch_collate_kit.packing.fitting import fitted, wrapped
 from torch_collate_kit.packing.options import PackingOptions
-from torch_collate_kit.packing.pieces import Load, cut_to_fit, wrapped_pieces
 from torch_collate_kit.packing.plan import PackingPlan
-from torch_collate_kit.packing.planner import filled_rows, measured, part_of
-from torch_collate_kit.packing.rows import Ints, Limits, Rows, Sizes
+from torch_collate_kit.packing.planner import filled_rows, limits_of, part_of
+from torch_collate_kit.packing.rows import Ints, Limits
 from torch_collate_kit.packing.strategies import num_rows_best_fit, sequential
 
 _FILLED_PER_MILLE = 995  # at 998 levelling overflows some row, and rows keep best fit's like sizes
@@ -40,50 +41,43 @@ class WindowPlan(NamedTuple):
         which they are numbered 0 to M - 1. Examples that are dropped are in the first step.
         """
         filled, dp = self.filled, packing.parallel.dp
-        dropped = filled.dropped if number == 0 else filled.dropped[:0]
-        pieces = np.arange(len(filled.lengths))
-        rows = Rows(pieces, filled.row_offsets).take(self.steps[number])
+        if number:
+            filled = replace(filled, left_out=NO_ATOMS)
+        rows = filled.rows.take(self.steps[number])
         is_in = np.zeros(len(self.lengths), dtype=bool)
-        is_in[filled.example_indices[rows.order]] = is_in[dropped] = True
+        is_in[filled.atoms.examples[rows.order]] = is_in[filled.left_out.examples] = True
         examples = np.flatnonzero(is_in)
-        sizes, limits = measured(filled, packing, has_images=True)
-        costs = costs_to_balance(sizes, limits, filled, packing)
-        rows = assign_ranks(rows, costs, limits, packing, num_ranks=dp)
-        plan = part_of(filled, rows, examples)
-        before = self.lengths[examples]
-        left = np.zeros(len(examples), dtype=np.int64)
-        np.add.at(left, plan.example_indices, plan.lengths)
-        lost = before - left
-        return examples, replace(
-            plan,
-            rows_multiple_of=dp,
-            num_cut_tokens=int(lost[plan.cut].sum()) if packing.overflow == "truncate" else 0,
-            num_dropped_tokens=int(lost[plan.dropped].sum()),
-        )
+        rows = assign_ranks(rows, filled.atoms, packing, num_ranks=dp)
+        plan, num_cut = part_of(filled, rows, examples), 0
+        if packing.overflow == "truncate":
+            cut = np.isin(plan.atoms.examples, plan.cut)
+            lengths = self.lengths[examples[plan.atoms.examples[cut]]]
+            num_cut = int((lengths - plan.atoms.tokens[cut]).sum())
+        return examples, replace(plan, rows_multiple_of=dp, num_cut_tokens=num_cut)
 
 
 def num_that_fit(
-    lengths: Ints, packing: PackingOptions, num_rows: int, load: Load | None, *, more_follow: bool
+    atoms: Atoms, packing: PackingOptions, num_rows: int, *, more_follow: bool
 ) -> int | None:
     """Count how many of the first examples fit in ``num_rows`` rows with 0.5% of the cells free.
 
     At least ``num_rows`` of them do, if there are as many: best fit opens at most one row for each.
-    ``lengths`` int64 [N], none of which is split. None where ``more_follow`` that could count.
+    None of them is split. None where ``more_follow`` that could count.
     """
-    pieces = cut_to_fit(lengths, packing, load)
-    kept, most = pieces.example_indices, _num_within_slots(pieces, packing, num_rows)
+    kept = fitted(atoms, packing).atoms
+    most = _num_within_slots(kept, packing, num_rows)
 
-    def first(number: int) -> tuple[Sizes, Limits]:  # alone, whatever follows them
-        some = pieces.in_rows(Rows(np.arange(number), np.arange(number + 1)))
-        return measured(some, packing, has_images=load is not None)
+    def first(number: int) -> tuple[Atoms, Limits]:  # alone, whatever follows them
+        some = kept.take(np.arange(number))
+        return some, limits_of(some, packing)
 
-    sizes, limits = first(most)
+    some, limits = first(most)
     if packing.strategy == "sequential":
-        most = _num_in_order(sizes, limits._replace(pieces=None), num_rows)
+        most = _num_in_order(some, limits._replace(pieces=None), num_rows)
         number = _num_in_order(*first(most), num_rows)
     else:
-        number, most = _num_in_budgets(sizes, limits, packing, num_rows)
-        ends = np.cumsum(sizes[0])
+        number, most = _num_in_budgets(some, limits, packing, num_rows)
+        ends = np.cumsum(some.cells)
         while number > num_rows:
             surplus = _num_rows(*first(number), packing) - num_rows
             if surplus <= 0:
@@ -91,26 +85,19 @@ def num_that_fit(
             less = max(1, surplus * packing.capacity // 8)  # an eighth of the rows too many
             fewer = int(np.searchsorted(ends, ends[number - 1] - less))
             number = max(num_rows, min(number - 1, fewer))
-    if more_follow and most == len(kept):
+    if more_follow and most == len(kept.tokens):
         return None
-    return int(kept[number]) if number < len(kept) else len(lengths)
+    return int(kept.examples[number]) if number < len(kept.tokens) else len(atoms.tokens)
 
 
-def num_rows_needed(lengths: Ints, packing: PackingOptions, load: Load | None = None) -> int:
+def num_rows_needed(atoms: Atoms, packing: PackingOptions) -> int:
     """Count the rows that the strategy fills with these examples, none of which is split."""
-    pieces = cut_to_fit(lengths, packing, load)
-    sizes, limits = measured(pieces, packing, has_images=load is not None)
-    return _num_rows(sizes, limits, packing) if len(pieces.lengths) else 0
+    kept = fitted(atoms, packing).atoms
+    return _num_rows(kept, limits_of(kept, packing), packing) if len(kept.tokens) else 0
 
 
 def plan_window(
-    lengths: Ints,
-    packing: PackingOptions,
-    load: Load | None = None,
-    *,
-    num_steps: int,
-    batch_rows: int,
-    group: int,
+    atoms: Atoms, packing: PackingOptions, *, num_steps: int, batch_rows: int, group: int
 ) -> WindowPlan:
     """Plan the rows of ``num_steps`` steps, ``batch_rows`` each, which hold these examples.
 
@@ -118,20 +105,19 @@ def plan_window(
     at the same time, are dealt to the steps in a snake. Then the steps are taken from both ends in
     turn, so that any run of them is close to the mean of all.
     """
-    pieces = cut_to_fit(lengths, packing, load)
-    sizes, limits = measured(pieces, packing, has_images=load is not None)
-    rows = filled_rows(sizes, limits, packing.strategy)
-    costs = costs_to_balance(sizes, limits, pieces, packing)
-    num_rows = num_steps * batch_rows
+    pieces = fitted(atoms, packing)
+    limits = limits_of(pieces.atoms, packing)
+    rows, num_rows = filled_rows(pieces.atoms, limits, packing), num_steps * batch_rows
     assert len(rows.offsets) <= num_rows + 1, "rows of no step would be lost"
-    rows = level_rows(rows, sizes, limits, costs, packing, num_rows=num_rows, num_ranks=group)
+    rows = level_rows(rows, pieces.atoms, limits, packing, num_rows=num_rows, num_ranks=group)
     if packing.strategy == "sequential":
         steps = np.arange(num_rows).reshape(num_steps, batch_rows)
     elif packing.balance is None:  # round robin
         steps = np.arange(num_rows).reshape(batch_rows, num_steps).T
     else:
-        steps = _dealt(rows.totals(costs[0] + costs[1]), num_steps, group)
-    return WindowPlan(lengths, pieces.in_rows(rows), steps)
+        costs, image_costs = weights_of(pieces.atoms, packing)
+        steps = _dealt(rows.totals(costs + image_costs), num_steps, group)
+    return WindowPlan(atoms.tokens, pieces.in_rows(rows), steps)
 
 
 def plan_wrapped(
@@ -149,15 +135,13 @@ def plan_wrapped(
     """
     left = lengths.copy()
     left[:1] -= skipped
+    atoms = Atoms.of(left, None, packing)
+    atoms = replace(atoms, starts=np.where(atoms.examples == 0, skipped, 0))
     layout = replace(packing.parallel, dp=1)
     alone = replace(packing, parallel=layout, rows_multiple_of=num_steps * batch_rows)
-    pieces = wrapped_pieces(left, alone)
-    starts = pieces.starts + np.where(pieces.example_indices == 0, skipped, 0)
-    sizes, limits = measured(pieces, packing, has_images=False)
-    costs = costs_to_balance(sizes, limits, pieces, packing)
-    rows = Rows(np.arange(len(pieces.lengths)), pieces.row_offsets)
-    steps = _dealt(rows.totals(costs[0]), num_steps, group)
-    return WindowPlan(left, replace(pieces, starts=starts), steps)
+    plan = replace(wrapped(atoms, alone), packing=packing)
+    costs = plan.rows.totals(weights_of(plan.atoms, packing)[0])
+    return WindowPlan(left, plan, _dealt(costs, num_steps, group))
 
 
 def _dealt(costs: Ints, num_steps: int, group: int) -> Ints:
@@ -169,31 +153,31 @@ def _dealt(costs: Ints, num_steps: int, group: int) -> Ints:
     return groups[turns[:, ends_first]].transpose(1, 0, 2).reshape(num_steps, -1)
 
 
-def _num_within_slots(pieces: PackingPlan, packing: PackingOptions, num_rows: int) -> int:
-    """Return how many of the first pieces rows may hold, whatever their sizes."""
-    slots, number = packing.max_sequences_per_row, len(pieces.lengths)
+def _num_within_slots(atoms: Atoms, packing: PackingOptions, num_rows: int) -> int:
+    """Return how many of the first atoms rows may hold, whatever their sizes."""
+    slots, number = packing.max_sequences_per_row, len(atoms.tokens)
     if slots is None:
         return number
-    rows = num_rows * (slots // np.maximum.accumulate(pieces.num_segments))  # as `measured` has it
-    return int(np.count_nonzero(np.arange(number) < rows))
+    each = slots // np.maximum.accumulate(atoms.segments)  # as `limits_of` has it
+    return int(np.count_nonzero(np.arange(number) < num_rows * each))
 
 
-def _num_in_order(sizes: Sizes, limits: Limits, num_rows: int) -> int:
-    offsets = sequential(sizes, limits).offsets
+def _num_in_order(atoms: Atoms, limits: Limits, num_rows: int) -> int:
+    offsets = sequential(atoms.sizes, limits).offsets
     return int(offsets[min(num_rows, len(offsets) - 1)])
 
 
 def _num_in_budgets(
-    sizes: Sizes, limits: Limits, packing: PackingOptions, num_rows: int
+    atoms: Atoms, limits: Limits, packing: PackingOptions, num_rows: int
 ) -> tuple[int, int]:
-    """Return how many of the first pieces the rows have room for, and how many if all is filled.
+    """Return how many of the first atoms the rows have room for, and how many if all is filled.
 
     0.5% stay free, or as many are dealt alike as rows have room for so many of the longest.
     """
-    budgets = [(sizes[0], packing.capacity)]
-    if packing.max_patches is not None and sizes[1].any():
-        budgets.append((sizes[1], packing.max_patches))
-    number = most = len(sizes[0])
+    budgets = [(atoms.cells, packing.capacity)]
+    if packing.max_patches is not None and limits.patches:
+        budgets.append((atoms.patches, packing.max_patches))
+    number = most = len(atoms.cells)
     for values, room in budgets:
         ends, full = np.append(0, np.cumsum(values)), num_rows * room
         for share in (_FILLED_PER_MILLE, 1000):
@@ -204,17 +188,17 @@ def _num_in_budgets(
     def overfills(each: int) -> bool:
         largest = [each * int(values[: each * num_rows].max()) for values, _ in budgets]
         largest[0] += limits.reserved if each > 1 else 0
-        return any(of > room for of, (_, room) in zip(largest, budgets, strict=True))
+        return any(size > room for size, (_, room) in zip(largest, budgets, strict=True))
 
     alike = bisect_left(range(1, most // num_rows + 1), True, key=overfills)
-    return max(number, min(num_rows, len(sizes[0])), alike * num_rows), most
+    return max(number, min(num_rows, len(atoms.cells)), alike * num_rows), most
 
 
-def _num_rows(sizes: Sizes, limits: Limits, packing: PackingOptions) -> int:
+def _num_rows(atoms: Atoms, limits: Limits, packing: PackingOptions) -> int:
     is_best_fit = packing.strategy in ("best_fit_decreasing", "balanced", None)
     is_one_budget = not limits.patches or (
-        not limits.reserved and limits.patches >= int(sizes[1].sum())
+        not limits.reserved and limits.patches >= int(atoms.patches.sum())
     )
     if is_best_fit and is_one_budget:
-        return num_rows_best_fit(sizes[0], limits.text, limits.pieces)
-    return len(filled_rows(sizes, limits, packing.strategy).offsets) - 1
+        return num_rows_best_fit(atoms.cells, limits.text, limits.pieces)
+    return len(filled_rows(atoms, limits, packing).offsets) - 1

@@ -95,6 +95,15 @@ def is_shared(packing: PackingOptions, lengths: Ints, depths: Ints) -> bool:
     return pays
 
 
+def bare_lengths(packing: PackingOptions) -> ValueError:
+    """Return the error for prefixes that are to be shared where no token is known."""
+    return ValueError(
+        f"share_prefixes={packing.share_prefixes!r} depends on the tokens of the segments, and "
+        "lengths do not tell how many they share; pass a sampler the TokenizedDataset (or a "
+        "Mixture of such), or call the collator with the examples"
+    )
+
+
 def _narrowed(ids: np.ndarray) -> np.ndarray:
     """Return ids in 4 bytes or less; larger ones as numbers that are equal where they are."""
     if ids.dtype.itemsize <= 4:

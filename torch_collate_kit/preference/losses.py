@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torch_collate_kit.losses.model_outputs import check_floats, widened
+from torch_collate_kit.losses.token_logps import check_floats, widened
 from torch_collate_kit.ragged import Ragged
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from torch_collate_kit.chat.content_parts import text_of
+from torch_collate_kit.chat.record_forms import text_of
 from torch_collate_kit.chat.records import drop_none
 from torch_collate_kit.errors import DataError
 

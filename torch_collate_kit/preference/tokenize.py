@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from torch_collate_kit._checks import checked_choice, checked_int
+from torch_collate_kit.batch import IGNORE_INDEX
 from torch_collate_kit.chat.dataset import bars_of_rank_0, check_is_dataset, without_skipped
 from torch_collate_kit.chat.options import DEFAULT_OPTIONS, ChatOptions, ChatSetup
 from torch_collate_kit.chat.records import BadArguments, without_padding
 from torch_collate_kit.chat.template import num_shared
 from torch_collate_kit.chat.tokenize import MarkedText, loss_target, marked_texts, too_long
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.preference.other_answers import prompt_key, with_other_answers
 from torch_collate_kit.preference.records import NUMBERS, PreferenceRecord, read_preference
-from torch_collate_kit.reading.keys import TOGETHER, check_no_other_weight
+from torch_collate_kit.reading.keys import check_no_other_weight
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -23,10 +26,10 @@ if TYPE_CHECKING:
 
 Keep = Literal["prompt_end", "answer_start"]
 
-_BATCH_SIZE = 256
 # Part of the fingerprint of the `datasets` cache: increase it when the output of a record changes.
 _CACHE_VERSION = 3
 _NEEDED = "both sides need an answer with tokens that the chat template trains, before max_length"
+_BATCH_SIZE = 256
 
 
 def tokenize_preferences(
@@ -60,13 +63,13 @@ def tokenize_preferences(
     Returns a new dataset of the kept examples, in order, and a Counter of the reasons why others
     are skipped: "too_long", "bad_tool_arguments", "nothing_left_after_truncation", or of a side
     "no_assistant_turn" and "no_trained_tokens" ("rejected_..."). The columns are ``input_ids``
-    (lists of lists of int32) and ``loss_mask`` (int8), or with ``labels=True`` ``labels`` (int32),
-    and ``keep_together`` (True), which a collator with ``overflow="split"`` refuses. Segments of a
-    pair are the chosen and the rejected side; of a KTO row its prompt with its own answer, and with
-    the answer of another row for the KL term, cut at ``max_length``. With ``keep`` the column
-    ``num_cut_tokens`` (int64) says by how much a pair was cut. ``label`` (bool), ``margin``,
-    ``score_chosen``, ``score_rejected`` and ``weight`` (float32) are kept; other columns are not.
-    Warnings, progress and caching are as in :func:`~torch_collate_kit.tokenize_chat_dataset`.
+    (lists of lists of int32) and ``loss_mask`` (int8), or with ``labels=True`` ``labels`` (int32).
+    Segments of a pair are the chosen and the rejected side; of a KTO row its prompt with its own
+    answer, and with the answer of another row for the KL term, cut at ``max_length``. With ``keep``
+    the column ``num_cut_tokens`` (int64) says by how much a pair was cut. ``label`` (bool),
+    ``margin``, ``score_chosen``, ``score_rejected`` and ``weight`` (float32) are kept; other
+    columns are not. Warnings, progress and caching are as in
+    :func:`~torch_collate_kit.tokenize_chat_dataset`.
 
     Raises:
         DataError: as in ``tokenize_chat``, naming the index of the row and the side; a record is
@@ -160,7 +163,7 @@ def _features(setup: ChatSetup, names: Sequence[str], is_pair: bool) -> Any:
     if not is_pair:
         weight = {"weight": "float32"} if "weight" in names else {}
         numbers = {"label": "bool", **weight, "num_prompt": "int32", "prompt_key": "int64"}
-    others = {TOGETHER: "bool"} | numbers | {"num_cut_tokens": "int64", "skip_reason": "string"}
+    others = numbers | {"num_cut_tokens": "int64", "skip_reason": "string"}
     sequence = datasets.Sequence
     return datasets.Features(
         {name: sequence(sequence(datasets.Value(kind))) for name, kind in lists.items()}
@@ -248,7 +251,6 @@ def _example(
     return {
         "input_ids": [ids for ids, _ in kept],
         **{name: [target[name] for target in targets] for name in targets[0]},
-        TOGETHER: True,
         "num_prompt": num_prompt - first,
         "prompt_key": prompt_key(next(iter(texts.values())).input_ids[:num_prompt]),
         "num_cut_tokens": num_tokens - sum(len(ids) for ids, _ in kept),
@@ -300,3 +302,63 @@ def _num_prompt(texts: Sequence[MarkedText]) -> int:
     count = texts[0].loss_mask.index(1)
     first, last = texts[0].input_ids[:count], texts[-1].input_ids[:count]
     return count if first == last else num_shared(first, last)
+
+
+def prompt_key(prompt_ids: Sequence[int]) -> int:
+    """Return a hash of the prompt: int64, equal for different prompts once in 10**19."""
+    digest = blake2b(np.array(prompt_ids, np.int64).tobytes(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+@bars_of_rank_0()
+def with_other_answers(kept: Any, setup: ChatSetup, seed: int, num_proc: int | None) -> Any:
+    """Return examples with a second segment: the prompt of each, and the answer of another."""
+    import datasets
+
+    inner = ["num_prompt", "prompt_key"]
+    if len(kept) == 0:
+        return kept.remove_columns(inner)
+    if len(kept) == 1:
+        raise DataError(
+            "KTO compares each answer with that of another row, and only 1 is left; give more rows"
+        )
+    target, fill = ("labels", IGNORE_INDEX) if setup.options.labels else ("loss_mask", 0)
+    partners = _partners(np.asarray(kept["prompt_key"][:]), seed)
+    named = {name: f"other_{name}" for name in ("input_ids", target, "num_prompt")}
+    others = kept.select_columns(list(named)).select(partners).rename_columns(named)
+    both = datasets.concatenate_datasets([kept, others], axis=1)
+    return both.map(
+        _add_answers,
+        batched=True,
+        batch_size=_BATCH_SIZE,
+        fn_kwargs={"names": list(named), "fill": fill, "limit": setup.options.max_length},
+        remove_columns=[*inner, *named.values()],
+        features=kept.remove_columns(inner).features,
+        num_proc=num_proc,
+        desc="Adding answers of other rows",
+    )
+
+
+def _partners(prompt_keys_N: np.ndarray, seed: int) -> np.ndarray:
+    """Return for each row another one, of another prompt where that can be: a permutation [N]."""
+    # a random order with the rows of a prompt together, moved on by the most rows of a prompt
+    generator = np.random.default_rng(seed)
+    _, groups, counts = np.unique(prompt_keys_N, return_inverse=True, return_counts=True)
+    places = generator.permutation(len(counts))[groups]
+    order = np.lexsort((generator.random(len(groups)), places))
+    partners = np.empty_like(order)
+    partners[order] = np.roll(order, -max(int(counts.max()) % len(order), 1))
+    return partners
+
+
+def _add_answers(
+    columns: Mapping[str, list[Any]], *, names: list[str], fill: int, limit: int | None
+) -> dict[str, list[Any]]:
+    ids, target, _ = names
+    found: dict[str, list[Any]] = {ids: [], target: []}
+    own = zip(*(columns[name] for name in names), strict=True)
+    other = zip(*(columns[f"other_{name}"] for name in names), strict=True)
+    for ([asked], [trained], n), ([answer], [answered], m) in zip(own, other, strict=True):
+        found[ids].append([asked, (asked[:n] + answer[m:])[:limit]])
+        found[target].append([trained, ([fill] * n + answered[m:])[:limit]])
+    return found

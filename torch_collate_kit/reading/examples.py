@@ -19,7 +19,7 @@ from torch_collate_kit.batch.placement import whole_examples
 from torch_collate_kit.errors import DataError, examples_named
 from torch_collate_kit.packing.rows import Pieces, row_sums, running_sum
 from torch_collate_kit.packing.trees import Trees, trees_of
-from torch_collate_kit.ragged import Ragged, unchecked
+from torch_collate_kit.ragged import Ragged, span_indices, unchecked
 from torch_collate_kit.reading.arrays import read_images
 from torch_collate_kit.reading.columns import Numbers
 from torch_collate_kit.reading.entries import (
@@ -86,10 +86,6 @@ class ExampleColumns:
     """float32 [N], what multiplies the loss weights of each example, if it was given."""
     segment_offsets: np.ndarray | None = None
     """int64, the first segment of each example, and the number of all; None of one each."""
-    run_offsets: np.ndarray | None = None
-    """int64, the same of runs of segments, where examples are cut between them."""
-    stay_together: bool = False
-    """Whether examples say that their segments are never parted (``keep_together``)."""
 
     @classmethod
     def of_none(cls, fields: DeclaredFields, vision: VisionLayout | None) -> ExampleColumns:
@@ -172,10 +168,8 @@ class ExampleColumns:
 
     @computed_once
     def trees(self) -> Trees:
-        """What the segments of each example, or of each run, have in common."""
-        ids, offsets = joined(self.input_ids), self.run_offsets
-        if offsets is None:
-            offsets = self.segment_offsets
+        """What the segments of each example have in common."""
+        ids, offsets = joined(self.input_ids), self.segment_offsets
         if offsets is None:  # a rank without examples
             offsets = np.zeros(1, dtype=np.int64)
         return trees_of(ids.values, ids.offsets, offsets)
@@ -187,6 +181,15 @@ class ExampleColumns:
         if offsets is None:
             return found
         return [[*chain(*found[start:stop])] for start, stop in pairwise(offsets.tolist())]
+
+    def opened(self, pieces: Pieces) -> Pieces:
+        """Return the pieces of segments for whole examples that are lists of them."""
+        if self.segment_offsets is None:  # a rank without examples
+            return pieces
+        counts = np.diff(self.segment_offsets)[pieces.examples]
+        segments = span_indices(self.segment_offsets[pieces.examples], counts)
+        offsets = running_sum(counts)[pieces.row_offsets]
+        return Pieces(segments, np.zeros_like(segments), self.lengths[segments], offsets)
 
     def examples_of(self, pieces: Pieces) -> tuple[np.ndarray, np.ndarray | None]:
         """Return the example of each piece, and the number of its segment there: int64 [S]."""

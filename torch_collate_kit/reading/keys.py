@@ -31,10 +31,8 @@ from torch_collate_kit.vision.families import IMAGE_FIELDS
 
 TARGETS = ("loss_mask", "labels", "assistant_masks", "completion_mask")
 PER_TOKEN = ("input_ids", *TARGETS, "num_actions", *CHECKED)
-TOGETHER = "keep_together"  # of examples whose segments are never parted, such as pairs
-_OF_LOSS = (*PER_TOKEN, "weight")
-KNOWN = (*_OF_LOSS, TOGETHER)
-PER_EXAMPLE = {"num_actions", "weight", TOGETHER}  # a number of each example, not lists
+KNOWN = (*PER_TOKEN, "weight")
+PER_EXAMPLE = {"num_actions", "weight"}  # a number of each example, not lists
 _REQUIRED = ("prompt_ids", "response_ids", "rewards", "loss_mask")
 _OPTIONAL = ("logprobs", "advantages", "uid", "trajectory_id", "is_last_step", "weight")
 ROLLOUT_KEYS = (*_REQUIRED, *_OPTIONAL, "rollout_expert_indices", *CHECKED)
@@ -264,7 +262,7 @@ def check_keys(
         raise DataError(
             f"{owners[others[0]]} has {', '.join(map(repr, others[:5]))}"
             f"{', ...' if len(others) > 5 else ''} and no loss target, so it is not clear whether "
-            f"every token is trained; understood are {', '.join(_OF_LOSS)}: give a target among "
+            f"every token is trained; understood are {', '.join(KNOWN)}: give a target among "
             "these (or remove the rest), or pass train_all=True to train every token"
         )
 

@@ -38,7 +38,6 @@ from torch_collate_kit.reading.keys import (
     PER_TOKEN,
     ROLLOUT_KEYS,
     TARGETS,
-    TOGETHER,
     raw_columns,
 )
 from torch_collate_kit.reading.packed_elsewhere import CHECKED, check_one_text
@@ -102,7 +101,6 @@ def read_columns(
         columns,
         per_example=per_example,
         segment_offsets=offsets,
-        stay_together=TOGETHER in raw,
     )
 
 

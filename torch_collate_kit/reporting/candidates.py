@@ -1,4 +1,4 @@
-"""The layouts that a report compares: which to try, their figures, and the recommended one."""
+"""The layouts and steps that a report compares, their figures, and the recommended layout."""
 
 from __future__ import annotations
 
@@ -6,16 +6,21 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import islice, product
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from torch_collate_kit._checks import checked_int
 from torch_collate_kit._reprs import plural
+from torch_collate_kit.collators import PackedCollator
+from torch_collate_kit.loading import PackedBatchSampler
 from torch_collate_kit.packing import PackingOptions, PackingPlan
+from torch_collate_kit.packing.atoms import Atoms, Patches, checked_sizes
+from torch_collate_kit.packing.fitting import fitted
 from torch_collate_kit.packing.options import Strategy
-from torch_collate_kit.packing.pieces import Load, cut_to_fit
 from torch_collate_kit.packing.planner import plan_rows
 from torch_collate_kit.packing.rows import Ints, row_sums
 from torch_collate_kit.ragged import Ragged
@@ -26,6 +31,7 @@ _MOST_PADDING = 0.02
 _NEARLY = 0.005
 _MOST_BINS = 48
 _WIDE = 20  # longest / shortest above which bins are equally wide on a logarithmic scale
+_MOST_STEPS = 256  # that are planned
 
 
 def capacities_to_try(lengths: Ints, row_align: int) -> list[int]:
@@ -73,13 +79,12 @@ def packings_to_try(
 
 
 def candidates_of(
-    lengths: Ints,
+    atoms: Atoms,
     packings: Sequence[PackingOptions],
-    load: Load | None,
     batch_size: int | None,
     padded_batch_size: int,
     segments: Ragged | None = None,
-    trees: Load | None = None,
+    trees: Atoms | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Yield the figures of padded rows and of each strategy for every ``max_tokens``.
 
@@ -93,17 +98,15 @@ def candidates_of(
             whole = packing
             if packing.strategy == "wrapped":  # whose rows have all tokens
                 whole = replace(packing, strategy=None, overflow="split")
-            yield _padded(lengths, whole, load, padded_batch_size, segments)
+            yield _padded(atoms, whole, padded_batch_size, segments)
             if trees is not None:
                 overflow = "drop" if packing.overflow == "truncate" else packing.overflow
                 sharing = replace(packing, strategy=None, overflow=overflow, share_prefixes=True)
-                yield _packed(lengths, sharing, trees, batch_size)
-        yield _packed(lengths, packing, load, batch_size)
+                yield _packed(trees, sharing, batch_size)
+        yield _packed(atoms, packing, batch_size)
 
 
-def _packed(
-    lengths: Ints, packing: PackingOptions, load: Load | None, batch_size: int | None
-) -> dict[str, Any]:
+def _packed(atoms: Atoms, packing: PackingOptions, batch_size: int | None) -> dict[str, Any]:
     """Pack ``batch_size`` examples at a time, or all at once: then a step is a row per rank."""
 
     def per_step(per_row: Ints) -> Ints:
@@ -112,11 +115,11 @@ def _packed(
 
     sums: Counter[str] = Counter()
     tokens, costs, seconds = [], [], 0.0
-    for start in range(0, len(lengths), batch_size or len(lengths)):
-        batch = np.arange(start, min(start + (batch_size or len(lengths)), len(lengths)))
-        part = None if load is None else load.take(batch)
+    number = len(atoms.tokens)
+    for start in range(0, number, batch_size or number):
+        part = atoms.alone(np.arange(start, min(start + (batch_size or number), number)))
         began = time.perf_counter()
-        plan = plan_rows(lengths[batch], packing, part)
+        plan = plan_rows(part, packing)
         seconds += time.perf_counter() - began
         sums.update(
             num_rows=plan.num_rows,
@@ -136,9 +139,8 @@ def _packed(
 
 
 def _padded(
-    lengths: Ints,
+    atoms: Atoms,
     packing: PackingOptions,
-    load: Load | None,
     batch_size: int,
     segments: Ragged | None,
 ) -> dict[str, Any]:
@@ -146,7 +148,7 @@ def _padded(
 
     Each segment is a row.
     """
-    pieces = cut_to_fit(lengths, packing, load)
+    pieces = fitted(atoms, packing)
     kept, align = pieces.lengths, packing.parallel.row_align
     starts = first_examples = np.arange(0, len(kept), batch_size)
     vision = np.add.reduceat(pieces.vision_costs, first_examples)
@@ -339,3 +341,131 @@ def histogram(lengths: Ints) -> dict[str, list[int]]:
     return {"edges": edges.tolist()} | {
         name: found.tolist() for name, found in zip(names, counts, strict=True)
     }
+
+
+def steps_of(
+    lengths: Any,
+    patches: Patches | None,
+    packing: PackingOptions,
+    batch_rows: int,
+    batch_size: int | None,
+) -> list[dict[str, Any]]:
+    """Return the figures of steps of ``batch_size`` examples and of ``batch_rows`` rows.
+
+    Rows are filled as a collator does by default. ``batch_size`` None is the mean of the steps by
+    rows.
+    """
+    packing = replace(packing, strategy=None)
+    by_rows = _step_figures(lengths, patches, packing, "by_rows", batch_rows=batch_rows)
+    if batch_size is None:
+        batch_size = max(1, round(len(lengths) / by_rows["num_steps"]))
+    found = [
+        _step_figures(lengths, patches, packing, "by_examples", batch_size=batch_size),
+        by_rows,
+    ]
+    is_text = patches is None and not isinstance(lengths, Ragged)
+    can_be_cut = packing.parallel.align == 1 and packing.capacity == packing.max_tokens
+    if is_text and can_be_cut and packing.max_sequences_per_row is None:
+        wrapped = replace(packing, strategy="wrapped", overflow="raise")
+        found.append(_step_figures(lengths, None, wrapped, "wrapped", batch_rows=batch_rows))
+    return found
+
+
+def steps_table(report: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Return the header, and a row for each kind of step."""
+    steps, options = report["steps"], report["options"]
+    ranks, width = plural(options["dp"], "rank"), report["recommended"]["max_tokens"]
+    columns = {
+        f"a step over {ranks}, max_tokens={width}": [_name(of) for of in steps],
+        "steps": [f"{of['num_steps']:,}" for of in steps],
+        "padding": [f"{of['padding']:.1%}" for of in steps],
+    }
+    if options["dp"] > 1:
+        columns["imbalance"] = [f"{of['imbalance']:.3f}" for of in steps]
+        columns["99%"] = [f"{of['imbalance_99']:.3f}" for of in steps]
+    columns["unlike"] = [f"{of['unlikeness']:.1f}" if of["unlikeness"] else "-" for of in steps]
+    columns["time"] = [f"{of['time_per_token']:.3f}" for of in steps]
+    return list(columns), [list(row) for row in zip(*columns.values(), strict=True)]
+
+
+def steps_legend(names: Sequence[str]) -> list[str]:
+    """Return lines about the columns of these ``names``."""
+    lines = ["imbalance: cost of the slowest rank / the mean; 99%: of all but the 1% worst steps"]
+    return [
+        *(lines if "99%" in names else []),
+        "unlike: how much steps differ in the lengths of their examples, 1 as drawn at random",
+        "time: modelled, of a real token; 1 without padding and without waiting for a slower rank",
+    ]
+
+
+def _name(of: dict[str, Any]) -> str:
+    if of["steps"] == "by_examples":
+        return f"batch_size={of['batch_size']}"
+    return f"batch_rows={of['batch_rows']}{', wrapped' * (of['steps'] == 'wrapped')}"
+
+
+def _step_figures(
+    lengths: Any, patches: Patches | None, packing: PackingOptions, kind: str, **number: Any
+) -> dict[str, Any]:
+    """Return the figures of the first steps of the epochs that a sampler makes by default."""
+    ids = SimpleNamespace(pad_token_id=0, eos_token_id=0)  # "wrapped" needs an end token
+    collate = PackedCollator(ids, packing=packing, normalize_loss=False)
+    sampler = PackedBatchSampler(lengths, collate, dp_rank=0, patches=patches, **number)
+    num_steps, epoch = sampler.count_steps(), 0
+    lengths = Atoms.of(*checked_sizes(lengths), packing).tokens
+    figures: list[tuple[float, ...]] = []
+    drawn: list[tuple[Ints, Ints]] = []
+    while len(figures) < _MOST_STEPS:
+        for step, part in enumerate(islice(sampler, _MOST_STEPS - len(figures))):
+            plan = part.plan
+            width = plan.width if kind == "by_examples" else packing.capacity
+            sizes = lengths[sampler.examples(epoch, step)[plan.example_indices]]
+            drawn.append((sizes, plan.lengths))
+            figures.append((*_of_step(plan, width), _token_mean(np.log2(sizes), plan.lengths)))
+        epoch += 1
+    tokens, cells, slowest, time, ideal, means = np.transpose(figures)
+    sizes, placed = (np.concatenate(of) for of in zip(*drawn, strict=True))
+    return {
+        "steps": kind,
+        **number,
+        "num_steps": num_steps,
+        "padding": 1 - float(tokens.sum() / cells.sum()),
+        "imbalance": float(slowest.mean()),
+        "imbalance_99": float(np.quantile(slowest, 0.99)),
+        "unlikeness": _unlikeness(means, sizes, placed, lengths),
+        "time_per_token": float(time.sum() / ideal.sum()),
+    }
+
+
+def _of_step(plan: PackingPlan, width: int) -> tuple[float, ...]:
+    """Return tokens, cells, cost of the slowest rank over the mean, time and ideal time.
+
+    Times are in units of the cost. Pads cost as much as tokens in the linear layers.
+    """
+    cost, dp = plan.packing.cost, plan.rows_multiple_of
+    ranks = plan.cost_per_rank + plan.vision_cost_per_rank
+    cells = row_sums(plan.aligned_lengths, plan.row_offsets).reshape(dp, -1).sum(axis=1)
+    attention = ranks - cost.language_linear * cells
+    num_cells = plan.num_rows * width
+    time = num_cells // dp * cost.language_linear + attention.max()
+    language = plan.costs if plan.atoms.are_lists else cost.language(plan.lengths)
+    ideal = (int(language.sum()) + int(plan.vision_costs.sum())) / dp
+    slowest = ranks.max() / ranks.mean() if ranks.any() else 1.0
+    return int(plan.lengths.sum()), num_cells, slowest, time, ideal
+
+
+def _token_mean(values: npt.NDArray[np.float64], lengths: Ints) -> float:
+    return float(np.average(values, weights=lengths)) if len(lengths) else 0.0
+
+
+def _unlikeness(
+    means: npt.NDArray[np.float64], sizes: Ints, tokens: Ints, lengths: Ints
+) -> float | None:
+    """Return the variance of the steps' ``means`` over that of as many examples drawn at random.
+
+    ``sizes`` and ``tokens`` int64 [S], those of the example and those placed, of every piece.
+    """
+    logs, per_step = np.log2(sizes), tokens.sum() / len(means)
+    spread = _token_mean(sizes * (logs - _token_mean(logs, tokens)) ** 2, tokens)
+    chance = spread / max(1, per_step) * (1 - per_step / lengths.sum())  # none is drawn twice
+    return float(means.var() / chance) if chance > 1e-9 else None

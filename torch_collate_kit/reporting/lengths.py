@@ -12,9 +12,8 @@ from torch_collate_kit._checks import checked_lengths
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.errors import DataError, examples_named
 from torch_collate_kit.loading import TokenizedDataset
-from torch_collate_kit.packing.pieces import Patches
+from torch_collate_kit.packing.atoms import Patches, checked_sizes
 from torch_collate_kit.packing.rows import running_sum
-from torch_collate_kit.packing.segments import checked_segments
 from torch_collate_kit.packing.trees import depths_of
 from torch_collate_kit.ragged import Ragged, unchecked
 from torch_collate_kit.reading.columns import number_column
@@ -60,7 +59,7 @@ def data_lengths(data: Any) -> DataLengths:
         )
     begins_with_number = is_sequence(data) and not isinstance(next(iter(data), 0), _NO_NUMBERS)
     if isinstance(data, Ragged):  # as `pack` reads it, and TokenizedDataset.lengths returns it
-        lengths = unchecked(*checked_segments(data))
+        lengths = _checked(data)
     elif hasattr(data, "dtype") or isinstance(data, range) or begins_with_number:
         lengths = checked_lengths(data)
     else:
@@ -78,11 +77,15 @@ def data_lengths(data: Any) -> DataLengths:
             shared = data.shared_lengths.values
         if not is_dataset:
             found, shared = _of_source(source)
-        is_nested = isinstance(found, Ragged)
-        lengths = unchecked(*checked_segments(found)) if is_nested else checked_lengths(found)
+        lengths = _checked(found)
     if not len(lengths):
         raise DataError("there are no examples (0 lengths), so nothing to report; pass at least 1")
     return DataLengths(lengths, patches, smallest, shared)
+
+
+def _checked(lengths: Any) -> np.ndarray | Ragged:
+    values, offsets = checked_sizes(lengths)
+    return values if offsets is None else unchecked(values, offsets)
 
 
 def _of_dataset(data: TokenizedDataset) -> np.ndarray | Ragged:

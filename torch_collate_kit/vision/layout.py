@@ -13,8 +13,14 @@ import numpy.typing as npt
 import torch
 
 from torch_collate_kit._reprs import dataclass_repr
-from torch_collate_kit.vision.families import FAMILIES, OTHER, PIXEL_FIELDS, Family, ImageField
-from torch_collate_kit.vision.settings import layout_settings
+from torch_collate_kit.vision.families import (
+    FAMILIES,
+    OTHER,
+    PIXEL_FIELDS,
+    Family,
+    ImageField,
+    layout_settings,
+)
 
 PixelDtype: TypeAlias = Literal["float32", "bfloat16", "float16"] | torch.dtype
 _Ints = npt.NDArray[np.int64]

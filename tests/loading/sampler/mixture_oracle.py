@@ -69,19 +69,20 @@ class Mixed:
         return min(times) if self.stop == "first_exhausted" else max(times)
 
     def epoch(self, stages):
-        """All examples of the next epoch; ``stages`` are (number of examples before, weights)."""
+        """All examples of the next epoch; ``stages`` are (units of the epoch before, weights)."""
         exact = [(at, [Fraction(str(weight)) for weight in weights]) for at, weights in stages]
-        found = []
-        for (at, weights), (after, _) in zip(exact, [*exact[1:], (np.inf, None)], strict=True):
-            end = self.end(weights, at)
-            if end is None:
-                break
-            due = self.due(weights, end)
-            due = due if after == np.inf else due[: after - at]
-            for _, source, index in due:
+        bounds = np.cumsum([0, *map(len, self.lengths)])
+        found, units = [], 0
+        for (_, weights), (following, _) in zip(exact, [*exact[1:], (np.inf, None)], strict=True):
+            end, is_reached = self.end(weights, len(found)), False
+            for _, source, index in [] if end is None else self.due(weights, end):
+                if units >= following:
+                    is_reached = True
+                    break
                 self.taken[source] += 1
+                units += self.lengths[source][index - bounds[source]]
                 found.append((source, index))
-            if len(due) < after - at:
+            if not is_reached:
                 break
         self.num_epochs += 1
         return found

@@ -49,15 +49,58 @@ def test_the_order_is_that_of_the_loops(weights, by, stop, limited):
     assert [*found[0], *found[1]] == whole[: len(whole) // 7 * 7]
 
 
-@pytest.mark.parametrize("by", ["examples", "tokens"])
-def test_stages_begin_at_their_steps(by):
-    sources = [np.array(lengths) for lengths in LENGTHS]
-    schedule = [(0, [8, 1, 1]), (2, [1, 8, 1]), (5, [0, 0, 1])]
-    mixture = Mixture(sources, schedule=schedule, by=by, stop="all_exhausted")
-    oracle = Mixed(LENGTHS, by, "all_exhausted", seed=1)
-    stages = [(3 * step, weights) for step, weights in schedule]
-    expected = [[index for _, index in oracle.epoch(stages)] for _ in range(2)]
-    assert epochs_of(PrefetchingSampler(mixture, batch_size=3, seed=1), 2) == expected
+@pytest.mark.parametrize("case", range(40))
+def test_stages_begin_at_their_amounts(case):
+    """Any sources, weights, amounts and passes; then any epoch and place, from its state alone."""
+    rng = np.random.default_rng(case)
+    lengths = [rng.integers(1, 30, int(n)).tolist() for n in rng.integers(1, 25, 3)]
+    by, stop = str(rng.choice(["examples", "tokens"])), ["first", "all"][case % 2] + "_exhausted"
+    longest = 40 if by == "examples" else 600
+    amounts = np.unique(rng.integers(1, longest, int(rng.integers(1, 5)))).tolist()
+    weights = rng.integers(0, 5, (len(amounts) + 1, 3))
+    weights[:, 0] += 1
+    schedule = list(zip([0, *amounts], weights.tolist(), strict=True))
+    passes = [None, [4, 2.5, None], 3][case % 3]
+    given = [None] * 3 if passes is None else [passes] * 3 if passes == 3 else passes
+    limits = [n and int(n * len(of)) for n, of in zip(given, lengths, strict=True)]
+    arrays = [np.array(of) for of in lengths]
+    mixture = Mixture(arrays, schedule=schedule, by=by, stop=stop, max_passes=passes)
+    oracle = Mixed(lengths, by, stop, limits, seed=1)
+    expected = [[index for _, index in oracle.epoch(schedule)] for _ in range(3)]
+    sampler = PrefetchingSampler(mixture, batch_size=3, seed=1)
+    for epoch, indices in enumerate(expected):
+        steps = [indices[i : i + 3] for i in range(0, len(indices), 3)]
+        assert sampler.count_steps(epoch) == len(steps)
+        for step in rng.integers(0, max(1, len(steps)), 4 if steps else 0).tolist():
+            again = PrefetchingSampler(mixture, batch_size=3, seed=1)
+            again.load_state_dict(sampler.state_at(epoch, step))
+            assert list(again) == steps[step:]
+    assert any(expected)
+
+
+def test_a_stage_begins_by_hand():
+    sources = [np.array([4, 4, 4, 4, 4]), np.array([2, 2, 2, 2, 2])]
+
+    def order(schedule, by):
+        mixture = Mixture(sources, schedule=schedule, by=by, stop="all_exhausted")
+        return PrefetchingSampler(mixture, batch_size=99, shuffle=False).examples(0, 0).tolist()
+
+    only_first = [(0, [1, 0]), (3, [0, 1])]
+    assert order(only_first, "examples")[:5] == [0, 1, 2, 5, 6], "after 3 examples"
+    assert order(only_first, "tokens")[:4] == [0, 5, 6, 7], "0 has 4 tokens, at least 3"
+    assert order([(0, [1, 0]), (8, [0, 1])], "tokens")[:3] == [0, 1, 5], "8 is reached"
+    later = [(0, [1, 0]), (3, [1, 1]), (4, [0, 1])]
+    assert order(later, "tokens")[:2] == [0, 5], "two stages at one example: the last one's weights"
+    assert order([(0, [1, 1]), (40, [0, 1])], "tokens") == order([(0, [1, 1])], "tokens")
+
+
+def test_an_epoch_that_does_not_fit_into_memory_is_refused_with_its_size():
+    words = r"about 5e\+08 entries with weights \['1', '1/1000000'\].*more than 268,435,456 is not"
+    mixture = Mixture([500, 500], weights=[1, 1e-6], stop="all_exhausted")
+    with pytest.raises(ValueError, match=words):
+        PrefetchingSampler(mixture, batch_size=4)
+    short = Mixture([500, 500], schedule=[(0, [1, 1e-6]), (50, [1, 1])], stop="all_exhausted")
+    assert len(PrefetchingSampler(short, batch_size=4)) == 250 + 13
 
 
 def test_written_out_by_hand():
@@ -89,7 +132,7 @@ CASES = {
     "examples": {"weights": [0.5, 0.3, 0.2]},
     "tokens": {"by": "tokens", "weights": [1, 2, 3]},
     "all": {"stop": "all_exhausted", "by": "tokens", "max_passes": [2, None, 5]},
-    "schedule": {"schedule": [(0, [1, 1, 1]), (2, [2, 1, 1])], "stop": "all_exhausted"},
+    "schedule": {"schedule": [(0, [1, 1, 1]), (6, [2, 1, 1])], "stop": "all_exhausted"},
 }
 
 
@@ -120,16 +163,17 @@ def test_by_rows_a_mixture_is_full_and_has_its_shares():
     rng = np.random.default_rng(0)
     sources = [rng.integers(2, 60, 4000), rng.integers(100, 400, 1500)]
     collate = packed_collator(0, max_tokens=512, normalize_loss=False)
-    for schedule in ([(0, [7, 3])], [(0, [7, 3]), (50, [4, 6])]):
+    half = 50 * 8 * 512
+    for schedule in ([(0, [7, 3])], [(0, [7, 3]), (half, [4, 6])]):
         mixture = Mixture(sources, schedule=schedule, by="tokens", stop="all_exhausted")
         sampler = PackedBatchSampler(mixture, collate, batch_rows=8, seed=4)
-        tokens, stage = np.zeros((100, 2)), np.arange(100) >= 50
+        tokens, steps = np.zeros((100, 2)), np.arange(100)
         for step in range(100):
             found = sampler.examples(0, step)
             of_source = mixture.source_of(found)
             tokens[step] = np.bincount(of_source, mixture.lengths[found], minlength=2)
         assert tokens.sum() / (100 * 8 * 512) > 0.985
-        for chosen, weights in ((~stage, schedule[0][1]), (stage, schedule[-1][1])):
+        for chosen, weights in ((steps < 45, schedule[0][1]), (steps > 55, schedule[-1][1])):
             shares = tokens[chosen].sum(axis=0) / tokens[chosen].sum()
             assert abs(shares[0] - weights[0] / 10) < 0.01
         state = json.loads(json.dumps(sampler.state_at(0, 53)))
@@ -140,9 +184,9 @@ def test_by_rows_a_mixture_is_full_and_has_its_shares():
 
 
 @pytest.mark.parametrize("tail", ["keep", "drop", "wrap"])
-def test_by_rows_stages_begin_at_the_same_places_however_a_step_is_reached(tail):
+def test_by_rows_a_schedule_is_the_same_however_a_step_is_reached(tail):
     lengths = [np.random.default_rng(s).integers(1, 30, 60) for s in (0, 1)]
-    schedule = [(0, [4, 1]), (2, [1, 1]), (5, [1, 9])]
+    schedule = [(0, [4, 1]), (300, [1, 1]), (800, [1, 9])]
     mixture = Mixture(lengths, schedule=schedule, stop="all_exhausted", by="tokens")
     collate = packed_collator(0, max_tokens=40, normalize_loss=False)
 
@@ -201,7 +245,7 @@ ENDINGS = {
     [
         {"max_passes": 1},  # with "wrapped" all steps are full: 64 tokens
         {"max_passes": [2, 1], "stop": "all_exhausted", "by": "tokens"},
-        {"max_passes": 1.5, "schedule": [(0, [1, 1]), (2, [1, 3])]},
+        {"max_passes": 1.5, "schedule": [(0, [1, 1]), (6, [1, 3])]},
         {"max_passes": [1.1, None], "weights": [10, 1]},  # an epoch without a full step
     ],
 )
@@ -336,19 +380,24 @@ BAD = [
         "schedule[0] weights ar",
     ),
     (([3, 2],), {"max_passes": [1]}, ValueError, "max_passes must be a number, or one for each o"),
-    (([3, 2],), {"schedule": [(2, [1, 1])]}, ValueError, "schedule begins at step 2; pass the we"),
-    (([3, 2],), {"schedule": [3]}, TypeError, "schedule[0] must be a pair (step, weights), got 3"),
+    (([3, 2],), {"schedule": [(2, [1, 1])]}, ValueError, "schedule begins at 2; pass the weights"),
+    (
+        ([3, 2],),
+        {"schedule": [3]},
+        TypeError,
+        "schedule[0] must be a pair (amount, weights), got 3",
+    ),
     (
         ([3, 2],),
         {"schedule": [(0, [1, 1]), (0, [1, 2])]},
         ValueError,
-        "schedule[1] begins at step 0, not after 0, where the stage before it begins",
+        "schedule[1] begins at 0, not after 0, where the stage before it begins",
     ),
     (
         ([3, 2],),
         {"schedule": [(0, [1, 1])], "weights": [1, 1]},
         ValueError,
-        "schedule begins at step 0, and weights= says so too; pass one",
+        "schedule begins at 0, and weights= says so too; pass one",
     ),
     (([3, np.array([1.5])],), {"by": "tokens"}, ValueError, "the length of every example is nee"),
 ]

@@ -206,12 +206,6 @@ BAD: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
         "the trainer divides rows over its ran",
     ),
     (SHORT, {"max_tokens": 2, "overflow": "drop"}, ValueError, "all 5 examples are dropped; raise"),
-    (
-        Mixture([SHORT, SHORT], schedule=[(0, [1, 1]), (5, [1, 2])]),
-        {},
-        ValueError,
-        "the schedule of a Mixture counts steps, which are the trainer's here; leave it out",
-    ),
 ]
 
 

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from torch_collate_kit import (
-    Mixture,
     PackedBatchSampler,
     PackedCollator,
     PackedRows,
@@ -19,7 +18,6 @@ from torch_collate_kit import (
     pack,
 )
 from torch_collate_kit.errors import DataError, StateError
-from torch_collate_kit.loading.orders import token_sums
 from torch_collate_kit.packing import PackingOptions, ParallelLayout
 
 TOKENIZER = SimpleNamespace(pad_token_id=0, eos_token_id=1)
@@ -201,18 +199,3 @@ def test_documents_without_an_end() -> None:
     two = PackedCollator(TOKENIZER, packing=options(max_tokens=4, parallel=ParallelLayout(dp=2)))
     with pytest.raises(ValueError, match=r"not all tokens of example 0 are trained, and it is not"):
         PackedBatchSampler(masked, two, batch_rows=2)
-
-
-@pytest.mark.parametrize("is_mixed", [False, True])
-def test_sums_of_many_blocks_are_those_of_one(is_mixed: bool, monkeypatch: Any) -> None:
-    lengths = np.random.default_rng(5).integers(1, 30, 90)
-    collate = PackedCollator(TOKENIZER, max_tokens=32, strategy="wrapped", normalize_loss=False)
-
-    def steps() -> list[tuple[list[int], list[list[int]]]]:
-        examples = Mixture([lengths[:35], lengths[35:]], by="tokens") if is_mixed else lengths
-        sampler = PackedBatchSampler(examples, collate, batch_rows=2, window=2, tail="wrap")
-        return [(part.indices, part.plan.bins) for _ in range(2) for part in sampler]
-
-    expected = steps()
-    monkeypatch.setattr(token_sums, "_BLOCK", 9)
-    assert steps() == expected

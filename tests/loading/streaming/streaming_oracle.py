@@ -12,7 +12,7 @@ import torch
 from tests.loading.seals import resealed
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators import PackedCollator
-from torch_collate_kit.packing.pieces import Load
+from torch_collate_kit.packing.atoms import Atoms
 from torch_collate_kit.packing.planner import plan_rows
 from torch_collate_kit.packing.rank_plan import PlannedExamples
 from torch_collate_kit.packing.steps import num_rows_needed, num_that_fit, plan_window
@@ -97,22 +97,20 @@ def plain_loop(
     while rest:
         buffer = rest[:buffer_size]
         lengths = np.array([len(example["input_ids"]) for example in buffer])
-        load = Load.none(len(buffer))
-        num_steps = num_rows_needed(lengths, packing, load) // num_rows
+        atoms = Atoms.of(lengths, None, packing)
+        num_steps = num_rows_needed(atoms, packing) // num_rows
         if num_steps:
-            options = {
-                "num_steps": num_steps,
-                "batch_rows": num_rows,
-                "group": packing.row_multiple,
-            }
-            number = num_that_fit(lengths, packing, num_steps * num_rows, load, more_follow=False)
-            window = plan_window(lengths[:number], packing, load.take(np.arange(number)), **options)
+            number = num_that_fit(atoms, packing, num_steps * num_rows, more_follow=False)
+            window = plan_window(
+                atoms.take(np.arange(number)),
+                packing,
+                num_steps=num_steps,
+                batch_rows=num_rows,
+                group=packing.row_multiple,
+            )
             steps = [window.step(step, packing) for step in range(num_steps)]
         else:
-            number, steps = (
-                len(buffer),
-                [(np.arange(len(buffer)), plan_rows(lengths, packing, load))],
-            )
+            number, steps = len(buffer), [(np.arange(len(buffer)), plan_rows(atoms, packing))]
         for chosen, plan in steps:
             batch = collator(PlannedExamples(plan, [buffer[i] for i in chosen.tolist()]))
             batches.append(without_step(batch))

@@ -11,19 +11,17 @@ from torch.utils.data import Dataset
 
 from torch_collate_kit._checks import checked_bool, checked_int
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.loading.dataset.arrays import ArrayColumn
 from torch_collate_kit.loading.dataset.columns import (
+    ArrayColumn,
+    ListColumn,
+    NestedColumn,
     TextColumn,
+    VectorColumn,
     are_lists_of_segments,
     column_of,
     plain,
 )
 from torch_collate_kit.loading.dataset.fingerprints import fingerprint_of
-from torch_collate_kit.loading.dataset.list_columns import (
-    ListColumn,
-    NestedColumn,
-    VectorColumn,
-)
 from torch_collate_kit.loading.dataset.sources import IDS, DatasetSource, kept_source
 from torch_collate_kit.packing import RankPlan
 from torch_collate_kit.packing.rank_plan import PlannedExamples
@@ -62,7 +60,7 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
             DataFrame, another map-style dataset), which are copied into columns.
         columns: the columns to keep, of lists of numbers, of lists of vectors (for fields with a
             ``shape``) or of numbers. By default those that the collators know (``input_ids``,
-            ``num_actions``, ``attention_mask``, ``weight``, ``keep_together``, target forms), and
+            ``num_actions``, ``attention_mask``, ``weight``, target forms), and
             ``num_cut_tokens``, which ``audit`` reads. Columns of strings, for fields declared
             ``PerExample(str)``, are kept where they are named.
         train_all: every token of a source without a loss target is trained. Must be given if it has

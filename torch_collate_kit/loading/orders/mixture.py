@@ -8,15 +8,15 @@ from typing import Any, Literal
 
 import numpy as np
 
-from torch_collate_kit._checks import checked_choice, checked_int, checked_lengths
+from torch_collate_kit._checks import checked_choice, checked_int
 from torch_collate_kit._reprs import KindAndSize, call_repr
 from torch_collate_kit.loading.dataset import TokenizedDataset
+from torch_collate_kit.loading.dataset.fingerprints import digest_in_blocks
 from torch_collate_kit.loading.orders.checks import Indices, checked_length
-from torch_collate_kit.loading.orders.states import digest_in_blocks
 from torch_collate_kit.packing import PackingPlan, RankPlan
+from torch_collate_kit.packing.atoms import checked_sizes
 from torch_collate_kit.packing.mixed_examples import MixedExamples, SourceName, source_counts
 from torch_collate_kit.packing.rows import row_sums
-from torch_collate_kit.packing.segments import are_nested, checked_segments
 from torch_collate_kit.ragged import Ragged, unchecked
 
 _STOPS = ("first_exhausted", "all_exhausted")
@@ -32,9 +32,10 @@ class Mixture:
         weights: the share of each source, positive numbers, 0 for a source that is not read. By
             default the sizes of the sources.
         by: whether these are shares of the "examples" or of the "tokens".
-        schedule: ``[(step, weights), ...]``: from this step of the epoch on, these weights. Steps
-            are those of the sampler. By rows, a new stage begins a new window. Of streams, steps
-            are ``batch_rows`` rows of a pass, and a stage is blurred by the buffers.
+        schedule: ``[(amount, weights), ...]``: from the first example on before which an epoch has
+            at least this amount, these weights. Amounts are counted in what ``by`` names: examples,
+            or tokens before any are cut off. Where a sampler packs rows with "split", an example is
+            a piece of one.
         max_passes: the most passes over a source in the whole run, a number or one for each source
             (None: no limit). The others then share its weight. Of streams, in one pass over all.
         stop: an epoch ends when the "first_exhausted" source has been read once, or when all have
@@ -111,7 +112,7 @@ class Mixture:
         shown: dict[str, Any] = {"weights": [str(weight) for weight in self.stages[0][1]]}
         shown |= {"by": self.by} if self.by != "examples" else {}
         if len(self.stages) > 1:
-            shown["schedule"] = [(step, list(map(str, w))) for step, w in self.stages[1:]]
+            shown["schedule"] = [(amount, list(map(str, w))) for amount, w in self.stages[1:]]
         if any(passes is not None for passes in self.max_passes):
             shown["max_passes"] = self.max_passes
         shown |= {"stop": self.stop} if self.stop != _STOPS[0] else {}
@@ -232,7 +233,7 @@ class Mixture:
             "sizes": self.sizes,
             "by": self.by,
             "stop": self.stop,
-            "stages": [[step, list(map(str, weights))] for step, weights in self.stages],
+            "stages": [[amount, list(map(str, weights))] for amount, weights in self.stages],
             "max_passes": [None if of is None else str(of) for of in self.max_passes],
             "sources": [make() if callable(make) else None for make in makers],
         }
@@ -256,9 +257,8 @@ def _lengths_of(source: Any, number: int, by: str) -> Indices | Ragged:
             f"{hint}"
         )
     try:
-        if are_nested(found):
-            return unchecked(*checked_segments(found))
-        return checked_lengths(found)
+        values, offsets = checked_sizes(found)
+        return values if offsets is None else unchecked(values, offsets)
     except (TypeError, ValueError) as error:
         raise type(error)(f"lengths of sources[{number}]: {error}") from error
 
@@ -303,24 +303,24 @@ def _with_stage(
 ) -> list[tuple[int, list[Fraction]]]:
     """Return the stages with one more of a schedule."""
     if not isinstance(stage, Sequence) or len(stage) != 2:
-        raise TypeError(f"schedule[{number}] must be a pair (step, weights), got {stage!r}")
-    step = checked_int(f"schedule[{number}] step", stage[0], minimum=0)
+        raise TypeError(f"schedule[{number}] must be a pair (amount, weights), got {stage!r}")
+    amount = checked_int(f"schedule[{number}] amount", stage[0], minimum=0)
     weights = _checked_weights(f"schedule[{number}] weights", stage[1], len(stages[0][1]))
-    if number == 0 and step == 0:
+    if number == 0 and amount == 0:
         if has_weights:
-            raise ValueError("schedule begins at step 0, and weights= says so too; pass one")
+            raise ValueError("schedule begins at 0, and weights= says so too; pass one")
         return [(0, weights)]
     if number == 0 and not has_weights:
         raise ValueError(
-            f"schedule begins at step {step}; pass the weights before it, weights=[...], or begin "
-            "it at step 0"
+            f"schedule begins at {amount}; pass the weights before it, weights=[...], or begin it "
+            "at 0"
         )
-    if step <= stages[-1][0]:
+    if amount <= stages[-1][0]:
         raise ValueError(
-            f"schedule[{number}] begins at step {step}, not after {stages[-1][0]}, where the stage "
+            f"schedule[{number}] begins at {amount}, not after {stages[-1][0]}, where the stage "
             "before it begins"
         )
-    return [*stages, (step, weights)]
+    return [*stages, (amount, weights)]
 
 
 def _checked_passes(passes: Any, sizes: list[int]) -> list[Fraction | None]:

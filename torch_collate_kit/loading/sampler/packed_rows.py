@@ -15,19 +15,20 @@ from torch.utils.data import Dataset, Sampler
 
 from torch_collate_kit._checks import checked_int
 from torch_collate_kit._reprs import KindAndSize, call_repr
+from torch_collate_kit.collators.packed import checked_collator
 from torch_collate_kit.loading.dataset import TokenizedDataset
+from torch_collate_kit.loading.dataset.fingerprints import digest_in_blocks
 from torch_collate_kit.loading.orders import Mixture
-from torch_collate_kit.loading.orders.checks import Indices, checked_collator, checked_word
+from torch_collate_kit.loading.orders.checks import Indices, checked_word
 from torch_collate_kit.loading.orders.mixed_order import MixedOrder
-from torch_collate_kit.loading.orders.permutations import seeded_generator
-from torch_collate_kit.loading.orders.states import digest_in_blocks
-from torch_collate_kit.loading.sampler.sizes import check_parts, is_tokenized, sized
+from torch_collate_kit.loading.orders.order import seeded_generator
+from torch_collate_kit.loading.sampler.sizes import is_tokenized, sized
 from torch_collate_kit.packing import PackingPlan
-from torch_collate_kit.packing.pieces import cut_to_fit
+from torch_collate_kit.packing.atoms import NO_ATOMS, Atoms
+from torch_collate_kit.packing.fitting import fitted
 from torch_collate_kit.packing.planner import plan_rows
 from torch_collate_kit.packing.rank_plan import PlannedExamples, PlannedRow, RankPlan
 from torch_collate_kit.packing.rows import Rows, running_sum
-from torch_collate_kit.packing.segments import Segments
 from torch_collate_kit.reading.columns import ROW_OF_DATASETS
 
 _BLOCK = (
@@ -107,17 +108,17 @@ class PackedRows(Dataset[PlannedRow]):
                 f"parallel.dp={dp}; leave parallel out"
             )
         patches = None if collator.vision is None else examples.patches
-        lengths, load = sized(examples, collator.packing, patches)
-        check_parts(examples, collator, load)
+        sizes, offsets, depths = sized(examples, collator.packing)
+        atoms = Atoms.of(sizes, offsets, collator.packing, patches, depths=depths)
+        lengths = atoms.tokens
         blocks, order = [], self._order(lengths)
-        cut_to_fit(lengths, collator.packing, load)  # names an example that does not fit
+        fitted(atoms, collator.packing)  # names an example that does not fit
         is_wrapped = collator.packing.strategy == "wrapped"  # a block ends with a row not full
         at_once = len(order) if is_wrapped else _BLOCK
         for start in range(0, len(order), at_once):
             block = order[start : start + at_once]
-            of_block = None if load is None else load.take(block)
-            blocks.append((block, plan_rows(lengths[block], collator.packing, of_block)))
-        self.plan = _joined(blocks, None if load is None else load.segments)
+            blocks.append((block, plan_rows(atoms.alone(block), collator.packing)))
+        self.plan = _joined(blocks)
         if not len(self.plan.lengths):
             raise ValueError(f"all {len(lengths)} examples are dropped; raise max_tokens")
         lost = len(self.plan.dropped), len(self.plan.cut), self.plan.num_dropped_tokens
@@ -134,10 +135,6 @@ class PackedRows(Dataset[PlannedRow]):
         examples = self._examples
         if isinstance(examples, TokenizedDataset):
             return seeded_generator(self._seed, 0).permutation(len(lengths))
-        if len(examples.stages) > 1:
-            raise ValueError(
-                "the schedule of a Mixture counts steps, which are the trainer's here; leave it out"
-            )
         order = MixedOrder(examples, seed=self._seed, shuffle=True)
         return order.take(0, 0, order.size(0))
 
@@ -170,18 +167,11 @@ class PackedRows(Dataset[PlannedRow]):
         examples = read % size
         part = replace(
             plan,
-            example_indices=positions,
-            starts=plan.starts[chosen],
-            lengths=plan.lengths[chosen],
+            atoms=replace(plan.atoms.take(chosen), examples=positions),
             row_offsets=offsets,
-            patches=plan.patches[chosen],
-            vision_costs=plan.vision_costs[chosen],
-            dropped=plan.dropped[:0],
+            left_out=NO_ATOMS,
             cut=np.flatnonzero(np.isin(examples, plan.cut)),
             num_cut_tokens=0,
-            num_dropped_tokens=0,
-            segments=None if plan.segments is None else plan.segments.take(examples),
-            runs=None if plan.runs is None else plan.runs.take(chosen),
         )
 
         def name(place: int) -> str:
@@ -246,41 +236,15 @@ class _Read(dict[str, PackedRows]):
         return _Read, ({"rows": self["rows"]},)
 
 
-def _joined(blocks: list[tuple[Indices, PackingPlan]], segments: Segments | None) -> PackingPlan:
+def _joined(blocks: list[tuple[Indices, PackingPlan]]) -> PackingPlan:
     """Return one plan of the rows of all blocks, of the examples of the dataset."""
     plans = [plan for _, plan in blocks]
-
-    def joined(name: str) -> Indices:
-        return np.concatenate([getattr(plan, name) for plan in plans])
-
-    def numbered(name: str) -> Indices:
-        return np.concatenate([block[getattr(plan, name)] for block, plan in blocks])
-
     counts = np.concatenate([np.diff(plan.row_offsets) for plan in plans])
     return replace(
         plans[0],
-        example_indices=numbered("example_indices"),
-        starts=joined("starts"),
-        lengths=joined("lengths"),
+        atoms=Atoms.joined([plan.atoms for plan in plans], [block for block, _ in blocks]),
         row_offsets=running_sum(counts[counts > 0]),
-        dropped=numbered("dropped"),
-        cut=numbered("cut"),
+        left_out=Atoms.joined([plan.left_out for plan in plans], [block for block, _ in blocks]),
+        cut=np.concatenate([block[plan.cut] for block, plan in blocks]),
         num_cut_tokens=sum(plan.num_cut_tokens for plan in plans),
-        num_dropped_tokens=sum(plan.num_dropped_tokens for plan in plans),
-        patches=joined("patches"),
-        vision_costs=joined("vision_costs"),
-        segments=segments,
-        runs=_joined_runs(plans),
     )
-
-
-def _joined_runs(plans: list[PackingPlan]) -> Segments | None:
-    """Return what the segments of each piece take, if any example is cut between them."""
-    if all(plan.runs is None for plan in plans):
-        return None
-    cells, counts, costs = (
-        np.concatenate([getattr(plan, name) for plan in plans])
-        for name in ("aligned_lengths", "num_segments", "costs")
-    )
-    segments = plans[0].segments
-    return Segments(cells, counts, costs, shares=segments is not None and segments.shares)

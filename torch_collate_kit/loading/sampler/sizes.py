@@ -3,40 +3,32 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
 
-from torch_collate_kit._checks import computed_once
 from torch_collate_kit.collators import PackedCollator
-from torch_collate_kit.collators.packed_checks import refuse_parts
 from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading.dataset import TokenizedDataset
+from torch_collate_kit.loading.dataset.fingerprints import digest_in_blocks
 from torch_collate_kit.loading.orders import Mixture
 from torch_collate_kit.loading.orders.checks import Indices
-from torch_collate_kit.loading.orders.states import digest_in_blocks
-from torch_collate_kit.loading.sampler.budgets import Step
 from torch_collate_kit.loading.sampler.by_rows import Entries
 from torch_collate_kit.packing import PackingOptions
-from torch_collate_kit.packing.pieces import Load, Patches, cut_to_fit
-from torch_collate_kit.packing.planner import sizes_of
-from torch_collate_kit.packing.rows import row_sums, running_sum
-from torch_collate_kit.packing.segments import bare_lengths
-from torch_collate_kit.packing.trees import is_shared
-from torch_collate_kit.ragged import span_indices
-from torch_collate_kit.reading.reader import read_columns
-from torch_collate_kit.reading.runs import end_to_end
-
-_EXAMPLES_AT_A_TIME = 256  # whose loss tokens are counted
+from torch_collate_kit.packing.atoms import Atoms, Patches, checked_sizes
+from torch_collate_kit.packing.fitting import fitted
+from torch_collate_kit.packing.plan import PackingPlan
+from torch_collate_kit.packing.rows import running_sum
+from torch_collate_kit.packing.trees import bare_lengths, is_shared
 
 
 class ExampleSizes:
-    """What a plan needs of each example; ``load`` and ``counts`` are None where unknown.
+    """What a plan needs of each example; ``counts`` are None where unknown.
 
-    ``lengths`` and ``counts`` (trained tokens) are int64 [N], ``load`` is what examples hold
-    besides tokens: images, and several segments. Lengths are read in place where they are int64
-    already: a copy of 1e8 would take a second and 0.8 GB.
+    ``lengths`` and ``counts`` (trained tokens) are int64 [N]. Lengths are read in place where they
+    are int64 already, and of text alone nothing else is held: 1e8 take 0.8 GB for each column.
     """
 
     def __init__(
@@ -62,11 +54,9 @@ class ExampleSizes:
     def _counts_in(self, examples: TokenizedDataset | Mixture) -> Indices | None:
         """Return the loss tokens of a dataset where they are known, or will be refused."""
         is_alone = self._packing.parallel.dp == 1
-        if not self.are_divisors and (is_alone or self._is_wrapped or self._runs is not None):
+        if not self.are_divisors and (is_alone or self._is_wrapped):
             return None
-        has_cuts = not (self._is_wrapped or self._runs is not None or self._all_fit()) and (
-            len(cut_to_fit(self.lengths, self._packing, self.load).cut) > 0
-        )
+        has_cuts = not (self._is_wrapped or self._all_fit()) and len(self._fitted().cut) > 0
         if not self.are_divisors:  # then no example is refused here
             with suppress(TypeError, ValueError):
                 return None if has_cuts else examples.num_loss_tokens
@@ -80,71 +70,51 @@ class ExampleSizes:
         if is_tokenized(examples):
             patches = None if self._collate.vision is None else examples.patches
         self._examples = examples
-        lengths, load = sized(examples, self._packing, patches)
-        self.lengths = lengths.view()
-        self.lengths.flags.writeable = False
-        self.load, self.patches, self.image_costs_digest = load, None, None
+        self._sizes, offsets, depths = sized(examples, self._packing)
+        self._atoms, self.patches, self.image_costs_digest = None, None, None
+        if offsets is not None or patches is not None:
+            self._atoms = Atoms.of(self._sizes, offsets, self._packing, patches, depths=depths)
         if patches is not None:
-            assert load is not None
-            self.patches = load.patches.copy()
-            self.load = load._replace(patches=self.patches)
-            self.image_costs_digest = digest_in_blocks(load.costs)
-        self._segments = None if load is None else load.segments
-        self._runs = None if load is None else load.runs
-        check_parts(examples, self._collate, load)
-        is_checked = self._packing.overflow == "raise" or self.load is not None
-        if not self._all_fit() and is_checked:
-            cut_to_fit(self.lengths, self._packing, self.load)
+            assert self._atoms is not None
+            self.patches = self._atoms.patches.copy()
+            self._atoms = replace(self._atoms, patches=self.patches)
+            self.image_costs_digest = digest_in_blocks(self._atoms.vision_costs)
+        self.lengths = (self._sizes if self._atoms is None else self._atoms.tokens).view()
+        self.lengths.flags.writeable = False
+        if not self._all_fit() and (self._packing.overflow == "raise" or self._atoms is not None):
+            self._fitted()
 
     def _all_fit(self) -> bool:
         """Return whether no length has to be looked at again, nor arrays made of all of them."""
-        return self.load is None and int(self.lengths.max(initial=0)) <= self._packing.capacity
+        return self._atoms is None and int(self.lengths.max(initial=0)) <= self._packing.capacity
+
+    def _fitted(self) -> PackingPlan:
+        """Return all examples as they fit in rows, one or a piece of one in each."""
+        atoms = self._atoms
+        return fitted(atoms or Atoms.of(self.lengths, None, self._packing), self._packing)
 
     def entries(self) -> Entries:
         """Return what an order by rows counts: examples, or with "split" their pieces."""
         if self._all_fit() or not len(self.lengths):  # an empty dataset is refused by the sampler
             return Entries(self.lengths)
-        pieces = cut_to_fit(self.lengths, self._packing, self.load)
+        pieces = self._fitted()
         if not len(pieces.lengths):
             raise ValueError(
                 f"all {len(self.lengths)} examples are longer than max_tokens="
                 f"{self._packing.max_tokens} and dropped; raise max_tokens"
             )
         if self._packing.overflow != "split" or not len(pieces.cut):
-            return Entries(self.lengths, self.load)
-        load = None
-        if self.load is not None:
-            load = Load(pieces.patches, pieces.vision_costs, segments=pieces.runs)
-        return Entries(pieces.lengths, load, pieces.example_indices, pieces.starts)
+            return Entries(self.lengths, self._atoms)
+        offsets = running_sum(np.bincount(pieces.example_indices, minlength=len(self.lengths)))
+        return Entries(pieces.lengths, pieces.atoms, offsets)
 
-    def counts_of(self, step: Step) -> Indices | None:
-        """Return the loss tokens of the examples of a step, or of their pieces: int64."""
-        if self.counts is None or self._runs is None or step.entries is None:
-            return None if self.counts is None else self.counts[step.examples]
-        return self._counts_of_runs[step.entries]
-
-    @computed_once
-    def _counts_of_runs(self) -> Indices:
-        """int64 [P], loss tokens of the runs of all examples, which are cut between segments."""
-        runs, counts = self._runs, self.counts
-        assert runs is not None, "counted where examples are cut between segments"
-        assert counts is not None, "counted where the loss is normalized"
-        of_runs = np.diff(runs.offsets)
-        found, cut = counts.repeat(of_runs), np.flatnonzero(of_runs > 1)
-        for start in range(0, len(cut), _EXAMPLES_AT_A_TIME):
-            block = cut[start : start + _EXAMPLES_AT_A_TIME]
-            columns = read_columns(
-                self._examples.__getitems__(block), train_all=self._collate.train_all
-            )
-            of_segments = columns.num_loss_tokens(per_segment=True)
-            places = span_indices(runs.offsets[block], of_runs[block])
-            bounds = running_sum(runs.segments.counts[places])
-            found[places] = row_sums(of_segments, bounds)
-        return found
+    def atoms(self, examples: Indices) -> Atoms:
+        """Return what is planned of some examples, numbered from 0."""
+        return Entries(self.lengths, self._atoms).planned(examples, self._packing)
 
     def _checked_counts(self, num_loss_tokens: npt.ArrayLike | None) -> Indices | None:
         """Return the loss tokens of every example, checked; None where none are needed."""
-        lengths, packing, load = self.lengths, self._packing, self.load
+        lengths, packing, atoms = self.lengths, self._packing, self._atoms
         if num_loss_tokens is None:
             if packing.parallel.dp > 1 and self._collate.normalize_loss:
                 raise ValueError(
@@ -159,7 +129,7 @@ class ExampleSizes:
                 f"num_loss_tokens must be one int for each of the {len(lengths)} examples, got "
                 f"shape {counts.shape}, dtype {counts.dtype}; pass dataset.num_loss_tokens"
             )
-        firsts = 1 if self._segments is None else self._segments.counts
+        firsts = 1 if atoms is None else atoms.segments
         wrong = (counts < 0) | (counts > lengths - firsts)
         if wrong.any():
             i = int(wrong.argmax())
@@ -176,9 +146,7 @@ class ExampleSizes:
                     "normalize_loss=False and give token_loss the sum over the ranks"
                 )
             return counts.astype(np.int64)
-        if self._runs is not None:  # segments stay whole
-            return counts.astype(np.int64)
-        cut = cut_to_fit(lengths, packing, load).cut
+        cut = self._fitted().cut
         if len(cut):
             limit = packing.capacity - (packing.reserved if self.patches is not None else 0)
             raise ValueError(
@@ -192,46 +160,38 @@ class ExampleSizes:
         """Return the number of tokens cut off, and the examples dropped."""
         if packing.overflow in ("raise", "split"):
             return 0, []
-        load = self.load
         try:
-            if load is not None and self._segments is not None and packing != self._packing:
-                others = sized(self._examples, packing, None)[1]
-                load = load._replace(segments=None if others is None else others.segments)
-            pieces = cut_to_fit(self.lengths, packing, load)
+            sizes, offsets, depths = sized(self._examples, packing)
+            atoms = Atoms.of(sizes, offsets, packing, self.patches, depths=depths)
+            pieces = fitted(atoms, packing)
         except ValueError as error:
             raise StateError(f"state is of a packing that no run can have had: {error}") from error
         return pieces.num_cut_tokens, pieces.dropped.tolist()
 
-    def fingerprint(self, num_examples: int, *, with_trees: bool) -> dict[str, Any]:
-        """Return digests of the first so many examples, as JSON; ``with_trees`` of their cells."""
-        of_loss = self.counts if self.are_divisors else None
+    def fingerprint(self, *, with_trees: bool) -> dict[str, Any]:
+        """Return digests of the sizes of all examples, as JSON; ``with_trees`` of their cells."""
         counted = {
-            "lengths_digest": self.lengths[:num_examples],
-            "patches_digest": None if self.patches is None else self.patches[:num_examples],
-            "loss_tokens_digest": None if of_loss is None else of_loss[:num_examples],
+            "lengths_digest": self.lengths,
+            "patches_digest": self.patches,
+            "loss_tokens_digest": self.counts if self.are_divisors else None,
         }
-        if self._segments is not None:
-            counted["num_segments_digest"] = counts = self._segments.counts[:num_examples]
-            of_segments = self._segments.lengths
-            assert of_segments is not None, "segments are those of all examples"
-            counted["segments_digest"] = of_segments[: int(counts.sum())]
+        if (atoms := self._atoms) is not None and atoms.are_lists:
+            counted["num_segments_digest"] = atoms.segments
+            counted["segments_digest"] = self._sizes
             if with_trees:
-                of, runs = self._segments, self._runs
-                counted["trees_digest"] = of.cells[:num_examples] if of.shares else None
-                counted["runs_digest"] = (
-                    None if runs is None else runs.lengths[: int(runs.offsets[num_examples])]
-                )
+                counted["trees_digest"] = atoms.cells if atoms.share else None
         digests = {
             name: None if numbers is None else digest_in_blocks(numbers)
             for name, numbers in counted.items()
         }
-        return {"num_tokens": int(self.lengths[:num_examples].sum()), **digests}
+        return {"num_tokens": int(self.lengths.sum()), **digests}
 
 
-def sized(
-    examples: Any, packing: PackingOptions, patches: Patches | None
-) -> tuple[Indices, Load | None]:
-    """Return what a plan needs of a dataset, a Mixture or bare lengths, as ``sizes_of`` does."""
+def sized(examples: Any, packing: PackingOptions) -> tuple[Indices, Indices | None, Indices | None]:
+    """Return the checked lengths, offsets and depths of a dataset, a Mixture or bare lengths.
+
+    As ``Atoms.of`` takes them.
+    """
     lengths, depths = examples, None
     if isinstance(examples, TokenizedDataset | Mixture):
         lengths = examples.lengths
@@ -241,19 +201,7 @@ def sized(
         shared = examples.shared_lengths
         if shared is not None and is_shared(packing, lengths.values, shared.values):
             depths = shared.values
-
-    def ids_of(example: int) -> tuple[np.ndarray, Indices]:
-        return end_to_end(examples[example]["input_ids"])
-
-    return sizes_of(lengths, packing, patches, depths=depths, ids_of=ids_of)
-
-
-def check_parts(examples: Any, collate: PackedCollator, load: Load | None) -> None:
-    """Refuse lists of segments that must not be parted, before any batch."""
-    if load is not None and load.segments is not None and is_tokenized(examples):
-        sources = examples.sources if isinstance(examples, Mixture) else [examples]
-        names = {name for source in sources for name in source.column_names}
-        refuse_parts(collate.packing, collate.fields, names)
+    return *checked_sizes(lengths), depths
 
 
 def is_tokenized(examples: Any) -> TypeGuard[TokenizedDataset | Mixture]:

@@ -17,9 +17,9 @@ from torch_collate_kit.loading.skipping import Skipped, SkipPolicy, failing_alon
 from torch_collate_kit.loading.streaming.entries import (
     Entry,
     LeftOut,
+    atoms_of,
     check_start,
     named,
-    sizes_of_entries,
 )
 from torch_collate_kit.loading.streaming.mixed_streams import MixedStream, open_shard
 from torch_collate_kit.loading.streaming.shards import Stream
@@ -49,20 +49,18 @@ def windows_of(
         buffer += islice(entries, buffer_size - len(buffer))
         if not buffer:
             return
-        lengths, load = sizes_of_entries(buffer, packing)
-        num_steps = num_rows_needed(lengths, packing, load) // batch_rows
+        atoms = atoms_of(buffer, packing)
+        num_steps = num_rows_needed(atoms, packing) // batch_rows
         if not num_steps:  # the last batch, or a buffer that is small for the rows
-            after, plan = buffer[-1].place, _of_pieces(buffer, plan_rows(lengths, packing, load))
+            after, plan = buffer[-1].place, _of_pieces(buffer, plan_rows(atoms, packing))
             window, buffer = buffer, []
             yield _taken(window), plan, after
             continue
-        num_rows = num_steps * batch_rows
-        number = num_that_fit(lengths, packing, num_rows, load, more_follow=False)
+        number = num_that_fit(atoms, packing, num_steps * batch_rows, more_follow=False)
         assert number is not None, "it is asked of entries that no other one follows"
         planned = plan_window(
-            lengths[:number],
+            atoms.take(np.arange(number)),
             packing,
-            load.take(np.arange(number)),
             num_steps=num_steps,
             batch_rows=batch_rows,
             group=packing.row_multiple,
@@ -84,12 +82,9 @@ def _taken(entries: list[Entry]) -> list[Entry]:
 
 
 def _of_pieces(entries: Sequence[Entry], plan: PackingPlan) -> PackingPlan:
-    """Return the plan of entries with the first tokens of those that are pieces of examples."""
+    """Return the plan of entries, of which some are pieces of examples that were cut."""
     cut = np.flatnonzero([entry.is_piece for entry in entries])
-    if not len(cut):
-        return plan
-    starts = np.array([entry.start for entry in entries])
-    return replace(plan, starts=starts[plan.example_indices], cut=cut)
+    return replace(plan, cut=cut) if len(cut) else plan
 
 
 def joined_batches(
@@ -111,12 +106,12 @@ def joined_batches(
         if not documents:
             return
         check_start(place, documents[0].position, documents[0].num_tokens)
-        lengths, load = sizes_of_entries(documents, packing)
-        waiting = max(0, waiting - num_tokens)
+        atoms = atoms_of(documents, packing)  # examples of segments are refused
+        waiting, lengths = max(0, waiting - num_tokens), atoms.tokens.copy()
         lengths[0] -= place.start
         lengths[-1] -= waiting
-        plan = plan_rows(lengths, packing, load)  # examples of segments are refused
-        starts = plan.starts + np.where(plan.example_indices == 0, place.start, 0)
+        starts = np.where(atoms.examples == 0, place.start, 0)
+        plan = plan_rows(replace(atoms, tokens=lengths, starts=starts), packing)
         if not waiting:
             place = documents[-1].place
         elif len(documents) == 1:
@@ -124,7 +119,7 @@ def joined_batches(
         else:
             place = documents[-2].place._replace(start=int(lengths[-1]))
         rest, following = documents[-1:] if waiting else [], []
-        yield _taken(documents), replace(plan, starts=starts), place
+        yield _taken(documents), plan, place
         documents = rest
 
 

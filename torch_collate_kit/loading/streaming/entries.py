@@ -7,24 +7,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from dataclasses import replace
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.errors import DataError, StateError
-from torch_collate_kit.loading.orders.permutations import seeded_generator
+from torch_collate_kit.loading.orders.order import seeded_generator
 from torch_collate_kit.loading.skipping import Skipped, SkipPolicy
 from torch_collate_kit.loading.streaming.shards import Example
 from torch_collate_kit.loading.streaming.states import Place
 from torch_collate_kit.packing import PackingOptions
-from torch_collate_kit.packing.pieces import Load, cut_to_fit, image_load
-from torch_collate_kit.packing.planner import sizes_of
+from torch_collate_kit.packing.atoms import Atoms, image_sizes
+from torch_collate_kit.packing.fitting import fitted
+from torch_collate_kit.packing.rows import running_sum
 from torch_collate_kit.packing.trees import depths_of
 from torch_collate_kit.reading.keys import KNOWN, MEDIA
 from torch_collate_kit.reading.reader import read_columns
-from torch_collate_kit.reading.runs import end_to_end
 from torch_collate_kit.reading.source import are_nested
 
 _NO_DEPTHS = np.zeros(0, dtype=np.int64)
@@ -94,18 +95,13 @@ def named(error: DataError, examples: Sequence[tuple[int, str]]) -> DataError:
     return DataError(message.replace(f"{kind} {number}", f"example {position} of {where}", 1))
 
 
-def sizes_of_entries(entries: Sequence[Entry], packing: PackingOptions) -> tuple[np.ndarray, Load]:
-    """Return the tokens of entries, int64 [N], and what else they hold.
+def atoms_of(entries: Sequence[Entry], packing: PackingOptions) -> Atoms:
+    """Return what is planned of entries.
 
     Raises:
         DataError: some examples are lists of segments, and others are not.
     """
-    has_images = any(entry.patches for entry in entries)
-    patches: Any = np.zeros(len(entries), dtype=np.int64)
-    if has_images:
-        patches = [list(entry.patches) for entry in entries]
-    lengths: Any = np.array([entry.num_tokens for entry in entries], dtype=np.int64)
-    depths = None
+    lengths, offsets, depths = [entry.num_tokens for entry in entries], None, None
     are_lists = [entry.segments is not None for entry in entries]
     if any(are_lists):
         if not all(are_lists):
@@ -114,12 +110,18 @@ def sizes_of_entries(entries: Sequence[Entry], packing: PackingOptions) -> tuple
                 f"example {nested} of the stream is a list of segments, and example {flat} is not; "
                 "give every example a list, of one where it has one segment"
             )
-        lengths = [list(entry.segments or ()) for entry in entries]
+        segments = [entry.segments or () for entry in entries]
+        lengths, offsets = [*chain(*segments)], running_sum(np.array([*map(len, segments)]))
         if packing.share_prefixes:
             depths = np.concatenate([entry.depths for entry in entries])
-    found, load = sizes_of(lengths, packing, patches, depths=depths)
-    assert load is not None
-    return found, load
+    patches: Any = np.zeros(len(entries), dtype=np.int64)
+    if any(entry.patches for entry in entries):
+        patches = [entry.patches for entry in entries]
+    tokens = np.array(lengths, dtype=np.int64)
+    atoms = Atoms.of(tokens, offsets, packing, patches, depths=depths)
+    if packing.overflow != "split":
+        return atoms
+    return replace(atoms, starts=np.array([entry.start for entry in entries], dtype=np.int64))
 
 
 def read_entries(
@@ -199,7 +201,8 @@ def _measured_segments(
     if not all(segments) or any(ids.ndim != 1 or ids.dtype.kind not in "iu" for ids in arrays):
         _check(collator, [example])  # raises what is wrong with them
     if shares:
-        depths = depths_of(*end_to_end(arrays), np.array([0, len(segments)]))
+        offsets = running_sum(np.array(segments))
+        depths = depths_of(np.concatenate(arrays), offsets, np.array([0, len(segments)]))
     patches = () if collator.vision is None else _patches(example, parts, collator)
     return sum(segments), patches, segments, depths
 
@@ -209,7 +212,7 @@ def _patches(example: Any, parts: list[Any], collator: PackedCollator) -> Sequen
     assert collator.vision is not None
     try:
         patches = [number for part in parts for number in collator.vision.patches(part)]
-        image_load([patches], 1, collator.packing.cost)  # checks them
+        image_sizes([patches], 1, collator.packing.cost)  # checks them
         return patches
     except (TypeError, ValueError, LookupError, AttributeError):
         _check(collator, [example])  # raises what is wrong with its images
@@ -219,8 +222,7 @@ def _patches(example: Any, parts: list[Any], collator: PackedCollator) -> Sequen
 def _fitted(entry: Entry, before: Place, collator: PackedCollator) -> list[Entry]:
     """Return the pieces of an example that comes after ``before``. DataError if it is too long."""
     packing, total = collator.packing, entry.num_tokens
-    lengths, load = sizes_of_entries([entry], packing)
-    pieces = cut_to_fit(lengths, packing, load)
+    pieces = fitted(atoms_of([entry], packing), packing)
     if packing.overflow != "split" or len(pieces.starts) < 2:
         return [entry]
     example = _as_arrays(entry.example, collator)

@@ -19,10 +19,10 @@ from torch.utils.data import get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from torch_collate_kit._checks import type_name
+from torch_collate_kit.collators.packed import checked_collator
 from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading.dataset import TokenizedDataset
-from torch_collate_kit.loading.orders.checks import checked_collator
-from torch_collate_kit.loading.orders.permutations import seeded_generator
+from torch_collate_kit.loading.orders.order import seeded_generator
 from torch_collate_kit.loading.streaming.fingerprints import SourceFingerprint
 from torch_collate_kit.loading.streaming.states import Place
 from torch_collate_kit.reading.source import is_a

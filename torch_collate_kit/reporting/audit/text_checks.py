@@ -8,7 +8,7 @@ from collections import Counter
 
 import numpy as np
 
-from torch_collate_kit.reporting.audit.check import FEW, MOST, check
+from torch_collate_kit.reporting.audit.checks import FEW, MOST, check
 from torch_collate_kit.reporting.audit.columns import AuditColumns
 from torch_collate_kit.reporting.audit.findings import Found
 from torch_collate_kit.reporting.audit.vocabulary import THINKING_TAGS

@@ -1,7 +1,9 @@
-"""What would make the host wait for a GPU, refused without one: on the meta device."""
+"""What makes the host wait for a device, refused: on CUDA by torch, on the meta device here."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,3 +34,20 @@ class NoWaiting(TorchDispatchMode):
             assert not waits, f"{name} waits until a tensor is on the device"
         self.seen += 1
         return result
+
+
+@contextmanager
+def no_waiting(device: str) -> Iterator[None]:
+    """Fail where the host waits for the device; something must run on it."""
+    if device == "meta":
+        with NoWaiting() as mode:
+            yield
+        assert mode.seen > 0
+        return
+    torch.cuda.synchronize()
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
