@@ -142,6 +142,8 @@ def read_entries(
         longest = 2**63 - 1
     for example, position, after in examples:
         try:
+            if isinstance(example, DataError):
+                raise example
             num_tokens, patches, segments, depths = _measured(example, collator, longest)
             entry = Entry(
                 example, position, num_tokens, after, 0, False, patches, segments, depths, where

@@ -11,6 +11,7 @@ import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from torch.utils.data._utils import worker as torch_worker
 
 from torch_collate_kit._checks import type_name
 from torch_collate_kit.collators.packed import checked_collator
-from torch_collate_kit.errors import StateError
+from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading.dataset import TokenizedDataset
 from torch_collate_kit.loading.orders.order import seeded_generator
 from torch_collate_kit.loading.streaming.fingerprints import SourceFingerprint
@@ -77,6 +78,8 @@ class Stream:
         if num_shards is not None:
             _check_divisible(source, num_shards, dp_size, presharded=presharded)
         self._check_not_split(source)
+        if isinstance(source, TokenizedDataset) or is_a(source, "datasets", "Dataset"):
+            _log_faster_way(type(source).__name__)
 
     @property
     def node(self) -> tuple[int, int]:
@@ -156,7 +159,10 @@ class Stream:
         """Do nothing: it is a mixture that has weights."""
 
     def examples(self, part: Part, place: Place) -> Iterator[tuple[Example, int, Place]]:
-        """Yield each example after ``place``, its position, and the place after it."""
+        """Yield each example after ``place``, its position, and the place after it.
+
+        In place of an example that cannot be read its DataError is yielded.
+        """
         source = part.source
         if _is_indexed(source) and place.source is None:
             found, has_state = _indexed(part, place), False
@@ -164,7 +170,7 @@ class Stream:
             found, has_state = self._iterated(part, place), has_exact_state(source)
         for position, example in found:
             state = source.state_dict() if has_state else None
-            if self.added:
+            if self.added and not isinstance(example, DataError):
                 example = {**example, **self.added}
             yield example, position, Place(position + 1, 0, 0, state)
 
@@ -263,6 +269,15 @@ def _check_num_read(place: Place, num_examples: int) -> None:
         )
 
 
+@cache
+def _log_faster_way(kind: str) -> None:
+    """Log once that a dataset is read faster by a sampler."""
+    _logger.info(
+        "a stream reads a %s example by example; PackedBatchSampler reads it about 4 times as fast",
+        kind,
+    )
+
+
 def _is_indexed(source: Any) -> bool:
     """Return whether an example of a source can be read without those before it."""
     is_ours = isinstance(source, list | tuple | TokenizedDataset)
@@ -274,7 +289,15 @@ def _indexed(part: Part, place: Place) -> Iterator[tuple[int, Example]]:
     positions = part.after(place, len(part.source))
     if positions and hasattr(part.source, "select"):  # twice as fast as one by one
         return zip(positions, part.source.select(positions), strict=True)
-    return ((position, part.source[position]) for position in positions)
+    return ((position, _example_at(part.source, position)) for position in positions)
+
+
+def _example_at(source: Any, position: int) -> Any:
+    """Return an example, or the DataError with which it cannot be read."""
+    try:
+        return source[position]
+    except DataError as error:
+        return error
 
 
 def _is_iterable(source: Any) -> bool:
