@@ -163,6 +163,22 @@ def test_a_source_without_a_weight_is_read_after_its_weight_has_come() -> None:
     assert {t for e in SOURCES[1] for t in e["input_ids"]} <= set(tokens)
 
 
+def test_an_entry_that_is_due_at_the_end_of_another_source_is_given() -> None:
+    sources = [make_examples([2, 2]), make_examples([9, 9, 1, 2, 2])[2:]]
+    streams = [lambda part=part: iter(part) for part in sources]
+    found = mixed(streams, [1, 1], by="tokens", strategy="sequential")
+    # 8 is twice the end of the first source, and (2 * 3 + 2) when the last example is due
+    assert entries_in(found, [[], sources[1]]) == [(1, 0), (1, 1), (1, 2)]
+
+
+def test_each_source_is_shuffled_in_an_order_of_its_own() -> None:
+    found = mixed(sources_of([20, 20]), [1, 1], shuffle=True, strategy="sequential")
+    order = entries_in(found, sources_of([20, 20]))
+    first, second = ([number for i, number in order if i == source] for source in (0, 1))
+    assert sorted(first) == sorted(second) == [*range(20)]
+    assert first != second
+
+
 def test_weights_equal_to_the_sizes_read_each_example_once() -> None:
     sources = sources_of([30, 12, 7])
     for shuffle in (False, True):

@@ -289,10 +289,10 @@ def shuffled_blocks(
             return
         after = block[-1].place
         order = seeded_generator(*words, begin.num_read + 1, begin.start).permutation(len(block))
-        block = [block[i] for i in order.tolist()]
+        rest = [block[i] for i in reversed(order.tolist()[num_given:])]
+        block.clear()  # nothing here refers to an entry that was given out
         taken = num_given
-        block = block[num_given:][::-1]
-        while block:  # nothing here refers to an entry that was given out
+        while rest:
             taken += 1
-            yield block.pop()._replace(place=begin._replace(taken=taken) if len(block) else after)
+            yield rest.pop()._replace(place=begin._replace(taken=taken) if rest else after)
         begin, num_given = after, 0
