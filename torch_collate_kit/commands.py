@@ -1,4 +1,4 @@
-"""The commands ``report``, ``audit``, ``explain`` and ``template``, and what they share."""
+"""The commands ``report``, ``audit``, ``explain`` and ``template``."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def read_data(options: argparse.Namespace) -> tuple[Any, str]:
     is_text = kind in ("chats", "preferences")
     if is_text and options.tokenizer is None:
         raise DataError(
-            f"{options.data} holds {kind}, which only a tokenizer makes tokens of; pass "
+            f"{options.data} holds {kind}, which need a tokenizer; pass "
             "--tokenizer with a folder or hub name"
         )
     if not is_text:
@@ -362,8 +362,8 @@ def _explain(options: argparse.Namespace) -> int:
     what = "example" if is_one else "segment"
     weight = rows[number].get("weight")
     for i, one in enumerate(found):
-        of = f", {what} {i + 1} of {len(found)} of it" if len(found) > 1 else ""
-        one.title = f"record {number:,} of {num_records:,}{of}{one.title.removeprefix(_ROW)}"
+        place = f", {what} {i + 1} of {len(found)} of it" if len(found) > 1 else ""
+        one.title = f"record {number:,} of {num_records:,}{place}{one.title.removeprefix(_ROW)}"
         one.title += "" if weight is None else f", weight {weight:g} of the record"
         for name in ("example", "segment"):  # the row holds nothing else
             one.columns.pop(name, None)
@@ -413,7 +413,7 @@ def _segments(record: Mapping[str, Any], collate: Any) -> list[dict[str, Any]]:
     known = {name: record[name] for name in (*PER_TOKEN, "weight") if name in record}
     collate([known])  # refuses what does not belong together
     return [
-        {name: of if name == "weight" else of[i] for name, of in known.items()}
+        {name: values if name == "weight" else values[i] for name, values in known.items()}
         for i in range(len(known["input_ids"]))
     ]
 
@@ -428,10 +428,12 @@ def _tokenized(record: Mapping[str, Any], setup: ChatSetup) -> list[dict[str, An
 
 def _kept(found: Sequence[dict[str, Any] | DataError]) -> list[dict[str, Any]]:
     """Return the examples of a record that are trained."""
-    for of in found:
-        if isinstance(of, DataError):
-            raise of
-    kept = [of for of in found if isinstance(of, dict) and not of["skip_reason"]]
+    for example in found:
+        if isinstance(example, DataError):
+            raise example
+    kept = [
+        example for example in found if isinstance(example, dict) and not example["skip_reason"]
+    ]
     if not kept and isinstance(found[0], dict):
         raise DataError(f"it is skipped, as nothing of it is trained: {found[0]['skip_reason']}")
     return kept

@@ -15,8 +15,7 @@ import numpy as np
 import torch
 
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.batch.trees import shares_prefixes
-from torch_collate_kit.batch.unpacking import unpack
+from torch_collate_kit.batch.unpacking import shares_prefixes, unpack
 from torch_collate_kit.packing import RankPlan
 from torch_collate_kit.ragged import Ragged
 
@@ -218,9 +217,10 @@ def _digest_of_step(parts: Sequence[Any], same_rows: bool) -> str:
     if not isinstance(parts[0], Batch):
         counts = {getattr(part, "num_loss_tokens", None) for part in parts}
         assert len(counts) == 1, f"the ranks have num_loss_tokens={counts}"
-        is_plan = same_rows and isinstance(parts[0], RankPlan)
-        examples = parts[0].plan if is_plan else sorted(i for of in parts for i in _indices(of))
-        return batch_digest([examples, *counts])
+        if same_rows and isinstance(parts[0], RankPlan):
+            plan = parts[0].plan
+            return batch_digest([plan.atoms, plan.row_offsets, *counts])
+        return batch_digest([sorted(i for part in parts for i in _indices(part)), *counts])
     found = [part.metadata.get("num_loss_tokens") for part in parts]
     own = sum(int(part.row_metadata["num_trained"].values.sum()) for part in parts)
     assert None in found or sum(found) == own or set(found) == {own}, (
@@ -231,9 +231,9 @@ def _digest_of_step(parts: Sequence[Any], same_rows: bool) -> str:
     names = ["input_ids", "labels"] if has_labels else ["input_ids"]
     if same_rows:
         names = [name for name in _ROW_FIELDS if isinstance(parts[0].get(name), torch.Tensor)]
-        return batch_digest([[torch.cat([of[name] for of in parts]) for name in names], own])
+        return batch_digest([[torch.cat([part[name] for part in parts]) for name in names], own])
     rows = (
-        of for part in parts for of in zip(*(unpack(part[n], part) for n in names), strict=True)
+        row for part in parts for row in zip(*(unpack(part[n], part) for n in names), strict=True)
     )
     return batch_digest([sorted(batch_digest(row) for row in rows if len(row[0])), own])
 

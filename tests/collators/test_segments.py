@@ -225,12 +225,12 @@ WRONG: dict[str, tuple[Any, str]] = {
     ),
     "a flat mask": (
         {"loss_mask": [0, 0, 1]},
-        "example 1: loss_mask is a list that is no list of segments, as input_ids of example 0 is; "
-        "give a list with one list for each segment",
+        "example 1: loss_mask is a list that is not a list of segments, as input_ids of example 0 "
+        "is; give a list with one list for each segment",
     ),
     "a flat example": (
         {"input_ids": [5, 6]},
-        "example 1: input_ids is a list that is no list of segments, as input_ids of example 0 is",
+        "example 1: input_ids is a list that is not a list of segments, as input_ids of example 0",
     ),
     "no segment": ({"input_ids": []}, "example 1 is empty (input_ids has no segment); filter it"),
     "an empty segment": (
@@ -247,7 +247,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     ),
     "an array of two dimensions": (
         {"input_ids": np.ones((2, 3), dtype=int)},
-        "example 1: input_ids is a ndarray that is no list of segments",
+        "example 1: input_ids is a ndarray that is not a list of segments",
     ),
     "too long": (
         {"input_ids": [[5, 6, 7], [5] * 40], "loss_mask": [[0, 0, 1], [1] * 40]},

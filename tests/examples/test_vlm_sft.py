@@ -116,7 +116,7 @@ REFUSED = {
     "--max-patches 0": "--max-patches 0: must be 1 or more",
     "--image-root no/folder": "--image-root no/folder: there is no such folder",
     "--dataset no.jsonl": "--dataset no.jsonl: there is no such file",
-    "--model /no/model": "--model /no/model: '/no/model' is no folder and no name of the hub",
+    "--model /no/model": "--model /no/model: '/no/model' is neither a folder nor a name on the hub",
     "--compile --padded": "--compile: padded rows",
     "--context-parallel 2": "--context-parallel and --align are for text",
 }

@@ -98,7 +98,9 @@ def test_a_model_without_processor_gives_its_tokenizer(tmp_path: Path) -> None:
 
 
 def test_nothing_there(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match=r"'.*' is no folder and no name of the hub with a processor"):
+    with pytest.raises(
+        OSError, match=r"'.*' is neither a folder nor a name on the hub with a processor"
+    ):
         load_processor(tmp_path / "nothing")
     with pytest.raises(OSError, match=r"the folder .* holds no processor or tokenizer that can be"):
         load_processor(tmp_path)

@@ -18,7 +18,7 @@ from torch_collate_kit.attention.models import (
     is_2d,
     logits_of,
     lowest_precision,
-    shape_of,
+    mask_shape,
     uses_mrope,
     vocabulary,
 )
@@ -60,28 +60,17 @@ def check_isolation(
 ) -> None:
     """Check that packed examples do not change each other's logits, and equal each run alone.
 
-    1. Changed are the tokens of the first segment of each row, the middle one and the last one, and
-       the pixels of an image in the first segment with images of each row and in the last one. This
-       finds leaks by a choice, such as of experts, which have no gradient.
+    1. The tokens of some segments, and the pixels of some images, are changed, and others must not
+       move. This finds leaks by a choice, such as of experts, which has no gradient.
     2. The gradient of the logits of any segment at the embeddings and pixels of any other one must
        be exactly 0. This finds leaks that are smaller than any tolerance. Where the model has no
-       such gradient (a kernel without a backward pass, embeddings that are not called, NaN), a
-       warning says so, and the gradient is not compared.
+       such gradient, a warning says so, and the gradient is not compared.
     3. Each example is run alone, as a batch of one, and compared.
 
-    Of rows that share prefixes the branches of their trees take the place of segments: one sees
-    those on its path and no other, and each path is run alone.
-
-    Of a large batch a part is checked that shows the same: two rows of two or three segments, cut
-    to 72 tokens, or to a little more than windows and chunks of the model. Rows with images or
-    shared prefixes and padded rows are not cut, nor are those of models with chunked attention or
-    rope that depends on the length; model inputs that are not as the kit makes them are whole. A
-    part takes less time than a training step of the batch. After 5 s a line is logged.
-
-    A call takes about ``rows + 3`` forward passes without gradients, about as many again for
-    images, ``2 * ceil(log2(segments))`` passes (one for each branch) with a backward pass to the
-    embeddings, all of them twice in training mode, because some leaks exist in one mode only; and a
-    pass of one example for each segment.
+    In rows that share prefixes the branches of their trees are compared: one sees those on its path
+    and no other, and each path is run alone. From a large batch a part is run that shows the same,
+    in less time than a training step (docs/isolation.md); after 5 s a line is logged. In training
+    mode 1 and 2 run in both modes, because some leaks exist in one mode only.
 
     Args:
         model: run in eval mode, and in training mode too if it is in training mode, with the same
@@ -147,7 +136,7 @@ def check_isolation(
 
 
 class _Change(NamedTuple):
-    """Other inputs for one segment, and its cells [R, W], of which one must react."""
+    """Changed inputs of one segment, and its cells [R, W], one of which must react."""
 
     segment: int
     what: str
@@ -244,7 +233,7 @@ def _check_gradients(model: nn.Module, packed: PackedInputs) -> None:
 
 
 def _groups(segments: RowSegments) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield targets, and sources that none of them may see, until every such pair was there."""
+    """Yield groups of targets and of sources that they must not see, covering every pair."""
     every = range(len(segments.rows))
     if segments.sees is None:
         for targets in groups_of(len(every)):
@@ -289,7 +278,7 @@ def _movement(
     largest = moved_RW.new_zeros(len(segments.rows))
     largest.scatter_reduce_(0, segments.ids_RW[real], moved_RW[real], "amax")
     allowed = segments.seeing(change.segment)
-    others = {s: of for s, of in enumerate(largest.tolist()) if s not in allowed}
+    others = {s: moved for s, moved in enumerate(largest.tolist()) if s not in allowed}
     return float(moved_RW[change.own_RW].max()), others
 
 
@@ -306,7 +295,7 @@ def _change_tokens(model: nn.Module, ids_RW: Tensor) -> Tensor:
 def _check_alone(
     model: nn.Module, packed: PackedInputs, logits: Tensor, tolerance: float | None
 ) -> None:
-    """Check that the packed ``logits`` [R, W, V] are those of each segment alone."""
+    """Check that the packed ``logits`` [R, W, V] equal those of each segment alone."""
     segments = packed.segments
     precision = lowest_precision(model, logits)
     if precision == torch.float32 and logits.is_cuda:
@@ -332,7 +321,7 @@ def _check_alone(
 def reason_of_leak(
     model: nn.Module, packed: PackedInputs, leaks: Callable[[PackedInputs], bool]
 ) -> str:
-    """Return the likely reason; ``leaks`` tells whether other inputs leak in the same way."""
+    """Return the likely reason; ``leaks`` returns whether other inputs leak in the same way."""
     attention, mask = ModelKind.of(model).attention, packed.inputs.get("attention_mask")
     if is_2d(mask):
         return (
@@ -340,7 +329,9 @@ def reason_of_leak(
             "transformers; leave it out"
         )
     if mask is not None:
-        return f'the attention_mask {shape_of(mask)} itself, or attention "{attention}" misusing it'
+        return (
+            f'the attention_mask {mask_shape(mask)} itself, or attention "{attention}" misusing it'
+        )
     return (
         _lost_boundaries(model, packed, attention)
         or _joined_images(packed)
@@ -383,7 +374,7 @@ def _joined_images(packed: PackedInputs) -> str | None:
     if not types or types not in packed.inputs:
         return None
     return (
-        "transformers up to 5.23 takes images that touch for one block, also where one example "
+        "transformers up to 5.23 treats images that touch as one block, also where one example "
         f"ends and the next begins; {_IMAGE_BLOCKS}"
     )
 
@@ -436,7 +427,7 @@ def reason_of_difference(packed: PackedInputs, segment: int) -> str:
             + _IMAGE_BLOCKS
         )
     if mask is not None and not is_2d(mask):
-        return f"the attention_mask {shape_of(mask)} lets tokens see too much or too little"
+        return f"the attention_mask {mask_shape(mask)} lets tokens see too much or too little"
     if isinstance(mask, Tensor) and is_2d(mask) and not mask[segments.rows[segment], 0]:
         return (
             "the model reads the pads on the left as tokens (so do RecurrentGemma, RWKV and xLSTM "

@@ -12,16 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torch_collate_kit.attention.models import (
-    is_2d,
-    refuse_lost_window,
-    refuse_packed_images,
-)
+from torch_collate_kit.attention.models import is_2d, refuse_lost_window, refuse_packed_images
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.context_shards import refuse_shard
 from torch_collate_kit.batch.dense import mrope_positions
 from torch_collate_kit.batch.model_kind import ModelKind, config_of
-from torch_collate_kit.batch.trees import shares_prefixes
+from torch_collate_kit.batch.unpacking import shares_prefixes
 from torch_collate_kit.families import length_to_check
 from torch_collate_kit.vision import VisionLayout
 from torch_collate_kit.vision.families import PIXEL_FIELDS
@@ -171,7 +167,7 @@ class RowSegments(NamedTuple):
         return [segment] if self.sees is None else np.flatnonzero(self.sees[:, segment]).tolist()
 
     def ends(self) -> list[int]:
-        """Return the segments that no other one may see: of a tree its leaves."""
+        """Return the segments that no other segment sees: the leaves of a tree."""
         return [s for s in range(len(self.rows)) if len(self.seeing(s)) == 1]
 
     def cells_of(self, segment: int) -> Tensor:
@@ -323,7 +319,7 @@ class RowImages:
                 three = mrope_positions(is_placeholder, grids, length, self.layout.merge_size)
             own = torch.cat([own, three])[:, None]
             if images and given is not None and given.shape == own.shape:
-                # pads that align a segment go on counting in all four
+                # pads that align a segment continue to count in all four
                 is_after = is_placeholder.int().flip(0).cumsum(0).flip(0) == 0
                 own = torch.where(is_after & (given == given[:1]).all(0), given, own)
         inputs = {**images, "position_ids": own}
@@ -366,12 +362,12 @@ def branches_of(batch: Batch) -> tuple[Tensor, list[int], np.ndarray]:
     above: list[list[int]] = []
     of_rows: list[int] = []
     for cell in np.flatnonzero(before != -1).tolist():  # a path leads to later cells
-        at = int(before[cell])
-        if at >= 0 and num_after[at] == 1:
-            branches[cell] = branches[at]
+        earlier = int(before[cell])
+        if earlier >= 0 and num_after[earlier] == 1:
+            branches[cell] = branches[earlier]
             continue
         branches[cell] = len(above)
-        above.append([*(above[branches[at]] if at >= 0 else []), len(above)])
+        above.append([*(above[branches[earlier]] if earlier >= 0 else []), len(above)])
         of_rows.append(cell // placement.tree_width)
     sees = np.zeros((len(above), len(above)), dtype=bool)
     for branch, path in enumerate(above):
@@ -383,9 +379,9 @@ def branches_of(batch: Batch) -> tuple[Tensor, list[int], np.ndarray]:
 def read_part(
     model: nn.Module, batch: Batch | Mapping[str, Any], vision: VisionLayout | None
 ) -> PackedInputs:
-    """Return inputs of two rows, of two or three short segments each: what shows the same.
+    """Return the inputs of two rows, with two or three short segments each, that show the same.
 
-    Two, since attention may tell the segments of one row apart, and not those of more. Rows with
+    Two, since attention may separate the segments of one row, and not those of more. Rows with
     images or shared prefixes, padded rows, and those of models for which every length counts are
     chosen, and not cut. Inputs that are not as the kit makes them are whole.
     """
@@ -403,7 +399,9 @@ def read_part(
     if not isinstance(batch, Batch) or len(batch) != num_rows or len(rows) == num_rows:
         return packed
     found = read_inputs(model, batch.select(rows), vision)
-    names = [segments.name(s) for row in rows for s, of in enumerate(segments.rows) if of == row]
+    names = [
+        segments.name(s) for row in rows for s, other in enumerate(segments.rows) if other == row
+    ]
     return found._replace(segments=found.segments._replace(names=names))
 
 
@@ -450,26 +448,28 @@ def _cut(packed: PackedInputs, rows: list[int], length: int) -> PackedInputs:
     flat, number = segments.ids_RW.flatten(), 3 if length <= 4 * _LENGTH else 2
     found: list[dict[int, Tensor]] = []
     for row in rows:
-        own = {s: (flat == s).nonzero()[:, 0] for s, of in enumerate(segments.rows) if of == row}
+        own = {
+            s: (flat == s).nonzero()[:, 0] for s, other in enumerate(segments.rows) if other == row
+        }
         longest = max(own, key=lambda s: len(own[s]))
         others = [s for s in own if s != longest][: number - 1]
         kept = {s: own[s][:_LENGTH] for s in others}
         rest = max(length, 3 * _LENGTH - sum(map(len, kept.values())))
         found.append(dict(sorted((kept | {longest: own[longest][:rest]}).items())))
-    width = min(sum(map(len, of.values())) for of in found)
-    for of in found:
-        while sum(map(len, of.values())) > width:
-            longest = max(of, key=lambda s: len(of[s]))
-            of[longest] = of[longest][:-1]
-    lengths = [len(cells) for of in found for cells in of.values()]
-    cells_RW = torch.stack([torch.cat([*of.values()]) for of in found])
+    width = min(sum(map(len, cells.values())) for cells in found)
+    for cells in found:
+        while sum(map(len, cells.values())) > width:
+            longest = max(cells, key=lambda s: len(cells[s]))
+            cells[longest] = cells[longest][:-1]
+    lengths = [len(cells) for row_cells in found for cells in row_cells.values()]
+    cells_RW = torch.stack([torch.cat([*cells.values()]) for cells in found])
     numbers = torch.arange(len(lengths), device=flat.device)
     part = RowSegments(
         numbers.repeat_interleave(torch.tensor(lengths, device=flat.device)).view(cells_RW.shape),
-        [row for row, of in enumerate(found) for _ in of],
-        names=[segments.name(s) for of in found for s in of],
+        [row for row, cells in enumerate(found) for _ in cells],
+        names=[segments.name(s) for cells in found for s in cells],
     )
-    cut = {name: _value(name, of, lengths, cells_RW, segments) for name, of in inputs.items()}
+    cut = {name: _value(name, value, lengths, cells_RW, segments) for name, value in inputs.items()}
     return PackedInputs(cut, part, None)
 
 

@@ -35,7 +35,7 @@ def check_columns(example: Mapping[str, Any]) -> None:
     for name in ("chosen", "rejected"):
         if example.get(name) is not None:
             raise DataError(
-                f"`{name}` is a column of preference data, which are no SFT data; pass the dataset "
+                f"`{name}` is a column of preference data, not of SFT data; pass the dataset "
                 "to preference.tokenize_preferences, or for SFT keep the good answers as `prompt` "
                 "and `completion`, or as `messages`, and remove the columns `chosen` and `rejected`"
             )
@@ -112,7 +112,8 @@ def _read_sharegpt(found: Any, where: str) -> Any:
     role = _SHAREGPT_ROLES.get(speaker) if isinstance(speaker, str) else None
     if role is None:
         raise DataError(
-            f"{where} is from {speaker!r}, which is none of {', '.join(_SHAREGPT_ROLES)}; rename it"
+            f"{where} is from {speaker!r}, which is not one of {', '.join(_SHAREGPT_ROLES)}; "
+            "rename it"
         )
     if not isinstance(value, str):
         raise DataError(f"{where} `value` must be text, got {value!r:.60}; convert or rename it")
@@ -123,7 +124,7 @@ def _read_sharegpt(found: Any, where: str) -> Any:
         loaded = json.loads(value)
     except ValueError as error:
         raise DataError(
-            f"{where} is a function_call, but its value {value!r:.60} is no JSON ({error}); "
+            f"{where} is a function_call, but its value {value!r:.60} is not JSON ({error}); "
             "fix it, or give it as text from gpt"
         ) from error
     functions = loaded if isinstance(loaded, list) else [loaded]
@@ -171,7 +172,7 @@ def num_images(messages: Sequence[Mapping[str, Any]]) -> int:
     return sum(_is_image(part) for content in contents for part in content)
 
 
-def read_images(
+def images_of_record(
     messages: Sequence[dict[str, Any]], example: Mapping[str, Any]
 ) -> tuple[list[dict[str, Any]], list[ImageSource]]:
     """Return messages with ``{"type": "image"}`` for each image, and the images in order.
@@ -258,7 +259,7 @@ def _source(part: Mapping[str, Any], where: str) -> ImageSource | None:
 
 
 def read_parts(content: list[Any], where: str) -> tuple[list[Any], str | None]:
-    """Return the parts without the thinking, which is the first, and it; None without thinking."""
+    """Return the parts after the thinking, and the thinking, which comes first, or None."""
     parts: list[Any] = []
     thinking = None
     for i, part in enumerate(content):
@@ -293,7 +294,7 @@ def text_of(content: Any) -> Any:
 
 
 def other_parts(content: Any) -> list[tuple[str, Any]]:
-    """Return the parts that are no text, thinking or image, each with its name for errors."""
+    """Return the parts other than text, thinking and images, each with its name for errors."""
     if not isinstance(content, list):
         return []
     return [
@@ -320,7 +321,7 @@ def is_written(value: Any, text: str) -> bool:
 
 
 def leaves(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield all that a value contains: ("key", of a mapping), ("value", anything else)."""
+    """Yield every key and leaf of a value: ("key", of a mapping), ("value", anything else)."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield "key", key

@@ -46,7 +46,7 @@ class Refusal(DataError):
 
 
 class ChatTemplate:
-    """A template as the tokenizer renders it, with the facts found about it so far."""
+    """A template as the tokenizer renders it, with the facts known about it so far."""
 
     @classmethod
     def of(cls, tokenizer: Any, kwargs: Mapping[str, Any], tools: Any) -> ChatTemplate:
@@ -103,7 +103,7 @@ class ChatTemplate:
             return False
         asked = {"role": "user", "content": "Q"}
         try:
-            texts = (self.render([asked, {**asked, "role": of}]) for of in (role, "assistant"))
+            texts = (self.render([asked, {**asked, "role": name}]) for name in (role, "assistant"))
             return len({*texts}) > 1
         except Refusal:
             return True  # the record is refused, too, if it is for the role
@@ -240,7 +240,7 @@ def _as_parts(content: Any) -> list[Any]:
 
 
 def decoded_arguments(arguments: str) -> dict[str, Any] | None:
-    """Return the mapping in a JSON string, repeated keys included; None if there is none."""
+    """Return the mapping in a JSON string, repeated keys included; None for anything else."""
 
     def mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found: dict[str, Any] = {}

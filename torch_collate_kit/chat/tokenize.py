@@ -14,8 +14,8 @@ from torch_collate_kit.chat.record_forms import (
     ImageSource,
     check_columns,
     find_texts,
+    images_of_record,
     num_images,
-    read_images,
     text_of,
 )
 from torch_collate_kit.chat.records import ROLES, Conversation, read_record, without_padding
@@ -84,7 +84,7 @@ def tokenize_chat(
             that of inference; or an image is missing, left over or not readable. The message names
             the message or image, the cause and a way out.
         ValueError: a wrong option, no chat template, or one that is not valid Jinja.
-        TypeError: not a mapping, not a tokenizer, or options that are no ``ChatOptions``.
+        TypeError: not a mapping, not a tokenizer, or options other than ``ChatOptions``.
         ImportError: transformers is not installed, or Pillow where there are images.
 
     >>> from torch_collate_kit.chat.preview import byte_tokenizer  # a stand-in for AutoTokenizer
@@ -279,7 +279,7 @@ def _loss_mask(
             first, stop = _tokens_of(encoding, start, end)
             straddles = first < stop and encoding.token_to_chars(first)[0] < start
             if straddles and input_ids[first] in tokenizer.added_tokens_decoder:
-                first += 1  # a tag of the header that takes the white space after it
+                first += 1  # a tag of the header that includes the white space after it
         else:
             heads = _encode(tokenizer, [example.text[:start], example.text[:end]])
             first, stop = (num_shared(input_ids, head) for head, _ in heads)
@@ -314,7 +314,7 @@ def _result(
 
 
 def loss_target(setup: ChatSetup, ids: Sequence[int], mask: Sequence[int]) -> dict[str, list[int]]:
-    """Return the loss mask under the name and in the form that the options ask for."""
+    """Return the loss mask as ``loss_mask`` or ``labels``, as the options say."""
     if not setup.options.labels:
         return {"loss_mask": list(mask)}
     # another packer would train the first token, which nothing predicts
@@ -344,7 +344,7 @@ def text_examples(
     texts = find_texts(record)
     if texts is not None:
         if setup.images is not None:
-            read_images([], record)  # no part for an image: refused if there is one
+            images_of_record([], record)  # no part for an image: refused if there is one
         prompt, completion = texts
         if completion and not setup.options.allow_empty:
             _check_answer(completion, "`completion`")

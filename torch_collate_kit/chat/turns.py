@@ -39,7 +39,7 @@ def turn_spans(rendering: Rendering, turns: list[int]) -> Spans:
 
 
 def _turn_span(rendering: Rendering, turn: int, shapes: Sequence[Any]) -> tuple[Any, Any]:
-    """Return the span of a turn, and its form in other texts, or None if there is none."""
+    """Return the span of a turn, and its form in other texts, or None."""
     own = rendering.own.get(turn)
     if own is None:  # an empty turn: its place is known by its prompt alone
         start = _start(rendering, turn, None)
@@ -85,7 +85,7 @@ def _shape(message: dict[str, Any], tags: re.Pattern[str]) -> tuple[Any, ...]:
 def _key(
     rendering: Rendering, turn: int, shapes: Sequence[Any], first: int, last: int
 ) -> tuple[Any, ...] | None:
-    """Return all that a turn's prompt and end depend on; None if that is not known."""
+    """Return everything that a turn's prompt and end depend on; None if unknown."""
     if rendering.missing:  # what a template drops may depend on anything
         return None
     before, after = rendering.region(turn)
@@ -224,7 +224,7 @@ def _end_of_turn(rendering: Rendering, turn: int, alone: str, start: int, last: 
     closes = side == "close" and ((name, "open") in opened or token[0][1] == "/")
     if closes or token[0] in plain.openers or alone[token.end() :].strip():
         return None
-    # The end of every answer may follow where the next message is no result (Apertus)
+    # The end of every answer may follow where the next message is not a result (Apertus)
     more = template.added_token.match(rendering.text, token.end())
     is_whole = more is not None and rendering.text.startswith(alone[: token.end()])
     return more.end() if more and is_whole and more[0] == plain.end else token.end()
@@ -254,7 +254,7 @@ def _end_after(rendering: Rendering, turn: int, known: str) -> int:
 
 
 def _reply(rendering: Rendering, turn: int) -> Messages:
-    """Return messages that may follow a turn: results of its calls, or else a question."""
+    """Return messages that may follow a turn: results of its calls, or a question."""
     said: Messages = [
         {**_TOOL_SAID, "name": call["function"]["name"], "tool_call_id": call.get("id", "")}
         for call in rendering.messages[turn].get("tool_calls", ())
@@ -309,7 +309,7 @@ def _tag_of(token: str) -> tuple[str, str]:
 
 
 def plain_turn(template: ChatTemplate) -> PlainTurn:
-    """Return the same object for the same template, so that each fact is found out once."""
+    """Return the facts of a template, one object per template, so that each is found once."""
     if template.plain_turn is None:
         template.plain_turn = PlainTurn(template)
     found: PlainTurn = template.plain_turn
@@ -317,7 +317,7 @@ def plain_turn(template: ChatTemplate) -> PlainTurn:
 
 
 class PlainTurn:
-    """The texts of a template before and after an answer to a question, found out when asked for.
+    """The texts of a template before and after an answer to a question, found on first use.
 
     Texts that the template cannot render are "".
     """
@@ -353,7 +353,7 @@ class PlainTurn:
 
     @computed_once
     def header(self) -> str:
-        """The text that the prompt adds to the question; "" if it changes what is before."""
+        """The text that the prompt adds to the question; "" if it changes the text before."""
         asked, prompt = self._asked
         return prompt[len(asked) :] if prompt.startswith(asked) else ""
 

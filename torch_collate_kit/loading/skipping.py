@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import operator
+import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, get_args
 
 import torch
 from torch.utils.data import get_worker_info
@@ -18,6 +19,7 @@ from torch_collate_kit.packing import RankPlan
 
 _logger = logging.getLogger("torch_collate_kit.loading")
 
+T = TypeVar("T")
 OnError: TypeAlias = Literal["raise", "skip"]
 NEVER_SKIPPED = (MemoryError, StateError, torch.OutOfMemoryError)
 """Errors that no example is to blame for."""
@@ -82,17 +84,57 @@ def _too_many(count: str, option: str, most: int, last: Skipped) -> DataError:
     )
 
 
-def failing_alone(
-    collate_one: Callable[[int], object], numbers: Iterable[int], faults: type[Exception]
+def collated(
+    collate: Callable[[Sequence[int]], T], numbers: Sequence[int], faults: type[Exception]
+) -> tuple[T | None, dict[int, Exception]]:
+    """Collate a batch without the examples that cannot be collated alone.
+
+    ``collate`` receives the numbers of those to collate, ascending. Where none fails alone, all are
+    collated again: the error may be transient.
+
+    Returns:
+        The batch, None if all examples fail, and the errors by number.
+    """
+    try:
+        return collate(numbers), {}
+    except NEVER_SKIPPED:
+        raise
+    except faults:
+        failing = dict(_failing_alone(collate, numbers, faults))
+        rest = [number for number in numbers if number not in failing]
+        return collate(rest) if rest else None, failing
+
+
+def _failing_alone(
+    collate: Callable[[Sequence[int]], object], numbers: Iterable[int], faults: type[Exception]
 ) -> Iterator[tuple[int, Exception]]:
-    """Yield the number and error of each example that cannot be collated alone."""
     for number in numbers:
         try:
-            collate_one(number)
+            collate([number])
         except NEVER_SKIPPED:
             raise
         except faults as error:
             yield number, error
+
+
+def named(error: DataError, examples: Sequence[tuple[Any, str]]) -> DataError:
+    """Return the error of a batch, naming its example by index or position, and by source.
+
+    >>> named(DataError("example 1 is empty"), [(6, "the stream"), (7, "the stream")])
+    DataError('example 7 of the stream is empty')
+    """
+    message, found = str(error), set(re.findall(r"(example|row) (\d+)", str(error)))
+    if any(re.search(rf"example \d+ of {re.escape(source)}", message) for _, source in examples):
+        return error  # PackedRows have named it
+    if len(found) != 1:
+        numbers, (_, source) = [number for number, _ in examples], examples[0]
+        if len({source for _, source in examples}) > 1:
+            source = "the mixture"
+        return DataError(f"{message} (a batch of examples {numbers} of {source})")
+    ((kind, number),) = found
+    example, source = examples[0 if kind == "row" else int(number)]
+    example = number if kind == "row" else example  # a row is numbered in its source
+    return DataError(message.replace(f"{kind} {number}", f"example {example} of {source}", 1))
 
 
 # ---- with a sampler ----
@@ -147,65 +189,66 @@ class _SkippingCollate:
         self._dataset, self._collate = dataset, collate
 
     def __call__(self, indices: Any) -> Collated:
-        try:
-            count = len(indices) if isinstance(indices, Sized) else 1
-            return Collated(self._batch(indices), (None,) * count)
-        except NEVER_SKIPPED:
-            raise
-        except Exception as error:
-            outcomes = self._outcomes(indices)
-            failed = [outcome for outcome in outcomes if outcome]
-            if failed and len(failed) == len(outcomes) and not isinstance(indices, RankPlan):
-                who = "all examples" if len(failed) > 1 else "the only example"
-                raise DataError(
-                    f"nothing is left to collate: {who} of a batch of {len(failed)} could not be "
-                    f"read or collated; the first is {_named(failed[0], 'of the dataset')}"
-                ) from error
-            # where none fails alone, the fault may have passed
-            gone = [position for position, outcome in enumerate(outcomes) if outcome]
-            return Collated(self._batch(_without(indices, gone)), outcomes)
+        count = len(indices) if isinstance(indices, Sized) else 1
+        collate_part = partial(self._part, indices, count)
+        batch, failing = collated(collate_part, range(count), Exception)
+        if not failing:
+            return Collated(batch, (None,) * count)
+        outcomes = self._outcomes(indices, failing)
+        if len(failing) == count:
+            batch = self._all_failed(indices, outcomes, failing[0])
+        return Collated(batch, outcomes)
 
-    def _batch(self, indices: Any) -> Any:
-        """Return the batch as a DataLoader makes it."""
+    def _part(self, indices: Any, count: int, numbers: Sequence[int]) -> Any:
+        """Return the batch of some examples of a step, as a DataLoader makes it."""
+        if len(numbers) < count:
+            indices = _without(indices, sorted(set(range(count)) - set(numbers)))
         if getattr(self._dataset, "__getitems__", None):
             return self._collate(self._dataset.__getitems__(indices))
         return self._collate([self._dataset[i] for i in indices])
 
-    def _outcomes(self, indices: Any) -> _Outcomes:
-        """Read and collate each example alone."""
+    def _all_failed(self, indices: Any, outcomes: _Outcomes, first: Exception) -> Any:
+        """Return the rows of pads that other ranks expect. Raises DataError without a plan."""
+        if isinstance(indices, RankPlan):
+            return self._part(indices, len(outcomes), [])
+        who = "all examples" if len(outcomes) > 1 else "the only example"
+        reason = outcomes[0] and outcomes[0].reason
+        raise DataError(
+            f"nothing is left to collate: {who} of a batch of {len(outcomes)} could not be read or "
+            f"collated; the first one: {reason}"
+        ) from first
+
+    def _outcomes(self, indices: Any, failing: Mapping[int, Exception]) -> _Outcomes:
+        """Return what became of each example."""
         examples = indices.indices if isinstance(indices, RankPlan) else list(indices)
-        positions = range(len(examples))
         outcomes: list[Skipped | None] = [None] * len(examples)
-
-        def collate_one(position: int) -> None:
-            self._batch(_without(indices, [i for i in positions if i != position]))
-
-        for position, error in failing_alone(collate_one, positions, Exception):
-            example = examples[position]
+        for number, error in failing.items():
+            example = examples[number]
             if hasattr(example, "__index__"):  # NumPy's and torch's integers are no JSON
                 example = operator.index(example)
             trace = "".join(traceback.format_exception(error))
-            outcomes[position] = Skipped(example, f"{type(error).__name__}: {error}", trace)
+            outcomes[number] = Skipped(example, _reason(error, example), trace)
         return tuple(outcomes)
 
 
+def _reason(error: Exception, example: Any) -> str:
+    """Return an error with the example of the dataset that it is about."""
+    if isinstance(error, DataError):
+        return str(named(error, [(example, "the dataset")]))
+    return f"example {example} of the dataset: {type(error).__name__}: {error}"
+
+
 def _without(indices: Any, positions: Sequence[int]) -> Any:
-    if not positions:
-        return indices
     if isinstance(indices, RankPlan):
         return indices.without(positions)
     gone = set(positions)
     return [example for i, example in enumerate(indices) if i not in gone]
 
 
-def _named(skipped: Skipped, where: str) -> str:
-    return f"example {skipped.example} {where}: {skipped.reason}"
-
-
 class SkippedExample(NamedTuple):
     """An example that was left out of the batch of a step.
 
-    >>> SkippedExample(0, 12, 345, "OSError: no such file").example
+    >>> SkippedExample(0, 12, 345, "example 345 of the dataset: OSError: no such file").example
     345
     """
 
@@ -214,7 +257,7 @@ class SkippedExample(NamedTuple):
     example: Any
     """Its index in the dataset, or its position in the stream."""
     error: str | None
-    """The kind of error and its message; None after a resume, and for streams, which log it."""
+    """Its error, which names it; None after a resume, and for streams, which log it."""
 
 
 class SkippedExamples:
@@ -235,9 +278,9 @@ class SkippedExamples:
             return self  # as nearly always
         in_a_row = self._in_a_row
         if self.policy.skips:  # else a stream has counted them
-            at = f"in step {step} of epoch {epoch}"
-            named = (of and of._replace(reason=_named(of, at)) for of in outcomes)
-            _, in_a_row = self.policy.counted(len(self.examples), in_a_row, named)
+            at_step = f"in step {step} of epoch {epoch}, "
+            located = (one and one._replace(reason=at_step + one.reason) for one in outcomes)
+            _, in_a_row = self.policy.counted(len(self.examples), in_a_row, located)
         found = (SkippedExample(epoch, step, of.example, of.reason or None) for of in skipped)
         return SkippedExamples(self.policy, (*self.examples, *found), in_a_row)
 

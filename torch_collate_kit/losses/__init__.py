@@ -1,4 +1,4 @@
-"""The loss of a batch, log-probs of its tokens, sums over its segments, and what to divide by."""
+"""The loss of a batch and its divisors, log-probs of tokens, and sums over segments."""
 
 from torch_collate_kit.losses.segments import segment_ends, segment_sums, sums_by
 from torch_collate_kit.losses.token_logps import token_logps, trained_values

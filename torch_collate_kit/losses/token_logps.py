@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from torch_collate_kit.batch import IGNORE_INDEX, Batch
-from torch_collate_kit.batch.context import is_shard
-from torch_collate_kit.batch.trees import (
+from torch_collate_kit.batch.context_shards import is_shard
+from torch_collate_kit.batch.unpacking import (
     before_and_at,
     cells_of_rows,
+    in_rows,
     shares_prefixes,
     token_width,
 )
-from torch_collate_kit.batch.unpacking import in_rows
 from torch_collate_kit.ragged import Ragged
 
 # Tokens at a time: 0.6 GB of fp32 logits with a vocabulary of 152,000. Fewer make the products too
@@ -41,7 +41,7 @@ def token_logps(
 
     Trained are the cells of ``loss_mask`` that are not 0, row by row. Log-probs are of the labels,
     which may differ from the ids, and are not weighted. :func:`segment_sums` adds them up, and
-    :func:`~torch_collate_kit.losses.trained_values` takes other fields at the same tokens.
+    :func:`~torch_collate_kit.losses.trained_values` selects other fields at the same tokens.
 
     With ``head`` the logits of at most 1,024 tokens exist at a time, here and in the backward pass,
     which computes them again: what a log-prob weighs need not be known before. The loss of
@@ -131,7 +131,7 @@ def trained_cells(batch: Batch) -> Tensor:
 
 
 def check_batch(batch: Any) -> None:
-    """Refuse what is no Batch."""
+    """Check that ``batch`` is a Batch."""
     if not isinstance(batch, Batch):
         raise TypeError(
             f"batch must be the Batch that the collator returned, got {type(batch).__name__}"
@@ -169,8 +169,8 @@ def linear_logps(
 ) -> Tensor:
     """Return the log-probability of each target, [K], with a graph; logits as ``linear_nll``.
 
-    What a log-prob weighs in the loss is known only after all of them, so the backward pass makes
-    the logits of a chunk again: one product more than ``linear_nll``, and the same memory.
+    The weight of a log-prob in the loss is known only after all are computed, so the backward pass
+    makes the logits of a chunk again: one product more than ``linear_nll``, the same memory.
     """
     apply: Callable[..., Tensor] = _LinearLogps.apply
     return apply(hidden_KH, weight_VH, bias_V, targets_K, softcap)
@@ -363,19 +363,19 @@ def widened(values: Tensor) -> Tensor:
 
 
 def check_floats(name: str, values: Any, hint: str = "pass model(...).logits") -> None:
-    """Refuse what is no tensor of floats."""
+    """Check that ``values`` is a tensor of floats."""
     if not isinstance(values, Tensor) or not values.is_floating_point():
         found = values.dtype if isinstance(values, Tensor) else type(values).__name__
         raise TypeError(f"{name} must be a tensor of floats, got {found}; {hint}")
 
 
-def is_number(value: Any) -> bool:
-    """Tell whether a value is one number; a bool is none."""
+def is_one_number(value: Any) -> bool:
+    """Return whether a value is one number; bools are not."""
     return isinstance(value, int | float | np.number) and not isinstance(value, bool)
 
 
 def check_head(hidden: Tensor, head: Any, softcap: float | None) -> None:
-    """Refuse a head that is no plain linear layer, or not of these hidden states."""
+    """Check that the head is a plain linear layer that fits these hidden states."""
     if head is None:
         if softcap is not None:
             raise ValueError(
@@ -407,7 +407,7 @@ def check_head(hidden: Tensor, head: Any, softcap: float | None) -> None:
             f"head is on {head.weight.device}, the hidden states are on {hidden.device}; move one "
             "of them (on meta a head has no values: load its weights first)"
         )
-    if softcap is not None and not (is_number(softcap) and 0 < softcap < math.inf):
+    if softcap is not None and not (is_one_number(softcap) and 0 < softcap < math.inf):
         raise ValueError(f"logit_softcap must be a number above 0 or None, got {softcap!r}")
 
 

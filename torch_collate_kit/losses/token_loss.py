@@ -1,4 +1,4 @@
-"""The token-mean loss, what it is divided by, and a model and its loss in one module."""
+"""The token-mean loss, its divisors, and a model and its loss in one module."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from torch import Tensor, nn
 
 from torch_collate_kit._checks import checked_bool
 from torch_collate_kit.batch import IGNORE_INDEX, Batch
-from torch_collate_kit.batch.context import is_shard
-from torch_collate_kit.batch.context_shards import refuse_shard
+from torch_collate_kit.batch.context_shards import is_shard, refuse_shard
 from torch_collate_kit.batch.model_kind import config_of, inside
-from torch_collate_kit.batch.trees import shares_prefixes
 from torch_collate_kit.batch.unpacking import (
     cells_by_example,
     in_rows,
     response_cells,
+    shares_prefixes,
     values_of_cells,
 )
 from torch_collate_kit.families import text_config
@@ -32,7 +31,7 @@ from torch_collate_kit.losses.token_logps import (
     check_floats,
     check_head,
     ids_of_tokens,
-    is_number,
+    is_one_number,
     linear_nll,
     predicting,
     widened,
@@ -120,7 +119,7 @@ def token_loss(
             ``[1, R * W, V]`` of a model that gets all rows as one. With ``head`` hidden states of
             that shape, with the hidden size for V.
         batch_or_labels: the Batch (its ``loss_mask`` may hold weights, divided or not), or
-            unshifted labels ``[R, W]`` with -100 where nothing is trained. A context shard takes
+            unshifted labels ``[R, W]`` with -100 where nothing is trained. A context shard needs
             logits of its own cells; the losses of all context ranks add up to that of the batch.
         num_loss_tokens: a number, or a scalar tensor on the device of the logits; 0 divides by 1.
             A tensor that is negative or not finite makes the loss NaN: checking would wait for it.
@@ -233,7 +232,7 @@ def _checked_types(logits: Any, batch_or_labels: Any, num_loss_tokens: Any) -> f
         )
     if isinstance(batch_or_labels, Tensor):
         check_labels(batch_or_labels)
-    if not (isinstance(num_loss_tokens, Tensor) or is_number(num_loss_tokens)):
+    if not (isinstance(num_loss_tokens, Tensor) or is_one_number(num_loss_tokens)):
         found = type(num_loss_tokens).__name__
         raise TypeError(f"num_loss_tokens must be a number, got {found}; {_COUNT}")
     if isinstance(num_loss_tokens, Tensor) and num_loss_tokens.numel() != 1:
@@ -243,9 +242,7 @@ def _checked_types(logits: Any, batch_or_labels: Any, num_loss_tokens: Any) -> f
 
 
 def global_num_loss_tokens(
-    batches: Batch | Tensor | Iterable[Batch | Tensor],
-    *,
-    group: dist.ProcessGroup | None = None,
+    batches: Batch | Tensor | Iterable[Batch | Tensor], *, group: dist.ProcessGroup | None = None
 ) -> Tensor:
     """Count the loss tokens of an optimizer step, over its micro-batches and all ranks.
 
@@ -437,7 +434,7 @@ class ModelWithLoss(nn.Module):
 
 
 def _eager(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Call what reads the batch in host memory, which has no graph."""
+    """Call a function that reads the batch in host memory, outside of compiled graphs."""
     return function(*args, **options)
 
 

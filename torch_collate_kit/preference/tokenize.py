@@ -11,7 +11,13 @@ import numpy as np
 
 from torch_collate_kit._checks import checked_choice, checked_int
 from torch_collate_kit.batch import IGNORE_INDEX
-from torch_collate_kit.chat.dataset import bars_of_rank_0, check_is_dataset, without_skipped
+from torch_collate_kit.chat.dataset import (
+    BATCH_SIZE,
+    bars_of_rank_0,
+    check_is_dataset,
+    mapped,
+    without_skipped,
+)
 from torch_collate_kit.chat.options import DEFAULT_OPTIONS, ChatOptions, ChatSetup
 from torch_collate_kit.chat.records import BadArguments, without_padding
 from torch_collate_kit.chat.template import num_shared
@@ -29,7 +35,6 @@ Keep = Literal["prompt_end", "answer_start"]
 # Part of the fingerprint of the `datasets` cache: increase it when the output of a record changes.
 _CACHE_VERSION = 3
 _NEEDED = "both sides need an answer with tokens that the chat template trains, before max_length"
-_BATCH_SIZE = 256
 
 
 def tokenize_preferences(
@@ -92,13 +97,21 @@ def tokenize_preferences(
     seed = checked_int("seed", seed, minimum=0)
     is_pair = _are_pairs(dataset.column_names)
     features = _features(setup, dataset.column_names, is_pair)
-    tokenized = _map(dataset, features, num_proc, setup=setup, keep=keep, version=_CACHE_VERSION)
+    tokenized = mapped(
+        dataset.with_format(None),
+        _tokenize_rows,
+        features,
+        {"setup": setup, "keep": keep, "version": _CACHE_VERSION},
+        batch_size=BATCH_SIZE,
+        num_proc=num_proc,
+        desc="Tokenizing preferences",
+    )
     kept, skips = without_skipped(tokenized, [] if keep else ["num_cut_tokens"], _NEEDED)
     return (kept if is_pair else with_other_answers(kept, setup, seed, num_proc)), skips
 
 
 def _are_pairs(names: Sequence[str]) -> bool:
-    """Return whether the columns are those of pairs, or of labelled answers (False)."""
+    """Return whether the columns hold pairs; False: labelled answers."""
     is_labelled = {"completion", "label"} <= set(names)
     if is_labelled and {"chosen", "rejected"} <= set(names):
         raise DataError(
@@ -107,25 +120,6 @@ def _are_pairs(names: Sequence[str]) -> bool:
         )
     check_no_other_weight(dict.fromkeys(names, "the dataset"), names)
     return not is_labelled
-
-
-@bars_of_rank_0()
-def _map(dataset: Any, features: Any, num_proc: int | None, **options: Any) -> Any:
-    import datasets
-
-    if len(dataset) == 0:  # map would return no columns at all
-        return datasets.Dataset.from_dict({name: [] for name in features}, features=features)
-    return dataset.with_format(None).map(
-        _tokenize_rows,
-        with_indices=True,
-        batched=True,
-        batch_size=_BATCH_SIZE,
-        fn_kwargs={"names": list(features), "features": dataset.features, **options},
-        remove_columns=dataset.column_names,
-        features=features,
-        num_proc=num_proc,
-        desc="Tokenizing preferences",
-    )
 
 
 def _checked_setup(tokenizer: Any, options: ChatOptions, keep: Keep | None) -> ChatSetup:
@@ -186,7 +180,10 @@ def _tokenize_rows(
     for i, example in zip(indices, found, strict=True):
         if isinstance(example, DataError) and not isinstance(example, BadArguments):
             raise DataError(f"example {i}: {example}") from example
-    examples = [of if isinstance(of, dict) else _skipped(BadArguments.skip_reason) for of in found]
+    examples = [
+        example if isinstance(example, dict) else _skipped(BadArguments.skip_reason)
+        for example in found
+    ]
     return {name: [example.get(name) for example in examples] for name in names}
 
 
@@ -200,7 +197,12 @@ def preference_examples(
     """Return the example of each record, which may have a ``skip_reason``, or its error."""
     records, from_arrow = without_padding(records, from_arrow)
     found: list[Any] = [_or_error(read_preference, record) for record in records]
-    sides = [side for of in found if isinstance(of, PreferenceRecord) for side in of.sides.values()]
+    sides = [
+        side
+        for entry in found
+        if isinstance(entry, PreferenceRecord)
+        for side in entry.sides.values()
+    ]
     marked = iter(marked_texts(sides, setup, from_arrow=from_arrow))
     for i, record in enumerate(found):
         if isinstance(record, PreferenceRecord):
@@ -330,7 +332,7 @@ def with_other_answers(kept: Any, setup: ChatSetup, seed: int, num_proc: int | N
     return both.map(
         _add_answers,
         batched=True,
-        batch_size=_BATCH_SIZE,
+        batch_size=BATCH_SIZE,
         fn_kwargs={"names": list(named), "fill": fill, "limit": setup.options.max_length},
         remove_columns=[*inner, *named.values()],
         features=kept.remove_columns(inner).features,

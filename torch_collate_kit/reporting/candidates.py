@@ -19,9 +19,8 @@ from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.loading import PackedBatchSampler
 from torch_collate_kit.packing import PackingOptions, PackingPlan
 from torch_collate_kit.packing.atoms import Atoms, Patches, checked_sizes
-from torch_collate_kit.packing.fitting import fitted
 from torch_collate_kit.packing.options import Strategy
-from torch_collate_kit.packing.planner import plan_rows
+from torch_collate_kit.packing.planner import fitted, plan_rows
 from torch_collate_kit.packing.rows import Ints, row_sums
 from torch_collate_kit.ragged import Ragged
 
@@ -88,8 +87,8 @@ def candidates_of(
 ) -> Iterator[dict[str, Any]]:
     """Yield the figures of padded rows and of each strategy for every ``max_tokens``.
 
-    ``segments`` are the lengths of those of every example, if examples are lists of them, and
-    ``trees`` what they share, if they share anything.
+    ``segments`` are the segment lengths of every example that is a list of segments, and ``trees``
+    the load with shared prefixes, if segments share anything.
     """
     done: set[int] = set()
     for packing in packings:
@@ -100,8 +99,7 @@ def candidates_of(
                 whole = replace(packing, strategy=None, overflow="split")
             yield _padded(atoms, whole, padded_batch_size, segments)
             if trees is not None:
-                overflow = "drop" if packing.overflow == "truncate" else packing.overflow
-                sharing = replace(packing, strategy=None, overflow=overflow, share_prefixes=True)
+                sharing = replace(packing, strategy=None, share_prefixes=True)
                 yield _packed(trees, sharing, batch_size)
         yield _packed(atoms, packing, batch_size)
 
@@ -126,11 +124,11 @@ def _packed(atoms: Atoms, packing: PackingOptions, batch_size: int | None) -> di
             num_tokens=int(plan.lengths.sum()),
             num_cells=plan.num_rows * plan.width,
             num_filled=int(
-                plan.aligned_lengths.sum() if packing.share_prefixes else plan.lengths.sum()
+                plan.atoms.cells.sum() if packing.share_prefixes else plan.lengths.sum()
             ),
             **_lost(plan),
         )
-        of_pieces = plan.costs + plan.vision_costs
+        of_pieces = plan.atoms.costs + plan.atoms.vision_costs
         tokens.append(per_step(plan.row_tokens))
         costs.append(per_step(row_sums(of_pieces, plan.row_offsets)))
     ranks = np.concatenate(tokens), np.concatenate(costs)
@@ -151,7 +149,7 @@ def _padded(
     pieces = fitted(atoms, packing)
     kept, align = pieces.lengths, packing.parallel.row_align
     starts = first_examples = np.arange(0, len(kept), batch_size)
-    vision = np.add.reduceat(pieces.vision_costs, first_examples)
+    vision = np.add.reduceat(pieces.atoms.vision_costs, first_examples)
     if segments is not None:
         of_kept = segments.take(pieces.example_indices)
         kept, starts = of_kept.values, of_kept.offsets[first_examples]
@@ -174,7 +172,7 @@ def _padded(
 
 
 def _lost(pieces: PackingPlan) -> dict[str, int]:
-    """Return the figures of what does not fit."""
+    """Return counts of dropped and cut examples and tokens."""
     return {
         "num_dropped": len(pieces.dropped),
         "num_dropped_tokens": pieces.num_dropped_tokens,
@@ -261,19 +259,19 @@ def _within(candidates: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def _num_lost(candidate: Mapping[str, Any]) -> int:
-    """Return how many examples are dropped or cut."""
+    """Return the number of dropped and cut examples."""
     return int(candidate["num_dropped"] + candidate["num_cut"])
 
 
 def _num_lost_tokens(candidate: Mapping[str, Any]) -> int:
-    """Return how many tokens are in no row: none of examples that continue in another row."""
+    """Return the number of lost tokens; examples that continue in another row lose none."""
     return int(candidate["num_dropped_tokens"] + candidate["num_cut_tokens"])
 
 
 def _notes(
     packed: Sequence[Mapping[str, Any]], best: Mapping[str, Any], num_tokens: int
 ) -> list[str]:
-    """Return what the recommended ``max_tokens`` loses, and what a smaller one would."""
+    """Return notes on what the recommended ``max_tokens`` loses, and a smaller one would."""
     notes = []
     if _num_lost(best):
         more = "keeps more" if _num_lost_tokens(best) else "cuts fewer"
@@ -288,7 +286,7 @@ def _notes(
 
 
 def _notes_of_shared(candidates: Sequence[Mapping[str, Any]], limit: int) -> list[str]:
-    """Return what ``share_prefixes`` makes of the rows, if segments share anything."""
+    """Return a note about rows with ``share_prefixes``, if segments share anything."""
     return [
         f"note: share_prefixes=True makes {plural(c['num_rows'], 'row')}, of "
         f"{c['num_tokens'] / max(1, c['num_cells']):.2f} tokens per cell"
@@ -298,7 +296,7 @@ def _notes_of_shared(candidates: Sequence[Mapping[str, Any]], limit: int) -> lis
 
 
 def losses(candidate: Mapping[str, Any], num_tokens: int) -> str:
-    """Return what does not fit: "drops 3 examples (1.2% of the tokens lost)"; "" if all fits."""
+    """Describe what does not fit: "drops 3 examples (1.2% of the tokens lost)"; "" if all fits."""
     dropped, cut = candidate["num_dropped"], candidate["num_cut"]
     parts = [f"drops {plural(dropped, 'example')}"] if dropped else []
     parts += [f"cuts {plural(cut, 'example')}"] if cut else []
@@ -336,7 +334,7 @@ def histogram(lengths: Ints) -> dict[str, list[int]]:
     else:
         size = -(-(most + 1 - least) // count)  # the same for all, or they look uneven
         edges = np.arange(least, most + size + 1, size)
-    counts = (np.histogram(lengths, edges, weights=of)[0] for of in (None, lengths))
+    counts = (np.histogram(lengths, edges, weights=weights)[0] for weights in (None, lengths))
     names = ("examples", "tokens")
     return {"edges": edges.tolist()} | {
         name: found.tolist() for name, found in zip(names, counts, strict=True)
@@ -376,15 +374,17 @@ def steps_table(report: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     steps, options = report["steps"], report["options"]
     ranks, width = plural(options["dp"], "rank"), report["recommended"]["max_tokens"]
     columns = {
-        f"a step over {ranks}, max_tokens={width}": [_name(of) for of in steps],
-        "steps": [f"{of['num_steps']:,}" for of in steps],
-        "padding": [f"{of['padding']:.1%}" for of in steps],
+        f"a step over {ranks}, max_tokens={width}": [_name(step) for step in steps],
+        "steps": [f"{step['num_steps']:,}" for step in steps],
+        "padding": [f"{step['padding']:.1%}" for step in steps],
     }
     if options["dp"] > 1:
-        columns["imbalance"] = [f"{of['imbalance']:.3f}" for of in steps]
-        columns["99%"] = [f"{of['imbalance_99']:.3f}" for of in steps]
-    columns["unlike"] = [f"{of['unlikeness']:.1f}" if of["unlikeness"] else "-" for of in steps]
-    columns["time"] = [f"{of['time_per_token']:.3f}" for of in steps]
+        columns["imbalance"] = [f"{step['imbalance']:.3f}" for step in steps]
+        columns["99%"] = [f"{step['imbalance_99']:.3f}" for step in steps]
+    columns["unlike"] = [
+        f"{step['unlikeness']:.1f}" if step["unlikeness"] else "-" for step in steps
+    ]
+    columns["time"] = [f"{step['time_per_token']:.3f}" for step in steps]
     return list(columns), [list(row) for row in zip(*columns.values(), strict=True)]
 
 
@@ -398,10 +398,10 @@ def steps_legend(names: Sequence[str]) -> list[str]:
     ]
 
 
-def _name(of: dict[str, Any]) -> str:
-    if of["steps"] == "by_examples":
-        return f"batch_size={of['batch_size']}"
-    return f"batch_rows={of['batch_rows']}{', wrapped' * (of['steps'] == 'wrapped')}"
+def _name(step: dict[str, Any]) -> str:
+    if step["steps"] == "by_examples":
+        return f"batch_size={step['batch_size']}"
+    return f"batch_rows={step['batch_rows']}{', wrapped' * (step['steps'] == 'wrapped')}"
 
 
 def _step_figures(
@@ -424,7 +424,7 @@ def _step_figures(
             figures.append((*_of_step(plan, width), _token_mean(np.log2(sizes), plan.lengths)))
         epoch += 1
     tokens, cells, slowest, time, ideal, means = np.transpose(figures)
-    sizes, placed = (np.concatenate(of) for of in zip(*drawn, strict=True))
+    sizes, placed = (np.concatenate(parts) for parts in zip(*drawn, strict=True))
     return {
         "steps": kind,
         **number,
@@ -444,12 +444,12 @@ def _of_step(plan: PackingPlan, width: int) -> tuple[float, ...]:
     """
     cost, dp = plan.packing.cost, plan.rows_multiple_of
     ranks = plan.cost_per_rank + plan.vision_cost_per_rank
-    cells = row_sums(plan.aligned_lengths, plan.row_offsets).reshape(dp, -1).sum(axis=1)
+    cells = row_sums(plan.atoms.cells, plan.row_offsets).reshape(dp, -1).sum(axis=1)
     attention = ranks - cost.language_linear * cells
     num_cells = plan.num_rows * width
     time = num_cells // dp * cost.language_linear + attention.max()
-    language = plan.costs if plan.atoms.are_lists else cost.language(plan.lengths)
-    ideal = (int(language.sum()) + int(plan.vision_costs.sum())) / dp
+    language = plan.atoms.costs if plan.atoms.are_lists else cost.language(plan.lengths)
+    ideal = (int(language.sum()) + int(plan.atoms.vision_costs.sum())) / dp
     slowest = ranks.max() / ranks.mean() if ranks.any() else 1.0
     return int(plan.lengths.sum()), num_cells, slowest, time, ideal
 
@@ -461,7 +461,7 @@ def _token_mean(values: npt.NDArray[np.float64], lengths: Ints) -> float:
 def _unlikeness(
     means: npt.NDArray[np.float64], sizes: Ints, tokens: Ints, lengths: Ints
 ) -> float | None:
-    """Return the variance of the steps' ``means`` over that of as many examples drawn at random.
+    """Return the variance of the steps' ``means``, relative to steps drawn at random.
 
     ``sizes`` and ``tokens`` int64 [S], those of the example and those placed, of every piece.
     """

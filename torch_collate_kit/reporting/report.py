@@ -20,11 +20,12 @@ from torch_collate_kit._reprs import plural
 from torch_collate_kit.batch.showing.style import (
     COLORS,
     axes_for,
+    html_table,
     legend_below,
     matplotlib_module,
+    text_table,
     tint,
 )
-from torch_collate_kit.batch.showing.tables import html_table, text_table
 from torch_collate_kit.families import family_of, left_padding_fault
 from torch_collate_kit.packing import ModelCost, PackingOptions, ParallelLayout
 from torch_collate_kit.packing.atoms import Atoms, Patches, checked_sizes
@@ -145,7 +146,9 @@ class PackingReport(dict[str, Any]):
         names, rows = candidates_table(self)
         best = [self["recommended"][key] for key in ("max_tokens", "strategy")]
         found = [[c["max_tokens"], c["strategy"]] for c in self["candidates"]]
-        table = html_table(names, rows, _LEFT, ["font-weight:bold" * (of == best) for of in found])
+        table = html_table(
+            names, rows, _LEFT, ["font-weight:bold" * (row == best) for row in found]
+        )
         before = "<br>".join(map(escape, intro_lines(self, names)))
         after = "<br>".join(map(escape, recommendation_lines(self)))
         html = f"<p>{before}</p>{table}<p><b>{escape(headline(self))}</b><br>{after}</p>"
@@ -155,7 +158,7 @@ class PackingReport(dict[str, Any]):
         return f"<div>{html}</div>"
 
     def _further_tables(self) -> Iterator[tuple[list[str], list[list[str]], list[str]]]:
-        """Yield header, rows and legend of the tables beside that of the candidates."""
+        """Yield header, rows and legend of each table after the candidates."""
         if self.get("steps"):
             names, rows = steps_table(self)
             yield names, rows, steps_legend(names)
@@ -191,7 +194,7 @@ def packing_report(
             or examples or columns with ``input_ids`` (or rollouts). Read are any
             ``attention_mask``, to refuse padded examples, and the tokens of lists of segments.
         max_tokens: one or several. None tries powers of two, and a few numbers between them, from
-            what holds 99 of 100 examples to twice what holds all.
+            the one that holds 99 of 100 examples to twice the one that holds all.
         strategies: of ``pack``. None: best fit, balanced and sequential, but balanced alone if
             ``max_tokens`` is None.
         parallel: the layout; its ``dp`` ranks share rows, ``align`` pads examples, ``row_align``
@@ -252,13 +255,14 @@ def packing_report(
     batch_rows = checked_optional_int("batch_rows", batch_rows, hint="None compares no steps")
     segments = found.lengths if isinstance(found.lengths, Ragged) else None
     trees = None
-    if found.shared is not None and found.shared.any() and packing.parallel.cp == 1:
+    can_share = packing.parallel.cp == 1 and overflow in ("drop", "raise")
+    if can_share and found.shared is not None and found.shared.any():
         sharing = replace(packing, share_prefixes=True)
         trees = Atoms.of(sizes, offsets, sharing, depths=found.shared)
     report = _report(atoms, packings, batch_size, padded, segments, trees)
     if segments is not None and found.shared is None:
         report["recommended"]["notes"].append(
-            "note: lengths do not tell what segments share; pass the dataset to see share_prefixes"
+            "note: lengths do not show what segments share; pass the dataset to see share_prefixes"
         )
     config = getattr(model, "config", model)
     if fault := left_padding_fault(config):
@@ -375,7 +379,7 @@ def _time(seconds: float) -> str:
 
 
 def recommendation_lines(report: Mapping[str, Any]) -> list[str]:
-    """Return lines about the recommended layout, or why there is none."""
+    """Return lines about the recommended layout, or why nothing is recommended."""
     best = report["recommended"]
     if fits_nothing(report):
         return [f"recommended: nothing; {best['reason']}"]

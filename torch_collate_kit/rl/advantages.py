@@ -20,13 +20,7 @@ from torch_collate_kit.rl.groups import (
     last_steps,
     trajectories,
 )
-from torch_collate_kit.rl.responses import (
-    checked_mask,
-    checked_tensors,
-    narrow,
-    refuse_cells,
-    wide,
-)
+from torch_collate_kit.rl.responses import checked_mask, checked_tensors, narrow, refuse_cells, wide
 
 Estimator: TypeAlias = Literal["grpo", "grpo_no_std", "rloo", "maxrl", "gae", "reinforce++"]
 _OUTCOME = ("grpo", "grpo_no_std", "rloo", "maxrl")
@@ -189,7 +183,7 @@ def _group_advantages(
     group_of_one: str,
     masked: Set[Hashable],
 ) -> np.ndarray:
-    """Compare every score with those of its uid: float64 [N]; ``masked`` uids have other rows."""
+    """Compare every score with the others of its uid: float64 [N]; ``masked`` uids lost rows."""
     groups, names = group_numbers(uids)
     sizes = np.bincount(groups, minlength=len(names))
     is_alone = sizes == 1

@@ -10,13 +10,13 @@ import numpy as np
 from torch import Tensor
 
 from torch_collate_kit._checks import checked_int
-from torch_collate_kit.batch.rows import PackedValues
+from torch_collate_kit.batch.fields import PackedValues
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
+from torch_collate_kit.reading.columns import flag_column, id_column
 from torch_collate_kit.reading.examples import ExampleColumns
 from torch_collate_kit.reading.reader import read_columns
 from torch_collate_kit.reading.source import is_sequence
-from torch_collate_kit.reading.values import flag_column, id_column
 
 Uids = Sequence[Hashable] | np.ndarray | Tensor
 
@@ -75,11 +75,12 @@ def mini_batch_boundaries(uids: Uids, prompts_per_mini_batch: int) -> np.ndarray
     size = checked_int("prompts_per_mini_batch", prompts_per_mini_batch)
     starts = prompt_boundaries(uids)
     num_prompts = len(starts) - 1
-    left = num_prompts % size
-    if left:
+    num_left = num_prompts % size
+    if num_left:
         raise ValueError(
             f"{num_prompts} prompts do not divide into mini-batches of prompts_per_mini_batch="
-            f"{size}; drop {left} prompts, add {size - left}, or choose a divisor of {num_prompts}"
+            f"{size}; drop {num_left} prompts, add {size - num_left}, or choose a divisor of "
+            f"{num_prompts}"
         )
     return starts[::size].copy()
 
@@ -265,7 +266,7 @@ def _continues(rollouts: ExampleColumns, ids: Ragged, later: int) -> bool:
     """Check whether its prompt begins with all tokens and images of the step before."""
     tokens, prompt = ids[later - 1], ids[later][: _num_prompt(rollouts, later)]
     arrays = {} if rollouts.images is None else rollouts.images.arrays
-    pairs = [(of.get(later - 1), of.get(later)) for of in arrays.values()]
+    pairs = [(array.get(later - 1), array.get(later)) for array in arrays.values()]
     return np.array_equal(prompt[: len(tokens)], tokens) and all(
         first is None or (then is not None and np.array_equal(then[: len(first)], first))
         for first, then in pairs

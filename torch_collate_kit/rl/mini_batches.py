@@ -12,8 +12,8 @@ from torch import Tensor
 
 from torch_collate_kit._checks import checked_choice, checked_int, checked_optional_int
 from torch_collate_kit.batch import Batch
+from torch_collate_kit.batch.fields import cat_rows, is_per_row, take_rows
 from torch_collate_kit.batch.row_changes import cells_per_row, trimmed
-from torch_collate_kit.batch.rows import cat, is_per_row, take
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing import ModelCost
 from torch_collate_kit.packing.balance import over_ranks
@@ -43,7 +43,7 @@ def stage_mini_batches(
     ``row_metadata["row_indices"]``, int64, the row of ``batch`` that each row was, -1 for an added
     row; and for :func:`micro_batches` ``metadata["row_widths"]``, int64 ``[dp_size, rows]``, the
     cells that each row needs, and with images ``metadata["row_has_image"]``, bool of that shape. A
-    mini-batch in which only some ranks have images gives a warning.
+    mini-batch in which only some ranks have images causes a warning.
 
     With ``balance`` rows are distributed so that their tokens, or their attention cost (linear plus
     quadratic), are even over the ranks, and the i-th rows of all ranks are about as long. Without,
@@ -82,7 +82,7 @@ def warn_if_images_differ(rows_of_ranks: Sequence[np.ndarray], what: str) -> Non
         warnings.warn(
             f"ranks {without} have no image in a {what} in which others have: with a trained "
             "vision tower DDP needs find_unused_parameters=True, and FSDP hangs; stage rollouts "
-            "with and without images apart, or give every rollout an image",
+            "with and without images separately, or give every rollout an image",
             stacklevel=3,
         )
 
@@ -131,7 +131,7 @@ def unstage(staged: Sequence[Sequence[Batch]], outputs: Sequence[Sequence[Any]])
             f"row {odd[0]} of the batch is missing or there twice among the staged rows; pass "
             "every mini-batch of one stage_mini_batches call, and no other"
         )
-    return take(cat(parts), order)
+    return take_rows(cat_rows(parts), order)
 
 
 def _stage(
@@ -257,8 +257,8 @@ def micro_batches(
     from dense tensors keep their width.
 
     Every rank returns the same number, without communication: ``stage_mini_batches`` stored the
-    widths of all ranks' rows. None is empty, and the longest rows come first on every rank. A
-    micro-batch in which only some ranks have images gives a warning.
+    widths of all ranks' rows. No micro-batch is empty, and the longest rows come first on every
+    rank. A micro-batch in which only some ranks have images causes a warning.
 
     Metadata is that of the mini-batch, such as the divisor ``metadata["num_loss_tokens"]``, and
     ``"is_last_part"``, as of ``Batch.split``.
@@ -308,11 +308,13 @@ def micro_batches(
     has_image: Any = batch.metadata.get("row_has_image")
     if has_image is not None:
         for i in range(count):
-            of_rows = [of[rows[i]] for of, rows in zip(has_image, ranks, strict=True)]
+            of_rows = [flags[rows[i]] for flags, rows in zip(has_image, ranks, strict=True)]
             warn_if_images_differ(of_rows, f"micro-batch {i}")
     parts = batch.split(_rows(own, max_tokens, count))
-    pairs = [(of, rows) for of, parts in zip(of_ranks, ranks, strict=True) for rows in parts]
-    num_cells = sum(len(rows) * int(of[rows].max()) for of, rows in pairs)
+    pairs = [
+        (widths, rows) for widths, parts in zip(of_ranks, ranks, strict=True) for rows in parts
+    ]
+    num_cells = sum(len(rows) * int(widths[rows].max()) for widths, rows in pairs)
     for part in parts:
         part.metadata["step_num_cells"] = num_cells  # of all ranks, once they are trimmed
     return [Batch.of_storage(trimmed(part.stored(), multiple_of=multiple)) for part in parts]

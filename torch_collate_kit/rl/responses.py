@@ -59,10 +59,7 @@ def response_values(values: Tensor, responses: Tensor | Batch) -> list[list[floa
 
 
 def from_response_values(
-    values: Sequence[Any] | Ragged,
-    responses: Tensor | Batch,
-    *,
-    dtype: torch.dtype = torch.float32,
+    values: Sequence[Any] | Ragged, responses: Tensor | Batch, *, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """Place values per response token in a new tensor ``[R, A]``, right-aligned, 0 elsewhere.
 
@@ -77,8 +74,8 @@ def from_response_values(
         dtype: of the result.
 
     Raises:
-        DataError: another number of values than a response has tokens, no numbers, or one that
-            ``dtype`` does not hold.
+        DataError: another number of values than a response has tokens, or values that are not
+            numbers or that ``dtype`` cannot hold.
         ValueError: another number of responses; a Batch that was built from dense tensors.
         TypeError: neither a Batch nor a tensor.
 

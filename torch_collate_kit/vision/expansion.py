@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.vision.families import PIXEL_FIELDS, family_of
+from torch_collate_kit.vision.families import PIXEL_FIELDS, vision_family_of
 from torch_collate_kit.vision.images import ImageFiles, image_files
 from torch_collate_kit.vision.layout import VisionLayout
 
@@ -111,7 +111,7 @@ class ImageProcessing(NamedTuple):
 
     @property
     def _from_sizes(self) -> bool:
-        """Whether the processor is called with sizes alone; Gemma-3 cuts crops by the pixels."""
+        """Whether the processor is called with sizes only; Gemma-3 crops by pixel values."""
         defaults = getattr(self.processor, "images_kwargs", None) or {}
         is_cropped = getattr(self.processor.image_processor, "do_pan_and_scan", None)
         return not self.pixels and not (is_cropped or defaults.get("do_pan_and_scan"))
@@ -240,7 +240,7 @@ def image_grid(image: Any, processor: Any) -> npt.NDArray[np.int64]:
     Traceback (most recent call last):
     ValueError: NoneType makes no image_grid_thw; image_grid is for processors of Qwen-VL and GLM-V
     """
-    if not family_of(processor).has_grids:
+    if not vision_family_of(processor).has_grids:
         raise ValueError(
             f"{type(processor).__name__} makes no image_grid_thw; image_grid is for processors of "
             "Qwen-VL and GLM-V"

@@ -27,8 +27,8 @@ class ImageField(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Family:
-    """Properties of models of one kind.
+class VisionFamily:
+    """Properties of the models of one family.
 
     ``positions`` is "mrope" (three rows by the grid of the image, and one that restarts),
     "restarting" (as in text), or "model": the model computes them, so nothing is packed.
@@ -62,10 +62,7 @@ class Family:
 
 
 _PIXELS = "f"  # whole numbers would not be normalised
-_GRID = {
-    "pixel_values": ImageField("patch", 2, _PIXELS),
-    "image_grid_thw": ImageField("image", 2),
-}
+_GRID = {"pixel_values": ImageField("patch", 2, _PIXELS), "image_grid_thw": ImageField("image", 2)}
 _TILES = {"pixel_values": ImageField("tile", 4, _PIXELS)}
 _SIZED = {**_TILES, "image_sizes": ImageField("image", 2)}
 _MASKED = {**_TILES, "pixel_attention_mask": ImageField("tile", 3, "iufb")}
@@ -73,22 +70,22 @@ _IMAGES = {"pixel_values": ImageField("image", 4, _PIXELS)}
 _QWEN3_5 = ("qwen3_5", "qwen3_5_moe")  # their processor is Qwen3-VL's, see _SHARED_PROCESSORS
 
 FAMILIES = (
-    Family("qwen2_vl", ("Qwen2VLProcessor",), ("qwen2_vl",), _GRID, "mrope"),
-    Family("qwen2_5_vl", ("Qwen2_5_VLProcessor",), ("qwen2_5_vl",), _GRID, "mrope"),
-    Family("qwen3_vl", ("Qwen3VLProcessor",), ("qwen3_vl", "qwen3_vl_moe"), _GRID, "mrope"),
-    Family("glm4v", ("Glm4vProcessor",), ("glm4v", "glm4v_moe"), _GRID, "mrope"),
-    Family("qwen3_5", (), _QWEN3_5, _GRID, "mrope"),
-    Family("qwen4_exp", (), ("qwen4_exp",), _GRID, "mrope"),
-    Family("internvl", ("InternVLProcessor",), ("internvl",), _TILES, "restarting"),
-    Family(
+    VisionFamily("qwen2_vl", ("Qwen2VLProcessor",), ("qwen2_vl",), _GRID, "mrope"),
+    VisionFamily("qwen2_5_vl", ("Qwen2_5_VLProcessor",), ("qwen2_5_vl",), _GRID, "mrope"),
+    VisionFamily("qwen3_vl", ("Qwen3VLProcessor",), ("qwen3_vl", "qwen3_vl_moe"), _GRID, "mrope"),
+    VisionFamily("glm4v", ("Glm4vProcessor",), ("glm4v", "glm4v_moe"), _GRID, "mrope"),
+    VisionFamily("qwen3_5", (), _QWEN3_5, _GRID, "mrope"),
+    VisionFamily("qwen4_exp", (), ("qwen4_exp",), _GRID, "mrope"),
+    VisionFamily("internvl", ("InternVLProcessor",), ("internvl",), _TILES, "restarting"),
+    VisionFamily(
         "llava_onevision",
         ("LlavaOnevisionProcessor",),
         ("llava_onevision",),
         {**_SIZED, "batch_num_images": ImageField("example", 1)},
         "restarting",
     ),
-    Family("llava_next", ("LlavaNextProcessor",), ("llava_next",), _SIZED, "restarting"),
-    Family(
+    VisionFamily("llava_next", ("LlavaNextProcessor",), ("llava_next",), _SIZED, "restarting"),
+    VisionFamily(
         "idefics3",
         ("Idefics3Processor", "SmolVLMProcessor"),
         ("idefics3", "smolvlm"),
@@ -96,17 +93,19 @@ FAMILIES = (
         "restarting",
         joins_tiles=True,
     ),
-    Family("gemma3", ("Gemma3Processor",), ("gemma3",), _IMAGES, "restarting", "token_type_ids"),
-    Family(
+    VisionFamily(
+        "gemma3", ("Gemma3Processor",), ("gemma3",), _IMAGES, "restarting", "token_type_ids"
+    ),
+    VisionFamily(
         "paligemma",
         ("PaliGemmaProcessor",),
         ("paligemma",),
         _IMAGES,
         "model",
         "token_type_ids",
-        not_packed="it takes the prefixes of all examples of a row for one block",
+        not_packed="it treats the prefixes of all examples of a row as one block",
     ),
-    Family(
+    VisionFamily(
         "mllama",
         ("MllamaProcessor",),
         ("mllama",),
@@ -123,10 +122,10 @@ _SHARED_PROCESSORS: Mapping[str, tuple[str, ...]] = {
     "Gemma3Processor": ("gemma3", "t5gemma2", "t5gemma2_encoder"),
 }
 """Processor classes of the table that several models of transformers 5.23 have, and the
-``model_type`` of each: only the config tells which it is."""
+``model_type`` of each: only the config says which it is."""
 IMAGE_FIELDS = tuple(dict.fromkeys(name for family in FAMILIES for name in family.fields))
 PIXEL_FIELDS = ("pixel_values", "pixel_attention_mask")  # large; the others say what these are
-OTHER = Family(
+OTHER = VisionFamily(
     "other",
     (),
     (),
@@ -137,7 +136,7 @@ OTHER = Family(
 )
 
 
-def family_of(processor: Any = None, config: Any = None) -> Family:
+def vision_family_of(processor: Any = None, config: Any = None) -> VisionFamily:
     """Return the family by the model's config if given, else by the processor, or OTHER."""
     if config is not None:
         model_type = getattr(config, "model_type", None)
@@ -153,7 +152,7 @@ def sharing_models(processor: Any) -> tuple[str, ...]:
 
 
 def num_kept(fields: Collection[str], count: int, *, of: int) -> int:
-    """Return how many of its first ``count`` images an example keeps when the others are cut off.
+    """Return the number of the first ``count`` images that an example keeps after a cut.
 
     LLaVA-OneVision (``batch_num_images``) cuts an image into tiles only if it is alone, so the
     first image of several cannot be kept alone.
@@ -170,7 +169,7 @@ def layout_settings(processor: Any, config: Any) -> dict[str, Any]:
             "load it with AutoProcessor.from_pretrained, or see load_processor"
         )
     _check_config(processor, images, config)
-    family = family_of(processor, config)
+    family = vision_family_of(processor, config)
     settings: dict[str, Any] = {
         "family_name": family.name,
         "image_token_id": _image_token_id(processor),
@@ -187,7 +186,7 @@ def layout_settings(processor: Any, config: Any) -> dict[str, Any]:
     elif family.fields:
         settings["tile_size"] = _side(images)
         names = ("image_seq_length", "image_seq_len")
-        found = (getattr(of, name, None) for of in (processor, images) for name in names)
+        found = (getattr(owner, name, None) for owner in (processor, images) for name in names)
         settings["tile_tokens"] = next((int(n) for n in found if n is not None), 0)
     return settings
 
@@ -196,11 +195,11 @@ def _check_config(processor: Any, images: Any, config: Any) -> None:
     """Check that processor and config fit: families of one kind, patches of one size."""
     if config is None:
         return
-    ours, theirs = family_of(processor), family_of(config=config)
+    ours, theirs = vision_family_of(processor), vision_family_of(config=config)
     model, name = getattr(config, "model_type", None), type(processor).__name__
     if OTHER not in (ours, theirs) and ours.fields != theirs.fields:
         raise ValueError(
-            f"{name} returns {', '.join(ours.fields) or 'other fields'}, and {model} models take "
+            f"{name} returns {', '.join(ours.fields) or 'other fields'}, and {model} models read "
             f"{', '.join(theirs.fields) or 'others'}; load processor and config of the same model"
         )
     if not ours.has_grids:
@@ -314,7 +313,7 @@ def load_processor(name_or_path: str | PathLike[str]) -> Any:
 
     >>> load_processor("no/such/folder")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    OSError: 'no/such/folder' is no folder and no name of the hub with a processor or tokenizer...
+    OSError: 'no/such/folder' is neither a folder nor a name on the hub with a processor or...
     """
     transformers = needed_package("transformers", "load_processor")
     try:
@@ -325,7 +324,7 @@ def load_processor(name_or_path: str | PathLike[str]) -> Any:
             if isinstance(error, ImportError):
                 raise
             name = repr(str(name_or_path))
-            what = f"{name} is no folder and no name of the hub with a processor or tokenizer"
+            what = f"{name} is neither a folder nor a name on the hub with a processor or tokenizer"
             if Path(name_or_path).is_dir():
                 what = f"the folder {name} holds no processor or tokenizer"
             raise OSError(f"{what} that can be loaded: {error}") from error

@@ -415,7 +415,7 @@ def test_counts_and_patches_are_copied_and_lengths_read_in_place():
     given |= {"patches": np.ones(13, dtype=np.int64)}
 
     def planned(sampler: PackedBatchSampler) -> list[Any]:
-        return [(p.plan.bins, p.num_loss_tokens, p.plan.patches.tolist()) for p in sampler]
+        return [(p.plan.bins, p.num_loss_tokens, p.plan.atoms.patches.tolist()) for p in sampler]
 
     sampler, expected = make_sampler(**given), planned(make_sampler(**given))
     lengths = sampler._division.sizes.lengths

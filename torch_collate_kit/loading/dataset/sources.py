@@ -19,8 +19,14 @@ import numpy as np
 from torch_collate_kit._checks import needed_package, type_name
 from torch_collate_kit.errors import DataError, examples_named
 from torch_collate_kit.ragged import Nested, Ragged
-from torch_collate_kit.reading.columns import number_column
-from torch_collate_kit.reading.entries import joined
+from torch_collate_kit.reading.columns import (
+    is_number,
+    number_column,
+    scalar_column,
+    shape_of,
+    vector_column,
+)
+from torch_collate_kit.reading.entries import joined, segment_name
 from torch_collate_kit.reading.keys import (
     KNOWN,
     TOKEN_TYPES,
@@ -29,12 +35,10 @@ from torch_collate_kit.reading.keys import (
     check_keys,
     column_of,
     first_with,
+    refuse_boundaries,
 )
-from torch_collate_kit.reading.packed_elsewhere import refuse_boundaries
-from torch_collate_kit.reading.segments import name_of, opened_column
+from torch_collate_kit.reading.reader import opened_column
 from torch_collate_kit.reading.source import Examples, Source, are_nested, is_a, is_sequence
-from torch_collate_kit.reading.values import is_number, scalar_column
-from torch_collate_kit.reading.vectors import shape_of, vector_column
 from torch_collate_kit.vision.families import IMAGE_FIELDS
 
 if TYPE_CHECKING:
@@ -256,7 +260,7 @@ def _column(
     if of_segments and are_nested(column):
         flat, counts = opened_column(name, column)
         offsets = np.append(0, np.cumsum(counts))
-        with examples_named(name_of(offsets)):
+        with examples_named(segment_name(offsets)):
             return Nested(_numbers(name, flat), offsets)
     if name not in KNOWN and all(isinstance(entry, str) for entry in column):
         return list(map(str, column))

@@ -36,7 +36,7 @@ _TOKENS_AT_A_TIME = 2**22  # when what segments share is looked for, or one row
 _MAX_COUNTED = 10_000_000  # rows whose lengths a repr adds up
 
 
-class _Columns(dict[str, Any]):
+class _BatchColumns(dict[str, Any]):
     """Columns of a batch, with an error for torch's own collate function, which expects a list."""
 
     def __missing__(self, key: object) -> NoReturn:
@@ -273,7 +273,7 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
     def __getitems__(self, indices: Any) -> Any:
         if isinstance(indices, RankPlan):
             return indices.with_examples(self.__getitems__(indices.indices))
-        return _Columns(self._take(indices, self._columns))
+        return _BatchColumns(self._take(indices, self._columns))
 
     def _ids_of(self, indices: np.ndarray) -> np.ndarray:
         """Return the token ids of these rows, end to end."""

@@ -251,7 +251,7 @@ class PrefetchLoader:
         if is_late:
             self._loader.is_closed = True  # before: then the thread leaves all as it is
         if not reading.is_over:
-            self._at = at = self._loader.pinned(at)._replace(reading=None)
+            self._at = at = self._loader.released(at)
         try:
             self._at = self._loader.end_epoch(at) if reading.is_over else self._loader.move_to(at)
         finally:

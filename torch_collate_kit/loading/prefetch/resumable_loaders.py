@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch_collate_kit.loading.prefetch.reader import Reading
 
 _logger = logging.getLogger("torch_collate_kit.loading")
+_OURS: Any = object()  # the mark of a sampler's position that the sampler may not have
 _Places: TypeAlias = dict[int, Any]  # by shard; each has num_given, the rest is the stream's
 
 
@@ -38,7 +39,8 @@ class Position(NamedTuple):
     """Batches received of the epoch."""
     mark: Any
     """Loader-specific resume data. For a stream: the places of all shards of this rank, and the
-    epoch of the source when the pass began (None before). For a sampler: its state, or None."""
+    epoch of the source when the pass began (None before). For a sampler: None; while it is moved to
+    or from here a mark of this module, or its state where that may change its order."""
     skipped: SkippedExamples
     reading: Reading | None = None
     """The epoch being read, or None. Without it and without a mark the sampler itself holds the
@@ -78,6 +80,10 @@ class _Loader:
     def pinned(self, position: Position) -> Position:
         """Return the position with its mark, which outlives a move of the loader."""
         return position
+
+    def released(self, position: Position) -> Position:
+        """Return a position whose epoch is no longer read, to which the loader will be moved."""
+        return position._replace(reading=None)
 
     def check(self, epoch: int) -> None:
         """Raise StateError if anything but the reader has moved the position meanwhile."""
@@ -150,6 +156,9 @@ class _SampledLoader(_Loader):
     def here(self, position: Position) -> Position:
         if position.reading is not None or position.mark is not None:
             return position
+        if isinstance(self._sampler, StepSampler):
+            epoch, step = self._sampler._position()
+            return position._replace(epoch=epoch, step=step, mark=_OURS)
         state = self._sampler.state_dict()
         return position._replace(epoch=state["epoch"], step=state["step"], mark=state)
 
@@ -173,13 +182,18 @@ class _SampledLoader(_Loader):
             )
 
     def pinned(self, position: Position) -> Position:
-        if position.mark is not None:
+        if position.mark is not None and position.mark is not _OURS:
             return position
         state = self._sampler.state_at(position.epoch, position.step)
         return position._replace(mark=state)
 
+    def released(self, position: Position) -> Position:
+        return position._replace(reading=None, mark=_OURS)
+
     def move_to(self, position: Position) -> Position:
-        if position.mark is not None:
+        if position.mark is _OURS:
+            self._sampler.set_epoch(position.epoch, step=position.step)
+        elif position.mark is not None:
             self._sampler.load_state_dict(position.mark)
         return self.start(position.skipped)
 

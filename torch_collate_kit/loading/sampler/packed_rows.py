@@ -25,8 +25,7 @@ from torch_collate_kit.loading.orders.order import seeded_generator
 from torch_collate_kit.loading.sampler.sizes import is_tokenized, sized
 from torch_collate_kit.packing import PackingPlan
 from torch_collate_kit.packing.atoms import NO_ATOMS, Atoms
-from torch_collate_kit.packing.fitting import fitted
-from torch_collate_kit.packing.planner import plan_rows
+from torch_collate_kit.packing.planner import fitted, plan_rows
 from torch_collate_kit.packing.rank_plan import PlannedExamples, PlannedRow, RankPlan
 from torch_collate_kit.packing.rows import Rows, running_sum
 from torch_collate_kit.reading.columns import ROW_OF_DATASETS

@@ -400,7 +400,7 @@ class StepSampler(DividedOnce):
         """Return the position as ints; the end of an epoch is the start of the next one."""
         epoch = checked_word("epoch", epoch)
         step = checked_int("step", step, minimum=0)
-        if self._budget.has_step(epoch, step) or not step:
+        if not step or self._budget.has_step(epoch, step):
             return epoch, step
         num_steps = self._budget.num_steps(epoch)
         if step > num_steps:

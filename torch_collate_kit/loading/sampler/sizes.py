@@ -18,8 +18,8 @@ from torch_collate_kit.loading.orders.checks import Indices
 from torch_collate_kit.loading.sampler.by_rows import Entries
 from torch_collate_kit.packing import PackingOptions
 from torch_collate_kit.packing.atoms import Atoms, Patches, checked_sizes
-from torch_collate_kit.packing.fitting import fitted
 from torch_collate_kit.packing.plan import PackingPlan
+from torch_collate_kit.packing.planner import fitted
 from torch_collate_kit.packing.rows import running_sum
 from torch_collate_kit.packing.trees import bare_lengths, is_shared
 

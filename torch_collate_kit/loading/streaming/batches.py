@@ -13,13 +13,12 @@ import numpy as np
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.counts import OF_A_STEP
 from torch_collate_kit.errors import DataError, StateError
-from torch_collate_kit.loading.skipping import Skipped, SkipPolicy, failing_alone
+from torch_collate_kit.loading.skipping import Skipped, SkipPolicy, collated, named
 from torch_collate_kit.loading.streaming.entries import (
     Entry,
     LeftOut,
     atoms_of,
     check_start,
-    named,
 )
 from torch_collate_kit.loading.streaming.mixed_streams import MixedStream, open_shard
 from torch_collate_kit.loading.streaming.shards import Stream
@@ -285,22 +284,23 @@ class ShardBatches:
             The batch, and the outcome of each of its examples and of those that were left out
             before them: None if it is in the batch. Empty where none may be left out.
         """
-        batch, wrong = None, dict[int, Skipped]()
-        try:
-            batch = self._collate(entries, plan)
-        except DataError:
-            wrong = self._wrong_alone(entries, plan) if self._policy.skips else {}
-            if not wrong:
-                raise
-        if wrong:
-            is_left = np.array([number not in wrong for number in range(len(entries))])
-            plan = _plan_of(plan, is_left)
-            if len(plan.example_indices):
-                batch = self._collate(list(compress(entries, is_left)), plan)
+        if not self._policy.skips:
+            return self._collate(entries, plan), []
+        everything = np.arange(len(entries))
+
+        def collate_part(numbers: Sequence[int]) -> Any:
+            is_left = np.isin(everything, numbers)
+            part = plan if is_left.all() else _plan_of(plan, is_left)
+            return self._collate(list(compress(entries, is_left)), part)
+
+        batch, failing = collated(collate_part, everything.tolist(), DataError)
+        if failing and set(plan.example_indices.tolist()) <= failing.keys():
+            batch = None  # what is left was dropped
         outcomes: list[Skipped | None] = []
-        if self._policy.skips:
-            for number, entry in enumerate(entries):
-                outcomes += [*entry.skipped, wrong.get(number)]
+        for number, entry in enumerate(entries):
+            error = failing.get(number)
+            skipped = None if error is None else Skipped(entry.position, str(error))
+            outcomes += [*entry.skipped, skipped]
         return batch, outcomes
 
     def _collate(self, entries: Sequence[Entry], plan: PackingPlan) -> Batch | dict[str, Any]:
@@ -316,19 +316,6 @@ class ShardBatches:
                 sources = np.array([entry.source for entry in entries])
                 batch.metadata |= stream.source.counts_in(sources, plan)
         return batch
-
-    def _wrong_alone(self, entries: Sequence[Entry], plan: PackingPlan) -> dict[int, Skipped]:
-        """Return the examples of a batch that cannot be collated alone, by their number in it."""
-
-        def collate_one(number: int) -> None:
-            self._collate([entries[number]], _plan_of(plan, np.arange(len(entries)) == number))
-
-        # those that overflow drops are read, too
-        numbers = np.union1d(plan.example_indices, plan.dropped).tolist()
-        return {
-            number: Skipped(entries[number].position, str(error))
-            for number, error in failing_alone(collate_one, numbers, DataError)
-        }
 
 
 def _plan_of(plan: PackingPlan, is_left: np.ndarray) -> PackingPlan:

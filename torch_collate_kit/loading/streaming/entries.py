@@ -5,7 +5,6 @@ Nothing is cut here: the collator takes those tokens of an example that the plan
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, islice
@@ -16,12 +15,12 @@ import numpy as np
 from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading.orders.order import seeded_generator
-from torch_collate_kit.loading.skipping import Skipped, SkipPolicy
+from torch_collate_kit.loading.skipping import Skipped, SkipPolicy, named
 from torch_collate_kit.loading.streaming.shards import Example
 from torch_collate_kit.loading.streaming.states import Place
 from torch_collate_kit.packing import PackingOptions
 from torch_collate_kit.packing.atoms import Atoms, image_sizes
-from torch_collate_kit.packing.fitting import fitted
+from torch_collate_kit.packing.planner import fitted
 from torch_collate_kit.packing.rows import running_sum
 from torch_collate_kit.packing.trees import depths_of
 from torch_collate_kit.reading.keys import KNOWN, MEDIA
@@ -75,24 +74,6 @@ class LeftOut:
         """Return those that were left out since the last call."""
         taken, self.skipped = tuple(self.skipped), []
         return taken
-
-
-def named(error: DataError, examples: Sequence[tuple[int, str]]) -> DataError:
-    """Return the error of a batch, with position and source of the one example that it is about.
-
-    >>> named(DataError("example 1 is empty"), [(6, "the stream"), (7, "the stream")])
-    DataError('example 7 of the stream is empty')
-    """
-    message, found = str(error), set(re.findall(r"(example|row) (\d+)", str(error)))
-    if len(found) != 1:
-        positions, (_, where) = [position for position, _ in examples], examples[0]
-        if len({where for _, where in examples}) > 1:
-            where = "the mixture"
-        return DataError(f"{message} (a batch of examples {positions} of {where})")
-    ((kind, number),) = found
-    position, where = examples[0] if kind == "row" else examples[int(number)]
-    position = int(number) if kind == "row" else position  # a row is a position
-    return DataError(message.replace(f"{kind} {number}", f"example {position} of {where}", 1))
 
 
 def atoms_of(entries: Sequence[Entry], packing: PackingOptions) -> Atoms:

@@ -67,17 +67,17 @@ def audit(
     """Find supervision that looks healthy and is not.
 
     Args:
-        dataset: examples or rollouts as the collators take them, a list or columns; a
+        dataset: examples or rollouts in the form that collators accept, a list or columns; a
             TokenizedDataset or its sources; or chat records, which are tokenized as
             :func:`~torch_collate_kit.tokenize_chat` does, pairs and labelled answers as
             ``preference.tokenize_preferences`` does. It is read whole, and not changed.
         tokenizer: the tokenizer, or of a vision-language model the processor. Without it, what
             needs special tokens or a chat template is not checked, and examples are shown as ids.
-        max_tokens: the length at which rows will be cut; None leaves that out.
-        train_all: as of the collators, for examples without a loss target.
+        max_tokens: the length at which rows will be cut; None: they will not be.
+        train_all: as in the collators, for examples without a loss target.
         chat: the options that chat records are tokenized with. Empty answers are not refused here,
             since they are a finding, and ``max_length`` is not applied.
-        vision: how images become tokens; that of ``tokenizer`` if it is a processor.
+        vision: how images become tokens; by default that of ``tokenizer`` if it is a processor.
 
     Returns an :class:`AuditReport`: findings with the numbers of the rows and one decoded example.
     Rows are numbered as in ``dataset``; of chat records a row is the record. What each check looks
@@ -85,7 +85,7 @@ def audit(
 
     Raises:
         DataError: the dataset is empty, or no row of it can be read.
-        TypeError, ValueError: a form of dataset that is not known, or a wrong option.
+        TypeError, ValueError: an unknown form of dataset, or a wrong option.
 
     >>> rows = [{"input_ids": [5, 6, 7], "loss_mask": [0, 0, 1]}] * 3
     >>> report = audit([*rows, {"input_ids": [5, 6, 8], "loss_mask": [0, 0, 0]}])
@@ -129,7 +129,7 @@ def _chat_setup(tokenizer: Any, chat: ChatOptions) -> ChatSetup:
     """Return the options for a tokenizer or processor, whose images are read without pixels."""
     if tokenizer is None:
         raise ValueError(
-            "the rows are chat records, which only a tokenizer makes tokens of; pass the "
+            "the rows are chat records, which need a tokenizer; pass the "
             "tokenizer that the model is trained with"
         )
     pixels = chat.pixels and not hasattr(tokenizer, "image_processor")
@@ -168,7 +168,7 @@ def read_dataset(
         if "input_ids" in source.names and _are_pairs(source.part(0, 1)):
             columns = [name for name in (*KNOWN, _CUT, *_OF_PAIRS) if name in source.names]
         source = Source(TokenizedDataset(dataset, columns=columns, train_all=train_all))
-    reader = _RowReader(train_all, vision)
+    reader = _BlockReader(train_all, vision)
     for start in range(0, len(source), _ROWS_AT_A_TIME):
         reader.read(source, start, min(start + _ROWS_AT_A_TIME, len(source)))
     read = reader.columns()
@@ -180,7 +180,7 @@ def read_dataset(
 def _read_chats(source: Source, setup: ChatSetup, bar: Any, borders: Sequence[str]) -> AuditColumns:
     """Tokenize chat records, whose rows are numbered as the records are."""
     image_token_id = None if setup.images is None else setup.images.layout.image_token_id
-    reader = _RowReader()
+    reader = _BlockReader()
     without_answer: list[int] = []
     forged: list[int] = []
     for start in range(0, len(source), _RECORDS_AT_A_TIME):
@@ -189,7 +189,7 @@ def _read_chats(source: Source, setup: ChatSetup, bar: Any, borders: Sequence[st
         for i, record in enumerate(source.records(start, stop), start):
             if isinstance(record, Mapping):
                 known[i] = record
-                if any(of in text for text in _texts(record) for of in borders):
+                if any(border in text for text in _texts(record) for border in borders):
                     forged.append(i)
                 continue
             kind = type(record).__name__
@@ -207,14 +207,14 @@ def _read_chats(source: Source, setup: ChatSetup, bar: Any, borders: Sequence[st
             reader.read_chats(rows, image_token_id)
         if bar is not None:
             bar.update(stop - start)
-    without, numbers = (np.array(of, dtype=np.int64) for of in (without_answer, forged))
+    without, numbers = (np.array(rows, dtype=np.int64) for rows in (without_answer, forged))
     return replace(reader.columns(), without_answer=without, forged=numbers)
 
 
 def _texts(record: Mapping[str, Any]) -> list[str]:
     """Return the contents of the messages of a record, as texts."""
-    lists = (of for of in record.values() if isinstance(of, list | tuple))
-    messages = (m for of in lists for m in of if isinstance(m, Mapping))
+    lists = (value for value in record.values() if isinstance(value, list | tuple))
+    messages = (m for entries in lists for m in entries if isinstance(m, Mapping))
     return [str(m.get("content", m.get("value"))) for m in messages]
 
 
@@ -231,11 +231,11 @@ def _tokenized(
     found = preference_examples(
         records, setup, from_arrow=getattr(source.data, "features", source.is_arrow)
     )
-    return [of if isinstance(of, DataError) else [of] for of in found]
+    return [result if isinstance(result, DataError) else [result] for result in found]
 
 
 @dataclass
-class _RowReader:
+class _BlockReader:
     """A reader of blocks of rows, which halves a refused block until it is one row."""
 
     train_all: bool = False
@@ -303,7 +303,7 @@ class _RowReader:
         numbers: np.ndarray,
         has_image: np.ndarray,
     ) -> None:
-        """Keep a block of columns; what is of an example is repeated for each of its segments."""
+        """Keep a block of columns, with values per example repeated for each of its segments."""
         columns |= {"numbers": numbers, "has_image": has_image}
         if (offsets := found.segment_offsets) is not None:
             for name in ("numbers", "has_image", "num_cut", "margins"):
@@ -312,7 +312,7 @@ class _RowReader:
         self._blocks.setdefault(_form(found), []).append(columns)
 
     def columns(self) -> AuditColumns:
-        """Return all rows of the usual form; those of another are refused."""
+        """Return all rows of the most common form; other rows are refused."""
         joined = {
             form: {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]}
             for form, blocks in self._blocks.items()
@@ -413,7 +413,7 @@ def _without_images(examples: Any) -> tuple[Any, list[bool] | bool]:
 
 
 def _are_mappings(examples: Any) -> bool:
-    """Return whether they are columns, or rows of which each is a mapping."""
+    """Return whether examples are a mapping of columns, or rows that are mappings."""
     return isinstance(examples, Mapping) or all(isinstance(e, Mapping) for e in examples)
 
 

@@ -1,4 +1,4 @@
-"""What a check is, and the checks of the dataset as a whole and of its targets."""
+"""The check decorator, and checks of the dataset as a whole and of its targets."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ class Check:
     Attributes:
         run: the function; its name is that of the finding.
         severity: of the finding, unless what was found has its own.
-        needs: names of what must be there, or else it does not run.
-        of_rows: whether it looks at rows, and has nothing to do without any.
-        of_rollouts: the severity of rollouts, where it differs.
-        of_most: the severity where more than half of the rows have it.
-        at_most: the largest share of the rows with a target; above it nothing is said.
+        needs: attributes that must have a value for the check to run.
+        of_rows: whether it reads rows, and is skipped without any.
+        of_rollouts: the severity for rollouts, where it differs.
+        of_most: the severity if more than half of the rows have it.
+        at_most: the largest share of the rows with a target; above it nothing is reported.
     """
 
     run: _Run
@@ -67,7 +67,7 @@ class Check:
         return self.run.__name__
 
     def missing(self, columns: AuditColumns) -> str | None:
-        """Return the first need that is not met, in words; "" where there is nothing to look at."""
+        """Return the first unmet need in words; "" if there is nothing to check."""
         if self.of_rows and not len(columns.lengths):
             return ""
         for need in self.needs:
@@ -226,7 +226,7 @@ def _drift(template: ChatTemplate, messages: list[dict[str, Any]]) -> str:
 
 @check("error", of_rows=False)
 def masks_all_zero(columns: AuditColumns) -> Found | None:
-    """Find a dataset without a trained token, or chat records of which none has an answer."""
+    """Find a dataset without a trained token, or chat records without any answer."""
     if columns.trained_places.size:
         return None
     if len(columns.without_answer):
@@ -264,7 +264,7 @@ def _without_answer(columns: AuditColumns, message: str) -> Found:
 
 @check("warning")
 def masks_all_one(columns: AuditColumns) -> Found | None:
-    """Find rows of which every token is trained though they hold a prompt."""
+    """Find rows that train every token although they hold a prompt."""
     is_full = columns.is_fully_trained
     message = (
         "ROWS train every token, though WHY; prompts are trained too: mark the answers alone, as "
@@ -400,7 +400,7 @@ def eos_truncated(columns: AuditColumns) -> Found | None:
 
 
 def _cut_targets(columns: AuditColumns) -> tuple[np.ndarray, np.ndarray]:
-    """Return each row's first token beyond the limit, and whether a part of its target is there."""
+    """Return each row's first token over the limit, and whether its target is cut there."""
     if columns.max_tokens is None:
         return columns.ends, np.zeros(len(columns.lengths), dtype=np.bool_)
     limits = columns.starts + columns.max_tokens

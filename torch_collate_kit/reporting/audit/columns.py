@@ -1,4 +1,4 @@
-"""The tokens of all rows in one flat column, what is trained of them, and their turns."""
+"""Tokens of all rows in one flat column, which of them are trained, and their turns."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class AuditColumns:
     is_last_step: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.bool_))
     """bool [N], the last step of each trajectory."""
     logprobs: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.float32))
-    """float32 [T], NaN where there is none: in prompts; empty if rollouts have none."""
+    """float32 [T], NaN in prompts; empty if rollouts have no log-probs."""
     uids: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.int64))
     """int64 [N], a number for the uid of each rollout; empty if they have none."""
     refused: Sequence[Refused] = ()
@@ -64,7 +64,7 @@ class AuditColumns:
     forged: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.int64))
     """int64, numbers of chat records with a message that has a token that begins or ends turns."""
     are_labelled: bool = False
-    """Whether examples have a label (KTO): their segments are no pairs."""
+    """Whether examples have a label (KTO): then their segments are not pairs."""
     has_unread_images: bool = False
     """Whether there are images, and no processor that says how many tokens they take."""
     vocabulary: Vocabulary = field(default_factory=Vocabulary)
@@ -131,14 +131,14 @@ class AuditColumns:
         return np.asarray(num_before(stops) - num_before(begins))
 
     def next_trained(self, places: np.ndarray) -> np.ndarray:
-        """Return the first trained token from each place on; T where there is none."""
-        firsts, stops = (np.append(of, len(self.ids)) for of in self.runs[:2])
+        """Return the first trained token at or after each place; T without one."""
+        firsts, stops = (np.append(places, len(self.ids)) for places in self.runs[:2])
         run = np.minimum(np.searchsorted(stops, places, side="right"), len(firsts) - 1)
         found: np.ndarray = np.maximum(firsts[run], places)
         return found
 
     def last_trained_before(self, stops: np.ndarray) -> np.ndarray:
-        """Return the last trained token before each place; -1 where there is none."""
+        """Return the last trained token before each place; -1 without one."""
         begins, ends, _ = self.runs
         found: np.ndarray = np.minimum(np.append(0, ends)[np.searchsorted(begins, stops)], stops)
         return found - 1
@@ -150,17 +150,17 @@ class AuditColumns:
 
     @cached_property
     def first_trained(self) -> np.ndarray:
-        """int64 [N], the first trained token of each row, among the T; -1 where there is none."""
+        """int64 [N], the first trained token of each row, among the T; -1 without one."""
         return np.where(self.num_trained > 0, self.next_trained(self.starts), -1)
 
     @cached_property
     def last_trained(self) -> np.ndarray:
-        """int64 [N], the last trained token of each row, among the T; -1 where there is none."""
+        """int64 [N], the last trained token of each row, among the T; -1 without one."""
         return np.where(self.num_trained > 0, self.last_trained_before(self.ends), -1)
 
     @cached_property
     def is_fully_trained(self) -> np.ndarray:
-        """Rows of two tokens or more of which all but the first are trained: bool [N]."""
+        """Rows of two or more tokens that train all but the first: bool [N]."""
         return (self.num_trained == self.lengths - 1) & (self.lengths > 1)
 
     @cached_property
@@ -182,7 +182,8 @@ class AuditColumns:
         def is_shifted(shift: int, is_counted: np.ndarray) -> np.ndarray:
             is_same = is_counted & (self.labels == np.roll(self.ids, -shift))
             counts, same = (
-                np.add.reduceat(of, self.starts, dtype=np.int64) for of in (is_counted, is_same)
+                np.add.reduceat(flags, self.starts, dtype=np.int64)
+                for flags in (is_counted, is_same)
             )
             return is_other & (same >= _AGREE * np.maximum(counts, 1))
 
@@ -202,7 +203,7 @@ class AuditColumns:
 
     @cached_property
     def are_classes(self) -> bool:
-        """Whether the target of each row is its last token, one of a few that end no answer."""
+        """Whether the target of each row is its last token, from a few that do not end answers."""
         is_last = self.has_target and np.array_equal(self.trained_places, self.ends - 1)
         return is_last and 1 < len(np.unique(self.ids[self.ends - 1])) <= len(self.ends) / 3
 
@@ -424,7 +425,7 @@ class Turns:
 
     @cached_property
     def shifts(self) -> np.ndarray:
-        """int64 [M], tokens by which a mask is late at both ends, below 0 early; else 0."""
+        """int64 [M], tokens by which a mask is late at both ends; negative: early, 0: right."""
         columns, trained = self.columns, self.columns.trained
         by = np.zeros(len(self.starts), dtype=np.int64)
         num_trained = columns.num_trained_in(self.expected, self.ends + 1)
@@ -432,14 +433,17 @@ class Turns:
             self.are_answers & (self.ends >= 0) & (num_trained != self.ends + 1 - self.expected)
         )
         which = np.flatnonzero(is_odd & ~np.logical_or(*columns.shifted_labels)[self.rows])
-        starts, ends, limits = (of[which] for of in (self.expected, self.ends, self.row_ends))
+        starts, ends, limits = (
+            places[which] for places in (self.expected, self.ends, self.row_ends)
+        )
         for distance in (*range(1, _FURTHEST + 1), *range(-1, -_FURTHEST - 1, -1)):
             begins, stops = starts + distance, np.minimum(ends + 1 + distance, limits)
             fits = (begins < stops) & (begins > columns.starts[self.rows[which]])
             fits &= (distance < 0) | (stops > ends + 1)
-            at, to = np.where(fits, begins, 0), np.where(fits, stops, 1)
-            fits &= trained[at] & ~trained[at - 1] & (columns.num_trained_in(at, to) == to - at)
-            fits &= (to == limits) | ~trained[np.minimum(to, len(trained) - 1)]
+            first, stop = np.where(fits, begins, 0), np.where(fits, stops, 1)
+            fits &= trained[first] & ~trained[first - 1]
+            fits &= columns.num_trained_in(first, stop) == stop - first
+            fits &= (stop == limits) | ~trained[np.minimum(stop, len(trained) - 1)]
             fits &= by[which] == 0
             if fits.any():
                 is_other = np.isin(begins[fits], self.expected)  # the answer of another turn
@@ -475,7 +479,7 @@ class Turns:
 
 
 def turns_of(columns: AuditColumns) -> Turns:
-    """Find the turns of rows; none without a template that begins answers with an added token."""
+    """Find the turns of rows. Needs a template that begins answers with an added token."""
     none = np.empty(0, dtype=np.int64)
     starts, widths, kinds = [none], [none], [none]
     names = columns.vocabulary.role_ids
@@ -484,7 +488,7 @@ def turns_of(columns: AuditColumns) -> Turns:
         starts.append(columns.without_repeated(places) if role == "assistant" else places)
         widths.append(np.full_like(starts[-1], len(ids)))
         kinds.append(np.full_like(starts[-1], kind))
-    found = np.stack([np.concatenate(of) for of in (starts, widths, kinds)])
+    found = np.stack([np.concatenate(parts) for parts in (starts, widths, kinds)])
     found = found[:, np.lexsort((-found[1], found[0]))]  # of headers at one place the longest
     stops = np.maximum.accumulate(np.append(-1, found[0] + found[1]))
     first, width, kind = found[:, found[0] >= stops[:-1]]

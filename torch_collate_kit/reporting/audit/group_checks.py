@@ -161,7 +161,7 @@ def equal_sides(columns: AuditColumns) -> Found | None:
 
 @check("warning")
 def shared_prompt_trained(columns: AuditColumns) -> Found | None:
-    """Find pairs of which every token is trained though the sides begin with the same ones."""
+    """Find pairs that train every token though both sides begin with the same ones."""
     pairs = _pairs(columns) if columns.has_target else np.empty((0, 2), dtype=np.int64)
     is_full = columns.is_fully_trained & (columns.lengths > _SHARED)
     rows = pairs[is_full[pairs].all(axis=1)].T.ravel()
@@ -177,7 +177,7 @@ def shared_prompt_trained(columns: AuditColumns) -> Found | None:
 
 @check("warning")
 def sides_told_by_length(columns: AuditColumns) -> Found | None:
-    """Find pairs of which nearly all have the longer, or the shorter, answer chosen."""
+    """Find datasets in which nearly all pairs chose the longer, or the shorter, answer."""
     pairs = _pairs(columns)
     chosen, rejected = columns.num_trained[pairs].T
     longer, shorter = chosen > rejected, chosen < rejected
@@ -187,7 +187,7 @@ def sides_told_by_length(columns: AuditColumns) -> Found | None:
     return _found(
         columns,
         pairs[is_usual],
-        f"ROWS choose the {word} answer, so length alone tells the sides apart and may be what is "
+        f"ROWS choose the {word} answer, so length alone separates the sides and may be what is "
         "learnt; check that the sides are not swapped, and add pairs of the other kind",
     )
 
@@ -252,7 +252,7 @@ def _shifted_runs(columns: AuditColumns, is_zero: np.ndarray) -> dict[str, np.nd
         chance = max(num_others / num_inner, _LEAST_CHANCE)
         if num_shifted >= _NEARLY_ALL * is_like.sum() and chance**num_shifted <= _SURE:
             evidence = (
-                "the zeros of tokens that the policy did not sample stand one column off, so each "
+                "the zeros of tokens that the policy did not sample are one column off, so each "
                 f"value is of the token {neighbour} it"
             )
             return {evidence: odd[is_shifted]}
@@ -284,13 +284,13 @@ def _shifted_ends(columns: AuditColumns, is_zero: np.ndarray) -> dict[str, np.nd
 
 @check("error", "logprobs")
 def logprobs_constant(columns: AuditColumns) -> Found | None:
-    """Find rows of which every trained token has the same log-probability, such as 0."""
+    """Find rows whose trained tokens all have the same log-probability, such as 0."""
     places = columns.first_trained[columns.has_one_logprob]
     return columns.found_at(
         places,
-        f"the logprobs of ROWS are all {columns.logprobs[places[:1]].sum():.3g}, which no policy "
-        "gives every token it samples; pass those of the tokens as they were sampled, or leave "
-        "logprobs out",
+        f"the logprobs of ROWS are all {columns.logprobs[places[:1]].sum():.3g}, which no "
+        "policy assigns to every token it samples; pass those of the tokens as they were sampled, "
+        "or leave logprobs out",
     )
 
 
@@ -327,7 +327,7 @@ def mask_disagrees_with_logprobs(columns: AuditColumns) -> Found | None:
 
 @check("error", "logprobs")
 def logprobs_positive(columns: AuditColumns) -> Found | None:
-    """Find log-probabilities over 0, by more than the rounding of half precision."""
+    """Find log-probabilities above 0 by more than the rounding error of half precision."""
     places = np.flatnonzero(columns.logprobs > _ROUNDING)
     return columns.found_at(
         places,

@@ -28,7 +28,7 @@ def eos_never_trained(columns: AuditColumns) -> Found | None:
     severity: Severity = "warning"
     if not columns.has_target:
         which = "that are trained as a whole"
-        way_out = "add it to the end of every text, unless a text goes on in the next row"
+        way_out = "add it to the end of every text, unless a text continues in the next row"
     elif not columns.are_rollouts and (columns.num_trained[has_target] == 1).all():
         which = "with a single trained token"
         way_out = "that is right if the token is a class; else add it to the end of every answer"
@@ -96,13 +96,13 @@ def pad_trained(columns: AuditColumns) -> Found | None:
     is_pad = columns.ids == pad
     if pad in columns.vocabulary.end_ids:
         others = np.append(-1, np.flatnonzero(~is_pad))
-        last = others[np.searchsorted(others, columns.ends) - 1]  # that is no pad
+        last = others[np.searchsorted(others, columns.ends) - 1]  # the last token that is not a pad
         firsts = np.maximum(last + 2, columns.starts + 1)
         is_pad[:] = False
         is_pad[span_indices(firsts, np.maximum(columns.ends - firsts, 0))] = True
     return columns.found_at(
         np.flatnonzero(is_pad & columns.trained),
-        f"ROWS train pad tokens (id {pad}); pads are no target: tokenize without padding, "
+        f"ROWS train pad tokens (id {pad}), which must not be trained: tokenize without padding, "
         "collators pad",
     )
 
@@ -164,7 +164,7 @@ def bos_missing(columns: AuditColumns) -> Found | None:
     if vocabulary.bos_id == vocabulary.eos_id or len(columns.places_of_id(vocabulary.bos_id or 0)):
         return None
     of_template, of_tokenizer = vocabulary.begins_with_bos
-    # A text that begins with no header is no chat, if all chats begin with one
+    # A text without a header at its start is not a chat, if all chats begin with one
     headers = columns.turns.starts
     is_chat = columns.in_rows(columns.rows_of(headers[columns.begins_row(headers)]))
     if vocabulary.template is not None and not (vocabulary.role_ids and vocabulary.names_system):
@@ -180,7 +180,7 @@ def bos_missing(columns: AuditColumns) -> Found | None:
 
 @check("warning", "tokenizer", "unk_id")
 def unknown_tokens(columns: AuditColumns) -> Found | None:
-    """Find rows of which many tokens, or many trained ones, stand for unknown text."""
+    """Find rows in which many tokens, or many trained ones, are the unknown token."""
     places = columns.places_of_id(columns.vocabulary.unk_id or 0)
     trained, is_many = places[columns.trained[places]], np.zeros(len(columns.lengths), np.bool_)
     for found, totals in ((places, columns.lengths), (trained, columns.num_trained)):
@@ -189,7 +189,7 @@ def unknown_tokens(columns: AuditColumns) -> Found | None:
     return columns.found_at(
         places[is_many[columns.rows_of(places)]],
         f"ROWS have many tokens for unknown text (id {columns.vocabulary.unk_id}), which decode to "
-        "nothing; use the model's tokenizer, or drop texts in scripts that it does not know",
+        "nothing; use the model's tokenizer, or drop texts in scripts that it does not cover",
     )
 
 
@@ -280,9 +280,9 @@ def mask_shifted(columns: AuditColumns) -> Found | None:
     words = words if len(distances) == 1 else f"up to {words}"
     return columns.found_at(
         columns.first_trained[columns.turns.rows[by != 0]],
-        f"the trained tokens of ROWS stand {words} too "
+        f"in ROWS the loss mask starts {words} "
         f"{words_of({'late': by > 0, 'early': by < 0})}: the answer is not trained from its first "
-        "token to its EOS; move the mask back",
+        "token to its EOS; shift it back",
     )
 
 
@@ -306,7 +306,7 @@ def prompt_trained(columns: AuditColumns) -> Found | None:
 
 @check("warning", "role_ids", of_most="note")
 def answer_partly_trained(columns: AuditColumns) -> Found | None:
-    """Find answers without their first tokens, their last ones, or some between."""
+    """Find answers whose first, last or inner tokens are not trained."""
     if columns.are_rollouts:
         return None
     turns, trained = columns.turns, columns.trained
@@ -347,7 +347,7 @@ def answer_not_trained(columns: AuditColumns) -> Found | None:
     return columns.found_at(
         turns.begins[is_left],
         "ROWS leave out an answer beside the trained ones: context on purpose, or a turn that the "
-        "text of a question pretends; look at them",
+        "text of a question imitates; look at them",
     )
 
 
@@ -411,14 +411,14 @@ def answer_without_header(columns: AuditColumns) -> Found | None:
     is_inside = (turn >= 0) & (turns.rows[turn] == rows) & (begins < turns.stops[turn])
     return columns.found_at(
         begins[~is_inside & ~columns.is_set_aside[rows]],
-        "ROWS train text that no header of an answer comes before, while the others have it; "
+        "ROWS train text without the header of an answer before it, which the others have; "
         "render all rows with one chat template",
     )
 
 
 @check("warning", "eos_id", of_rollouts="note")
 def empty_answer_trained(columns: AuditColumns) -> Found | None:
-    """Find trained answers of nothing but their end token, and white space at most."""
+    """Find trained answers that hold only white space and their end token."""
     message = (
         "ROWS train an empty answer, which teaches the model to say nothing; drop them, or give "
         "the answers a text"

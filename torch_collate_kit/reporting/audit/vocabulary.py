@@ -41,13 +41,13 @@ class Vocabulary:
 
     Attributes:
         tokenizer, size, template: the tokenizer, its number of ids, and its chat template.
-        bos_id, eos_id, pad_id, unk_id: special tokens; unk_id is none of the others.
+        bos_id, eos_id, pad_id, unk_id: special tokens; unk_id differs from the others.
         end_ids: tokens that end an answer: EOS, and the one that the chat template writes.
         late_end_ids: tokens that end an answer when something follows it.
         prompt_ids: the generation prompt of the chat template.
         header_ids: the same without the white space around it, and without a tag of thinking.
-        role_ids: the role of each header of messages; empty where those before an answer, or what
-            ends it, are unknown.
+        role_ids: the role of each message header; empty if the headers of answers, or the tokens
+            that end them, are unknown.
         repeats_header: whether the model, too, writes the header: between thinking and answer
             (gpt-oss).
         call_tags: the tags around the JSON of a tool call, or None.
@@ -57,7 +57,7 @@ class Vocabulary:
         template_ids: added tokens whose text is in the source of the chat template.
 
     Raises:
-        TypeError: something that cannot decode.
+        TypeError: an object without ``decode``.
     """
 
     def __init__(self, tokenizer: Any = None, template_kwargs: dict[str, Any] | None = None):
@@ -92,7 +92,9 @@ class Vocabulary:
         if tokenizer is not None and text:
             self.template = ChatTemplate.of(tokenizer, kwargs, None)
         source = "" if self.template is None else self.template.source
-        self.template_ids = frozenset(token for token, of in added.items() if of.content in source)
+        self.template_ids = frozenset(
+            token for token, added_token in added.items() if added_token.content in source
+        )
         self._read_turns()
 
     def _read_turns(self) -> None:
@@ -194,7 +196,7 @@ class Vocabulary:
 
     @property
     def partial_ids(self) -> np.ndarray:
-        """Ids, int64, that by themselves are no whole character."""
+        """Ids, int64, that are not a whole character by themselves."""
         return self.ids_with(_REPLACEMENT)
 
     def ids_with(self, pattern: str) -> np.ndarray:
@@ -210,7 +212,7 @@ class Vocabulary:
         return np.flatnonzero([bool(has(t)) for t in self.texts([[i] for i in range(size)])])
 
     def text(self, ids: Sequence[int]) -> str:
-        """Return the text of ids; the ids as numbers without a tokenizer, or beyond its size."""
+        """Return the text of ids, or the numbers without a tokenizer or over its size."""
         is_known = self.size is None or not ids or (min(ids) >= 0 and max(ids) < self.size)
         try:
             if self.tokenizer is not None and is_known:
@@ -237,7 +239,7 @@ class RoleTexts:
     Attributes:
         headers: the role of each header; empty where those before an answer are unknown.
         ends: added tokens that end an answer when something follows it.
-        call: the tags around the JSON of a tool call, the second "" where there is none; or None.
+        call: the tags around the JSON of a tool call, the second may be ""; or None.
         names_system: whether a system message has a header.
     """
 
@@ -250,7 +252,7 @@ class RoleTexts:
 def role_texts(template: ChatTemplate, bos: str, end: str) -> RoleTexts:
     """Return the texts around messages, found by rendering small conversations.
 
-    ``bos`` may begin a text, and is part of no header; ``end`` is the token that ends an answer.
+    ``bos`` may begin a text before its header; ``end`` is the token that ends an answer.
     """
     style = preferred_style(template, None)
 
@@ -261,7 +263,9 @@ def role_texts(template: ChatTemplate, bos: str, end: str) -> RoleTexts:
             return ""
 
     def talk(**turns: str) -> str:
-        return rendered([{"role": role.rstrip("_"), "content": of} for role, of in turns.items()])
+        return rendered(
+            [{"role": role.rstrip("_"), "content": text} for role, text in turns.items()]
+        )
 
     added = template.added_token
     whole = talk(user=_ASKED, assistant=_ANSWERED, user_=_NEXT)
