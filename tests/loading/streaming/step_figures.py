@@ -24,7 +24,7 @@ Lengths = list[np.ndarray]  # of one row or more
 
 
 def steps_of(
-    lengths: np.ndarray, dp_size: int, rows: int, max_tokens: int, *, num_passes: int = 3
+    lengths: np.ndarray, dp_size: int, rows: int, max_tokens: int, *, num_passes: int = 1
 ) -> list[list[Lengths]]:
     """The lengths in every row of every rank, for the steps that all ranks have."""
     tokens = np.arange(int(lengths.max()), dtype=np.int32)

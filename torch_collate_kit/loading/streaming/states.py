@@ -81,7 +81,7 @@ def _own_states(place: Place) -> Any:
     """Return the source's own state, of a mixture the list of those of its sources; or None."""
     if place.mixed is None:
         return place.source
-    states = [of.source for of in place.mixed.places]
+    states = [own.source for own in place.mixed.places]
     return states if any(state is not None for state in states) else None
 
 
@@ -128,7 +128,7 @@ def positions_in(
         shard: _position_of(state["shards"][str(shard)], sources.get(str(shard)))
         for shard in shards
     }
-    rounds = [at.num_given for at in positions.values() if not at.has_ended]
+    rounds = [one.num_given for one in positions.values() if not one.has_ended]
     if rounds and max(rounds) - min(rounds) > _MOST_APART:
         raise StateError(
             f"the state has shards that are {max(rounds) - min(rounds)} rounds apart, more than "

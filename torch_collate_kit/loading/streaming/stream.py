@@ -420,11 +420,11 @@ def in_rounds(
     num_turns = -(-len(shards) // num_workers)
     live = {shard: positions[shard] for shard in mine if not positions[shard].has_ended}
     batches: dict[int, Iterator[tuple[Any, Position]]] = {}
-    counts = [at.num_given for at in positions.values() if not at.has_ended]
+    counts = [one.num_given for one in positions.values() if not one.has_ended]
     step = min(counts, default=0)
     while live:
         if num_workers == 1:  # with more, others may have a turn in the rounds between
-            step = max(step, min(at.num_given for at in live.values()))
+            step = max(step, min(one.num_given for one in live.values()))
         for i in range(num_turns):
             shard = mine[i] if i < len(mine) else None
             if shard is None or shard not in live or live[shard].num_given > step:
