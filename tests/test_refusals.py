@@ -306,9 +306,7 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], tuple[str, ...]]] = [
     ),
     (lambda: Ragged.cat([]), ValueError, ("Ragged.cat needs at least one part", "got none")),
     (
-        lambda: PaddedCollator(0, max_length=2, overflow="truncate", vision=VISION)(
-            image_examples()
-        ),
+        lambda: PaddedCollator(0, vision=VISION, **CUT)([PICTURE]),
         *(DataError, ("begins with an image of more than max_length=2", 'overflow="drop"')),
     ),
     (
