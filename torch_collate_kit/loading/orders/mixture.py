@@ -35,9 +35,9 @@ class Mixture:
         schedule: ``[(amount, weights), ...]``: from the first example on before which an epoch has
             at least this amount, these weights. Amounts are counted in what ``by`` names: examples,
             or tokens before any are cut off. Where a sampler packs rows with "split", an example is
-            a piece of one.
+            a piece of one. Not of streams.
         max_passes: the most passes over a source in the whole run, a number or one for each source
-            (None: no limit). The others then share its weight. Of streams, in one pass over all.
+            (None: no limit). The others then share its weight. Not of streams.
         stop: an epoch ends when the "first_exhausted" source has been read once, or when all have
             been ("all_exhausted"), in the words of ``datasets.interleave_datasets``.
         names: a name for each source, for ``source_counts``. Examples then have the key "source",
