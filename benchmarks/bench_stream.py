@@ -35,7 +35,7 @@ from samples import real_mix
 from torch_collate_kit import PackedCollator, PackedIterableDataset, TokenizedDataset, pack
 
 _MAX_TOKENS, _ROWS = 4096, 4
-_STREAMING = "torch_collate_kit.loading.streaming"
+_STREAMING = "torch_collate_kit.loading"
 _FULL = {("even", 1000): 0.980, ("even", 4000): 0.990, ("real", 1000): 0.992, ("real", 4000): 0.993}
 
 

@@ -18,7 +18,7 @@ from torch_collate_kit.batch import Batch, dense
 from torch_collate_kit.batch import batch as batch_module
 from torch_collate_kit.collators import PackedCollator, PaddedCollator, RolloutCollator
 from torch_collate_kit.loading import PrefetchingSampler, PrefetchLoader
-from torch_collate_kit.loading.prefetch.device_copy import DeviceCopy
+from torch_collate_kit.loading.device_copy import DeviceCopy
 from torch_collate_kit.testing import batch_digest
 
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from tests.loading.hang_guard import fails_when_it_hangs, our_threads
 from torch_collate_kit.collators import PackedCollator, PaddedCollator
 from torch_collate_kit.loading import PrefetchingSampler, PrefetchLoader
-from torch_collate_kit.loading.prefetch.device_copy import DeviceCopy
+from torch_collate_kit.loading.device_copy import DeviceCopy
 from torch_collate_kit.testing import batch_digest
 
 pytestmark = pytest.mark.gpu

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch_collate_kit.loading.orders.checks import sealed
+from torch_collate_kit.loading.checks import sealed
 
 
 def resealed(state: Mapping[str, Any], **changes: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from tests.building import packed_sampler
 from torch_collate_kit import Mixture, PackedBatchSampler, PrefetchLoader, TokenizedDataset
-from torch_collate_kit.loading.sampler import by_rows
+from torch_collate_kit.loading import by_rows
 
 LENGTHS = np.random.default_rng(0).integers(1, 60, 3_000)
 

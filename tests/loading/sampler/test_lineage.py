@@ -69,7 +69,7 @@ def test_any_step_of_many_examples_is_found_at_once(monkeypatch: pytest.MonkeyPa
     assert (epoch, step, len(batch)) == (7, 123_456, 512)
     small = PrefetchingSampler(1000, batch_size=10, seed=1)
     expected = small.examples(2, 50)
-    monkeypatch.setattr("torch_collate_kit.loading.orders.order.epoch_order", None)
+    monkeypatch.setattr("torch_collate_kit.loading.orders.epoch_order", None)
     assert small.examples(2, 50).tolist() == expected.tolist(), "no new order is made"
     with pytest.raises(TypeError):
         small.examples(3, 50)

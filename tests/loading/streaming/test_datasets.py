@@ -13,8 +13,7 @@ from tests.building import packed_stream
 from tests.loading.streaming.column_sources import FORMS, SOURCES, dataset_of, examples_of, table_of
 from tests.loading.streaming.streaming_oracle import SETTINGS, make_examples
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.loading import TokenizedDataset
-from torch_collate_kit.loading.streaming import shards
+from torch_collate_kit.loading import TokenizedDataset, shards
 
 
 class Doubled(TokenizedDataset):

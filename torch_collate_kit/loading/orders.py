@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torch_collate_kit.errors import StateError
-from torch_collate_kit.loading.orders.checks import (
+from torch_collate_kit.loading.checks import (
     NEW_RUN,
     Indices,
     Shuffle,

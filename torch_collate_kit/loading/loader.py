@@ -15,17 +15,17 @@ import torch
 from torch_collate_kit._checks import checked_bool, checked_int
 from torch_collate_kit._reprs import call_repr, changed_settings
 from torch_collate_kit.errors import StateError
-from torch_collate_kit.loading.orders.checks import (
+from torch_collate_kit.loading.checks import (
     LOADER_VERSION,
     sealed,
     unsealed,
 )
-from torch_collate_kit.loading.prefetch.device_copy import device_copy
-from torch_collate_kit.loading.prefetch.reader import END, Reading
-from torch_collate_kit.loading.prefetch.resumable_loaders import Position, resumable_loader
-from torch_collate_kit.loading.prefetch.timeline import StepTimes, Timeline, draw_timeline
-from torch_collate_kit.loading.prefetch.watchdog import PATIENCE, checked_seconds
+from torch_collate_kit.loading.device_copy import device_copy
+from torch_collate_kit.loading.reader import END, Reading
+from torch_collate_kit.loading.resumable_loaders import Position, resumable_loader
 from torch_collate_kit.loading.skipping import OnError, SkippedExample, SkippedExamples, SkipPolicy
+from torch_collate_kit.loading.timeline import StepTimes, Timeline, draw_timeline
+from torch_collate_kit.loading.watchdog import PATIENCE, checked_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -23,9 +23,8 @@ from torch_collate_kit._checks import type_name
 from torch_collate_kit.collators.packed import checked_collator
 from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading.dataset import TokenizedDataset
-from torch_collate_kit.loading.orders.order import seeded_generator
-from torch_collate_kit.loading.streaming.fingerprints import SourceFingerprint
-from torch_collate_kit.loading.streaming.states import Place
+from torch_collate_kit.loading.orders import seeded_generator
+from torch_collate_kit.loading.states import Place, SourceFingerprint
 from torch_collate_kit.reading.source import is_a
 
 _END: Any = object()

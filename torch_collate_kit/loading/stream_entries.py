@@ -14,10 +14,10 @@ import numpy as np
 
 from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.errors import DataError, StateError
-from torch_collate_kit.loading.orders.order import seeded_generator
+from torch_collate_kit.loading.orders import seeded_generator
+from torch_collate_kit.loading.shards import Example
 from torch_collate_kit.loading.skipping import Skipped, SkipPolicy, named
-from torch_collate_kit.loading.streaming.shards import Example
-from torch_collate_kit.loading.streaming.states import Place
+from torch_collate_kit.loading.states import Place
 from torch_collate_kit.packing import PackingOptions
 from torch_collate_kit.packing.atoms import Atoms, image_sizes
 from torch_collate_kit.packing.planner import fitted

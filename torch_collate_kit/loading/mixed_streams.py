@@ -17,16 +17,16 @@ from itertools import chain, count
 from typing import Any
 
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.loading.orders.mixture import Mixture
+from torch_collate_kit.loading.mixture import Mixture
+from torch_collate_kit.loading.shards import Stream, node_of
 from torch_collate_kit.loading.skipping import SkipPolicy
-from torch_collate_kit.loading.streaming.entries import (
+from torch_collate_kit.loading.states import MixedPlace, Place, Position
+from torch_collate_kit.loading.stream_entries import (
     Entry,
     LeftOut,
     read_entries,
     shuffled_blocks,
 )
-from torch_collate_kit.loading.streaming.shards import Stream, node_of
-from torch_collate_kit.loading.streaming.states import MixedPlace, Place, Position
 
 _BEGIN = Place()
 _STOP = "first_exhausted"

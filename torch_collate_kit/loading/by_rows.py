@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from torch_collate_kit.loading.orders.checks import Indices, Tail
-from torch_collate_kit.loading.orders.order import Order, Recent
-from torch_collate_kit.loading.sampler.budgets import RowBudget, Step
+from torch_collate_kit.loading.budgets import RowBudget, Step
+from torch_collate_kit.loading.checks import Indices, Tail
+from torch_collate_kit.loading.orders import Order, Recent
 from torch_collate_kit.packing import PackingOptions
 from torch_collate_kit.packing.atoms import Atoms
 from torch_collate_kit.packing.steps import WindowPlan, num_rows_needed, num_that_fit, plan_window

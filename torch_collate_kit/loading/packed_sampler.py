@@ -11,22 +11,22 @@ from torch_collate_kit._checks import checked_int
 from torch_collate_kit._reprs import KindAndSize
 from torch_collate_kit.collators.packed import checked_collator
 from torch_collate_kit.errors import StateError
-from torch_collate_kit.loading.dataset import TokenizedDataset
-from torch_collate_kit.loading.orders import Mixture
-from torch_collate_kit.loading.orders.checks import (
+from torch_collate_kit.loading.budgets import Budget, ByExamples, ByTokens, Step
+from torch_collate_kit.loading.by_rows import ByRows, Entries
+from torch_collate_kit.loading.checks import (
     NEW_RUN,
     Shuffle,
     Tail,
     checked_batch_size,
     is_same,
 )
-from torch_collate_kit.loading.orders.mixed_order import order_of
-from torch_collate_kit.loading.orders.order import UserOrder
+from torch_collate_kit.loading.dataset import TokenizedDataset
+from torch_collate_kit.loading.example_sizes import ExampleSizes
+from torch_collate_kit.loading.mixed_order import order_of
+from torch_collate_kit.loading.mixture import Mixture
+from torch_collate_kit.loading.orders import UserOrder
 from torch_collate_kit.loading.ranks import rank_and_size, rank_in
-from torch_collate_kit.loading.sampler.budgets import Budget, ByExamples, ByTokens, Step
-from torch_collate_kit.loading.sampler.by_rows import ByRows, Entries
-from torch_collate_kit.loading.sampler.sampler import Division, StepSampler
-from torch_collate_kit.loading.sampler.sizes import ExampleSizes
+from torch_collate_kit.loading.sampler import Division, StepSampler
 from torch_collate_kit.packing import PackingOptions, RankPlan
 from torch_collate_kit.packing.atoms import Patches
 from torch_collate_kit.packing.planner import plan_rows

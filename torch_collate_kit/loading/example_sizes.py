@@ -11,11 +11,11 @@ import numpy.typing as npt
 
 from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.errors import DataError, StateError
+from torch_collate_kit.loading.by_rows import Entries
+from torch_collate_kit.loading.checks import Indices
 from torch_collate_kit.loading.dataset import TokenizedDataset
 from torch_collate_kit.loading.dataset.fingerprints import digest_in_blocks
-from torch_collate_kit.loading.orders import Mixture
-from torch_collate_kit.loading.orders.checks import Indices
-from torch_collate_kit.loading.sampler.by_rows import Entries
+from torch_collate_kit.loading.mixture import Mixture
 from torch_collate_kit.packing import PackingOptions
 from torch_collate_kit.packing.atoms import Atoms, Patches, checked_sizes
 from torch_collate_kit.packing.plan import PackingPlan

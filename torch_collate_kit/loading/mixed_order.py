@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from torch_collate_kit.loading.orders.checks import (
+from torch_collate_kit.loading.checks import (
     MAX_COUNT,
     Indices,
     Shuffle,
@@ -23,8 +23,8 @@ from torch_collate_kit.loading.orders.checks import (
     checked_shuffle,
     checked_word,
 )
-from torch_collate_kit.loading.orders.mixture import Mixture
-from torch_collate_kit.loading.orders.order import (
+from torch_collate_kit.loading.mixture import Mixture
+from torch_collate_kit.loading.orders import (
     ArrayOrder,
     EpochOrder,
     Order,

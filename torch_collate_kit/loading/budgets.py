@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, Self, get_args
 import numpy as np
 
 from torch_collate_kit._checks import checked_choice
-from torch_collate_kit.loading.orders.checks import MAX_COUNT, Indices, Tail
-from torch_collate_kit.loading.orders.mixed_order import MixedOrder
-from torch_collate_kit.loading.orders.order import Order, Recent
+from torch_collate_kit.loading.checks import MAX_COUNT, Indices, Tail
+from torch_collate_kit.loading.mixed_order import MixedOrder
+from torch_collate_kit.loading.orders import Order, Recent
 from torch_collate_kit.packing import PackingOptions, PackingPlan
 from torch_collate_kit.packing.rows import running_sum
 from torch_collate_kit.packing.steps import WindowPlan, plan_wrapped

@@ -12,7 +12,8 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch_collate_kit._checks import checked_int
 from torch_collate_kit._reprs import KindAndSize, call_repr
 from torch_collate_kit.errors import StateError
-from torch_collate_kit.loading.orders.checks import (
+from torch_collate_kit.loading.budgets import Budget, SourceLimits, Step
+from torch_collate_kit.loading.checks import (
     NEW_RUN,
     Indices,
     checked_word,
@@ -22,7 +23,6 @@ from torch_collate_kit.loading.orders.checks import (
     unsealed,
 )
 from torch_collate_kit.loading.ranks import DividedOnce
-from torch_collate_kit.loading.sampler.budgets import Budget, SourceLimits, Step
 
 _VERSION = 5
 _USUAL = {"shuffle": True, "seed": 0, "tail": "keep"}

@@ -17,10 +17,10 @@ from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 from torch_collate_kit._reprs import KindAndSize, call_repr
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.errors import StateError
-from torch_collate_kit.loading.prefetch.device_copy import DeviceCopy
-from torch_collate_kit.loading.prefetch.resumable_loaders import Position, ResumableLoader
-from torch_collate_kit.loading.prefetch.watchdog import PATIENCE, Watchdog, is_collecting
+from torch_collate_kit.loading.device_copy import DeviceCopy
+from torch_collate_kit.loading.resumable_loaders import Position, ResumableLoader
 from torch_collate_kit.loading.skipping import Collated
+from torch_collate_kit.loading.watchdog import PATIENCE, Watchdog, is_collecting
 
 T = TypeVar("T")
 END: Any = object()

@@ -14,11 +14,11 @@ from torch.utils.data._utils.collate import default_convert
 from torch_collate_kit._reprs import KindAndSize, call_repr
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.errors import StateError
-from torch_collate_kit.loading.orders.checks import checked_word
-from torch_collate_kit.loading.prefetch.watchdog import PATIENCE, end_workers
-from torch_collate_kit.loading.sampler import PackedBatchSampler, ResumableSampler
-from torch_collate_kit.loading.sampler.sampler import StepSampler
+from torch_collate_kit.loading.checks import checked_word
+from torch_collate_kit.loading.packed_sampler import PackedBatchSampler
+from torch_collate_kit.loading.sampler import ResumableSampler, StepSampler
 from torch_collate_kit.loading.skipping import Collated, Skipped, SkippedExamples, skipping_parts
+from torch_collate_kit.loading.watchdog import PATIENCE, end_workers
 
 _logger = logging.getLogger("torch_collate_kit.loading")
 _OURS: Any = object()  # the mark of a sampler's position that the sampler may not have

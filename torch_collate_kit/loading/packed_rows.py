@@ -16,13 +16,13 @@ from torch.utils.data import Dataset, Sampler
 from torch_collate_kit._checks import checked_int
 from torch_collate_kit._reprs import KindAndSize, call_repr
 from torch_collate_kit.collators.packed import checked_collator
+from torch_collate_kit.loading.checks import Indices, checked_word
 from torch_collate_kit.loading.dataset import TokenizedDataset
 from torch_collate_kit.loading.dataset.fingerprints import digest_in_blocks
-from torch_collate_kit.loading.orders import Mixture
-from torch_collate_kit.loading.orders.checks import Indices, checked_word
-from torch_collate_kit.loading.orders.mixed_order import MixedOrder
-from torch_collate_kit.loading.orders.order import seeded_generator
-from torch_collate_kit.loading.sampler.sizes import is_tokenized, sized
+from torch_collate_kit.loading.example_sizes import is_tokenized, sized
+from torch_collate_kit.loading.mixed_order import MixedOrder
+from torch_collate_kit.loading.mixture import Mixture
+from torch_collate_kit.loading.orders import seeded_generator
 from torch_collate_kit.packing import PackingPlan
 from torch_collate_kit.packing.atoms import NO_ATOMS, Atoms
 from torch_collate_kit.packing.planner import fitted, plan_rows
