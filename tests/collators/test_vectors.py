@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import pickle
 from collections.abc import Callable
 from functools import partial
@@ -13,12 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from tests.collators.test_packed_fuzz import _expected, collator_of
-from tests.oracle import per_token_field
-from tests.strategies import FUZZ, batches, packed_options
 from torch_collate_kit import (
     DataError,
     PackedBatchSampler,
@@ -125,26 +119,6 @@ def test_wrong_vectors_in_tables(ids: Any, message: str) -> None:
     source = pa.table({"input_ids": [[1], [2, 3]], "ids": ids})
     with pytest.raises(DataError, match=message):
         TokenizedDataset(source, columns=["input_ids", "ids"]).__getitems__([0, 1])
-
-
-@FUZZ
-@given(data=st.data())
-def test_packed_vectors_equal_the_oracle(data: st.DataObject) -> None:
-    drawn = data.draw(batches(columns=False))
-    options = data.draw(packed_options(drawn.lengths))
-    shape = data.draw(st.sampled_from(((1,), (2,), (2, 3))))
-    lengths = [len(example["input_ids"]) for example in drawn.plain]
-    values = [
-        (100.0 * i + np.arange(n * math.prod(shape)).reshape(n, *shape)).tolist()
-        for i, n in enumerate(lengths)
-    ]
-    fields = {"vectors": PerToken(torch.float64, pad=-1, shape=shape)}
-    collate = collator_of(options, fields=fields, train_all=drawn.form == "none")
-    make = data.draw(st.sampled_from((list, np.array, torch.tensor)))
-    examples = [{**row, "vectors": make(own)} for row, own in zip(drawn.given, values, strict=True)]
-    expected = _expected(collate, drawn.plain, options, 0)
-    wanted = per_token_field(expected, values, pad=-1, shape=shape)
-    assert collate(examples)["vectors"].tolist() == wanted
 
 
 def test_vectors_of_rollouts_are_staged_and_trimmed() -> None:
