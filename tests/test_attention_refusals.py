@@ -9,11 +9,7 @@ import torch
 from torch import nn
 
 from tests.test_attention import bounds_of
-from tests.tiny_models import (
-    WINDOW,
-    packed_inputs,
-    tiny_model,
-)
+from tests.tiny_models import WINDOW, packed_inputs, tiny_model
 from torch_collate_kit.attention import register_torch_varlen
 
 ONE_ROW = ([7, 1, 5],)

@@ -9,13 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from torch_collate_kit import (
-    Batch,
-    PackedCollator,
-    PaddedCollator,
-    ParallelLayout,
-    PerToken,
-)
+from torch_collate_kit import Batch, PackedCollator, PaddedCollator, ParallelLayout, PerToken
 
 FIELDS = {
     "half": PerToken(torch.bfloat16, pad=-1),

@@ -1,8 +1,7 @@
-"""Shards are what frameworks cut, by running their code, and joined they are the batch."""
+"""Shards are what frameworks cut, by their code or formula, and joined they are the batch."""
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import numpy as np
@@ -103,9 +102,8 @@ def check(seed: int) -> None:
             check_frameworks(batch, size, shards, layout)
 
 
-@pytest.mark.parametrize("block", range(4))
-def test_joined_shards_are_the_batch_and_cut_as_frameworks_do(block: int) -> None:
-    for seed in range(25 * block, 25 * (block + 1)):
+def test_joined_shards_are_the_batch_and_cut_as_frameworks_do() -> None:
+    for seed in range(30):
         check(seed)
 
 
@@ -115,7 +113,7 @@ def test_ten_thousand_packs() -> None:
         check(seed)
 
 
-# --- two ranks run the code of torch and of DeepSpeed ---------------------------------------------
+# --- two ranks run the code of torch ---------------------------------------------
 
 
 def one_example_rows() -> Batch:
@@ -123,13 +121,6 @@ def one_example_rows() -> Batch:
     examples = [{"input_ids": [*range(10 * i + 1, 10 * i + 1 + n)]} for i, n in enumerate((8, 5))]
     packing = PackingOptions(8, parallel=ParallelLayout(cp=2), max_sequences_per_row=1)
     return PackedCollator(0, packing=packing)(examples)
-
-
-def packed_rows() -> Batch:
-    examples = [
-        {"input_ids": [*range(10 * i + 1, 10 * i + 1 + n)]} for i, n in enumerate((5, 3, 7))
-    ]
-    return PackedCollator(0, max_tokens=16, parallel=ParallelLayout(cp=2))(examples)
 
 
 def whole_rows(batch: Batch) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -163,36 +154,4 @@ def cut_by_torch() -> tuple[list[Any], list[Any]]:
 
 def test_torch_cuts_our_inputs_to_our_shard() -> None:
     for found, expected in on_two_ranks(cut_by_torch):
-        assert found == expected
-
-
-def cut_by_deepspeed() -> tuple[list[Any], list[Any]]:
-    from deepspeed import comm
-    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPDataLoaderAdapter
-
-    with process_groups(2) as group:
-        comm.init_distributed("gloo", verbose=False)
-        rank = dist.get_rank()
-        rows = [
-            packed_rows(),
-            packed_rows().with_fields(input_ids=packed_rows()["input_ids"] + 100),
-        ]
-        loader = [
-            {name: rows[rank][name] for name in ("input_ids", "position_ids", "labels")}
-        ]  # each rank reads its own
-        adapter = UlyssesSPDataLoaderAdapter(loader, rank, group, 2, torch.device("cpu"))
-        found, expected = [], []
-        for batch, cut in zip(rows, adapter, strict=True):
-            shard = batch.context_shard(rank, 2, layout="contiguous")
-            names = ("input_ids", "position_ids", "shift_labels")
-            found.append([cut[name].tolist() for name in names])
-            names = ("input_ids", "position_ids", "targets")
-            expected.append([shard[name].tolist() for name in names])
-    return found, expected
-
-
-def test_deepspeed_cuts_our_inputs_to_our_shard() -> None:
-    if importlib.util.find_spec("deepspeed") is None:
-        pytest.skip("deepspeed is not installed")
-    for found, expected in on_two_ranks(cut_by_deepspeed):
         assert found == expected

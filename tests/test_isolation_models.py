@@ -141,10 +141,7 @@ def test_an_unknown_model_with_a_recurrent_class_is_refused():
 @pytest.mark.parametrize(
     ("model_type", "message"),
     [
-        (
-            "mamba",
-            r"mamba models: no kernel of its Mamba-1 scan takes.* isolate_mixers\(model\)",
-        ),
+        ("mamba", r"mamba models: no kernel of its Mamba-1 scan takes.* isolate_mixers\(model\)"),
         ("inkling2_text", "in inkling2 models: its layers do not hand boundaries"),
         ("glm5_next_text", "in glm5_next models: its sparse attention pools.*; use PaddedCollator"),
         ("qwen3_next", r"qwen3_next models need seq_idx and cu_seq_lens_q, and the inputs are \["),

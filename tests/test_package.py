@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import json
 import pkgutil
@@ -36,6 +37,7 @@ def test_the_import_is_light():
     assert len(others) <= 2 * NUMPY_RANDOM, others
 
 
+@functools.cache
 def modules():
     found = pkgutil.walk_packages(torch_collate_kit.__path__, "torch_collate_kit.")
     return ["torch_collate_kit", *sorted(module.name for module in found)]

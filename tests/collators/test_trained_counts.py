@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 from tests.building import packed_sampler
-from torch_collate_kit import (
-    PackedCollator,
-    PackingOptions,
-    ParallelLayout,
-    TokenizedDataset,
-)
+from torch_collate_kit import PackedCollator, PackingOptions, ParallelLayout, TokenizedDataset
 
 EXAMPLES = [
     {"input_ids": [5, 6, 7, 8], "loss_mask": [1, 0, 1, 1]},

@@ -109,10 +109,7 @@ def test_vectors_in_tables_are_read_in_place(form: str) -> None:
         ([[[1, 2]], [[1, 2], None]], "row 1: ids is null or holds a null; drop the row"),
         ([[[1, 2]], [[1, 2], [3, None]]], "row 1: ids is null or holds a null; drop the row"),
         ([[[1, 2]], None], "row 1: ids is null or holds a null; drop the row"),
-        (
-            [[["a"]], [["a"], ["b"]]],
-            "Arrow type .*; a column holds one list of numbers per",
-        ),
+        ([[["a"]], [["a"], ["b"]]], "Arrow type .*; a column holds one list of numbers per"),
     ],
 )
 def test_wrong_vectors_in_tables(ids: Any, message: str) -> None:
