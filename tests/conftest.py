@@ -87,7 +87,6 @@ ONE_CASE_OF = {
     "test_batch_devices.py": 2,
     "test_block_mask.py": 2,
     "test_saved_fields.py": 3,
-    "test_context_frameworks.py": 2,
     "test_context_ranks.py": 3,
     "test_context_shards.py": 3,
     "test_isolate_mixers.py": 3,
