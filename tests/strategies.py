@@ -20,8 +20,8 @@ from tests.oracle import IGNORE, alignment
 from torch_collate_kit.ragged import Ragged
 
 __all__ = [
-    *("ANY", "COUNT_COLUMNS", "EXAMPLE_WEIGHTS", "FORMS", "FUZZ", "INTS", "NUMBERS"),
-    *("Container", "DrawnBatch", "PackedOptions", "array", "batches", "count_column"),
+    *("ANY", "COUNT_COLUMNS", "EXAMPLE_WEIGHTS", "FORMS", "FUZZ", "INTS", "MANY"),
+    *("NUMBERS", "Container", "DrawnBatch", "PackedOptions", "array", "batches", "count_column"),
     *("packed_options", "padded_options", "strided", "tensor"),
 ]
 
@@ -30,6 +30,8 @@ FUZZ = settings(
     phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
+
+MANY = settings(FUZZ, max_examples=3 * settings().max_examples)  # of all forms together
 
 FORMS = ("loss_mask", "num_actions", "labels", "assistant_masks", "completion_mask", "none")
 COUNT_COLUMNS = ("list", "array", "tensor", "ragged_array", "ragged_tensor")

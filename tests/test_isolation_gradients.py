@@ -76,7 +76,7 @@ class Unseen(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(5), pytest.param(range(100), marks=pytest.mark.release)], ids=["5", "100"]
+    "seeds", [range(2), pytest.param(range(100), marks=pytest.mark.release)], ids=["2", "100"]
 )
 @pytest.mark.parametrize("family", ["lfm2", "falcon_h1", "jamba", "inkling"])
 def test_a_convolution_over_segments_is_found_in_bfloat16_at_initial_weights(family, seeds):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,56 +13,40 @@ from tests.tiny_models import MODELS, TRANSFORMERS, packed_inputs, tiny_model
 from torch_collate_kit.attention import check_isolation
 from torch_collate_kit.errors import IsolationError
 
-LAYOUTS = pytest.mark.parametrize("rows", [ONE_ROW, TWO_ROWS], ids=["one", "two"])
-MODES = pytest.mark.parametrize("training", [False, True], ids=["eval", "training"])
 LAYER_LISTS = ("layer_types", "layers_block_type", "block_types")
 KINDS_OF_STATE = ("linear", "conv", "recurrent", "mamba", "hybrid")
-USES_MASKS = pytest.mark.parametrize("attention", ["eager", "sdpa"])
-
-
 # --- transformers: what leaks and what does not --------------------------------------------------
 
 
-@MODES
-@LAYOUTS
+def cached(inputs: dict[str, Any]) -> dict[str, Any]:
+    return without(inputs, "use_cache")
+
+
+WRONG: list[tuple[str, Any, str]] = [
+    ("qwen3", lambda inputs: masked(inputs, 0), r"a 2-D attention_mask is passed.*leave i"),
+    ("gemma3", lambda inputs: masked(inputs, 2), r"a 2-D attention_mask is passed.*leave i"),
+    ("qwen3", cached, r"use_cache is not False.*use_cache=False"),
+    ("gemma3", cached, r"use_cache is not False.*use_cache=False"),
+]
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "training"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize(("kind", "change", "words"), WRONG)
+def test_inputs_leak_that_hide_the_boundaries(kind, change, words, attention, training):
+    model, inputs = (
+        tiny_model(kind, attention).train(training),
+        packed_inputs(*TWO_ROWS, varlen=False),
+    )
+    check_isolation(model, inputs)
+    with pytest.raises(IsolationError, match=rf"leaks into.*{words}"):
+        check_isolation(model, change(inputs))
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "training"])
 @pytest.mark.parametrize("kind", MODELS)
-def test_torch_varlen_isolates(kind, rows, training):
-    check_isolation(tiny_model(kind).train(training), packed_inputs(*rows))
-
-
-@MODES
-@LAYOUTS
-@USES_MASKS
-@pytest.mark.parametrize("kind", MODELS)
-def test_restarting_positions_isolate(kind, attention, rows, training):
-    model = tiny_model(kind, attention).train(training)
-    check_isolation(model, packed_inputs(*rows, varlen=False))
-
-
-@MODES
-@LAYOUTS
-@USES_MASKS
-@pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
-@pytest.mark.parametrize("num_pads", [0, 2], ids=["ones", "pad-tail"])
-def test_a_2d_mask_leaks(kind, attention, rows, training, num_pads):
-    model = tiny_model(kind, attention).train(training)
-    with pytest.raises(
-        IsolationError, match=r"leaks into.*a 2-D attention_mask is passed.*leave i"
-    ):
-        check_isolation(model, masked(packed_inputs(*rows, varlen=False), num_pads))
-
-
-@MODES
-@LAYOUTS
-@USES_MASKS
-@pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
-def test_a_cache_leaks(kind, attention, rows, training):
-    model = tiny_model(kind, attention).train(training)
-    inputs = without(packed_inputs(*rows, varlen=False), "use_cache")
-    with pytest.raises(
-        IsolationError, match=r"leaks into.*use_cache is not False.*use_cache=False"
-    ):
-        check_isolation(model, inputs)
+def test_boundaries_isolate(kind, training):
+    check_isolation(tiny_model(kind).train(training), packed_inputs(*TWO_ROWS))
 
 
 def test_a_4d_mask_in_eager_leaks():

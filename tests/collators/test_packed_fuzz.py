@@ -20,7 +20,7 @@ from tests.batch_checks import (
 )
 from tests.building import packed_collator
 from tests.oracle import packed_batch
-from tests.strategies import FORMS, FUZZ, PackedOptions, batches, packed_options
+from tests.strategies import FUZZ, MANY, PackedOptions, batches, packed_options
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.errors import DataError
@@ -32,11 +32,10 @@ def collator_of(options: PackedOptions, pad_token_id: int = 0, **more: Any) -> P
     return packed_collator(pad_token_id, parallel=layout, **options.collator, **more)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@FUZZ
+@MANY
 @given(data=st.data())
-def test_equals_the_oracle_and_keeps_the_contract(form: str, data: st.DataObject) -> None:
-    drawn = data.draw(batches(form))
+def test_equals_the_oracle_and_keeps_the_contract(data: st.DataObject) -> None:
+    drawn = data.draw(batches())
     options = data.draw(packed_options(drawn.lengths))
     pad_token_id = data.draw(st.sampled_from((0, 3, 150_003)))
     collator = collator_of(options, pad_token_id)

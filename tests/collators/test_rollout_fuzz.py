@@ -77,27 +77,6 @@ def test_packed_rows_equal_the_oracle(routes: bool, data: st.DataObject) -> None
     assert_round_trips(batch, data.draw(st.integers(0, len(batch))))
 
 
-@FUZZ
-@given(data=st.data())
-def test_both_layouts_hold_the_same_numbers(data: st.DataObject) -> None:
-    """Of every rollout: the same tokens and response values, wherever they lie."""
-    drawn = data.draw(rollouts(images=False))
-    block = RolloutCollator(0)(drawn.given)
-    packed = PackedCollator(0, max_tokens=40, normalize_loss=False)(drawn.given)
-    found = {}
-    for row, boundaries in enumerate(packed["cu_seq_lens"].tolist()):
-        for k, i in enumerate(packed.row_metadata["example_indices"][row].tolist()):
-            found[i] = row, boundaries[k] + drawn.lengths[i]
-    assert sorted(found) == list(range(len(block)))
-    for i, (row, end) in found.items():
-        count = len(drawn.plain[i]["response_ids"])
-        for name in ("response_mask", "rewards", "loss_mask", "rollout_logprobs", "advantages"):
-            if name in block:  # column j of a packed row is cell j + 1
-                piece = packed[name][row, end - 1 - count : end - 1]
-                assert torch.equal(block[name][i, -count:], piece), name
-                assert not block[name][i, :-count].any()
-
-
 def _packed_collator(options: PackedOptions, pad_token_id: int, **more: bool) -> PackedCollator:
     layout = ParallelLayout(**options.layout)
     return packed_collator(pad_token_id, parallel=layout, **options.collator, **more)

@@ -22,7 +22,7 @@ from tests.batch_checks import (
 )
 from tests.building import packed_collator
 from tests.oracle import packed_segments, padded_segments
-from tests.strategies import FORMS, FUZZ, DrawnBatch, batches, packed_options
+from tests.strategies import FUZZ, MANY, DrawnBatch, batches, packed_options
 from torch_collate_kit import (
     DataError,
     PackedCollator,
@@ -66,8 +66,8 @@ def grouped(drawn: DrawnBatch, counts: list[int]) -> tuple[list[list[dict[str, A
 
 
 @st.composite
-def segmented(draw: st.DrawFn, form: str | None = None) -> tuple[list[list[dict[str, Any]]], Any]:
-    drawn = draw(batches(form))
+def segmented(draw: st.DrawFn) -> tuple[list[list[dict[str, Any]]], Any]:
+    drawn = draw(batches())
     counts, left = [], len(drawn.plain)
     while left:
         counts.append(draw(st.integers(1, min(3, left))))
@@ -80,11 +80,10 @@ def lengths_of(examples: list[list[dict[str, Any]]]) -> list[list[int]]:
     return [[len(segment["input_ids"]) for segment in example] for example in examples]
 
 
-@pytest.mark.parametrize("form", FORMS)
-@FUZZ
+@MANY
 @given(data=st.data())
-def test_packed_rows_equal_the_oracle(form: str, data: st.DataObject) -> None:
-    plain, nested = data.draw(segmented(form))
+def test_packed_rows_equal_the_oracle(data: st.DataObject) -> None:
+    plain, nested = data.draw(segmented())
     sizes = lengths_of(plain)
     options = data.draw(packed_options([*map(sum, sizes)]))
     if options.collator["overflow"] in ("truncate", "split"):

@@ -138,35 +138,6 @@ def test_vectors_of_rollouts_are_staged_and_trimmed() -> None:
     assert [row.tolist() for row in found] == [rollout["ids"] for rollout in rollouts]
 
 
-@pytest.mark.parametrize(
-    ("mine", "message"),
-    [
-        ([[1, 2], [3], [4, 5]], r"mine\[1\] has 1 entries, and the field's shape is \(2,\)"),
-        ([[1, 2], [3, 4, 5], [6, 7]], r"mine\[1\] has 3 entries, .*; give 2, and where there a"),
-        ([1, 2, 3, 4, 5, 6], r"mine\[0\] is 1 \(int\), and .* \(2,\); give \[tokens, 2\]"),
-        ([[1, 2], None, [3, 4]], r"mine\[1\] is None \(NoneType\), and the field's shape is \(2,"),
-        ([[1, 2], [3, 4]], "mine has 2 entries, input_ids has 3 tokens; give one entry per token"),
-        (np.ones((2, 3)), r"mine has shape \(2, 3\), and the field's shape is \(2,\); give \[tok"),
-        (np.ones(6), r"mine has shape \(6,\), and the field's shape is \(2,\); give \[tokens, 2"),
-        (torch.ones(3, 2, 1), r"mine has shape \(3, 2, 1\), and the field's shape is \(2,\); give"),
-        ([np.ones(2), np.ones(3), np.ones(2)], r"mine\[1\] has 3 entries, and the field's shape"),
-        ([[1, 2], [3, "a"], [5, 6]], r"mine\[1\]\[1\] is 'a' \(str\); it must be an integer that"),
-        ([[1, 2], [3, 4], [5.5, 6]], r"mine\[2\]\[0\] is 5.5 \(float\); it must be an integer"),
-        ([[1, 2], [3, 4], [5, True]], r"mine\[2\]\[1\] is True \(bool\); it must be an integer"),
-        ([[1, 2], [3, 400], [5, 6]], r"mine\[1\]\[1\] is 400, which torch.int8 does not hold"),
-        (np.full((3, 2), np.nan), "mine has dtype float64, and other examples have integers; give"),
-        (None, r"mine is None; give \[tokens, 2\] numbers, as lists, an array or a tensor"),
-        ("abc", r"mine is str; give \[tokens, 2\] numbers"),
-    ],
-)
-def test_wrong_vectors(mine: Any, message: str) -> None:
-    fields = {"mine": PerToken(torch.int8, shape=(2,))}
-    collate = PackedCollator(0, max_tokens=8, fields=fields, train_all=True)
-    right = {"input_ids": [8, 9], "mine": [[1, 2], [3, 4]]}
-    with pytest.raises(DataError, match=f"example 1: {message}"):
-        collate([right, {"input_ids": [5, 6, 7], "mine": mine}])
-
-
 def test_uneven_vectors_in_a_table_are_named() -> None:
     columns = {"input_ids": [[1], [2, 3]], "labels": [[1], [2, 3]], "logps": [[[1.0, 2.0]]] * 2}
     source = pa.table({**columns, "logps": [[[1.0, 2.0]], [[1.0, 2.0], [3.0]]]})
