@@ -6,7 +6,6 @@ import pickle
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
@@ -16,6 +15,7 @@ from tests import oracle
 from tests.batch_checks import assert_same_batch
 from tests.context_ranks import process_groups
 from tests.ranks import on_two_ranks
+from tests.rollout_strategies import rollouts
 from tests.strategies import FUZZ, batches
 from torch_collate_kit import (
     Batch,
@@ -176,34 +176,18 @@ def test_padded_rows_are_those_of_the_oracle(data: st.DataObject) -> None:
         assert_shards(batch, size, layout, PADS)
 
 
-def rollouts(rng: np.random.Generator) -> list[dict[str, Any]]:
-    found = []
-    for _ in range(rng.integers(1, 5)):
-        prompt, response = int(rng.integers(1, 6)), int(rng.integers(1, 9))
-        found.append(
-            {
-                "prompt_ids": rng.integers(1, 90, prompt).tolist(),
-                "response_ids": rng.integers(1, 90, response).tolist(),
-                "rewards": rng.random(response).tolist(),
-                "loss_mask": rng.integers(0, 2, response).tolist(),
-                "logprobs": (-rng.random(response)).tolist(),
-                "rollout_expert_indices": rng.integers(0, 5, (prompt + response - 1, 2, 2)),
-            }
-        )
-    return found
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_rollouts_are_those_of_the_oracle(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    size, examples = int(rng.choice(SIZES)), rollouts(rng)
-    padded = RolloutCollator(9, pad_to_multiple_of=2 * size)(examples)
-    parallel = ParallelLayout(cp=size)
-    packed = PackedCollator(9, max_tokens=96, parallel=parallel)(examples)
+@FUZZ
+@given(data=st.data())
+def test_rollouts_are_those_of_the_oracle(data: st.DataObject) -> None:
+    drawn = data.draw(
+        rollouts(images=False, max_examples=4, max_length=8, rollout_expert_indices=True)
+    )
+    size = data.draw(st.sampled_from(SIZES))
+    padded = RolloutCollator(9, pad_to_multiple_of=2 * size)(drawn.given)
+    packed = PackedCollator(9, max_tokens=96, parallel=ParallelLayout(cp=size))(drawn.given)
     for batch in (padded, packed):
         for layout in LAYOUTS[batch is padded :]:
-            shards = assert_shards(batch, size, layout, {})
-            for shard in shards:
+            for shard in assert_shards(batch, size, layout, {}):
                 routes = batch["rollout_expert_indices"].flatten(0, 1)[shard.cells]
                 assert torch.equal(shard["rollout_expert_indices"].flatten(0, 1), routes)
 

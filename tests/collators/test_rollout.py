@@ -97,15 +97,6 @@ def test_the_routes_of_an_added_row_are_those_of_a_pad(kind: str) -> None:
             assert torch.equal(batch[name], field)
 
 
-def test_a_rollout_over_max_length_raises_or_is_dropped() -> None:
-    examples = [rollout(2, 2, uid="a"), rollout(3, 4, uid="b"), rollout(2, 6, uid="c")]
-    with pytest.raises(DataError, match=r'example 1 has 7 tokens.*overflow="drop"$'):
-        RolloutCollator(0, max_length=6)(examples)
-    batch = collated(examples, max_length=7, overflow="drop")
-    assert batch.row_metadata["uids"] == ["a", "b"]
-    assert batch.metadata["dropped"] == (2,)
-
-
 def test_pandas_columns_go_by_their_place() -> None:
     """A filtered Series is labelled with the rows it came from."""
     columns = {
