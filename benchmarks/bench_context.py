@@ -22,7 +22,7 @@ from runs import columns_of
 from samples import examples_of, real_mix
 
 from torch_collate_kit import Batch, PackedCollator, ParallelLayout
-from torch_collate_kit.batch.context_paths import paths_of_shard
+from torch_collate_kit.batch.paths import paths_of_shard
 
 LAYOUTS = ("zigzag", "contiguous", "head_tail")
 RANKS, WIDTH, COUNT = 8, 32_768, 6000

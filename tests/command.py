@@ -9,7 +9,7 @@ import pytest
 
 from torch_collate_kit.__main__ import parser
 from torch_collate_kit.chat.preview import byte_tokenizer, preview
-from torch_collate_kit.commands.arguments import as_flags
+from torch_collate_kit.commands import as_flags
 
 __all__ = ["as_flags", "byte_tokenizer", "parser", "preview", "run_command"]
 

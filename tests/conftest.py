@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections import Counter
 from pathlib import Path
 from typing import TypeVar
@@ -95,7 +94,6 @@ ONE_CASE_OF = {
     "test_isolation_models.py": 2,
     "vision": 4,
 }
-OF_REFUSALS = re.compile("refused|_named|what_is_wrong")
 # Of these files and folders CI runs no other test: a run of each script, and of each way to ship.
 SMOKE = {
     "docs/test_site.py": set(),  # make docs
@@ -126,8 +124,10 @@ ALONE = {  # several seconds each
     "test_a_compiled_model_follows_paths_without_a_graph_break",
     "test_a_chain_with_workers",
     "test_a_pipe_that_is_closed_early",
+    "test_a_process_ends_at_once_and_says_why",
     "test_a_process_of_its_own_says_nothing_beside_its_result",
     "test_resume_is_exact",
+    "test_an_interrupt",
     "test_chains_see_a_keyed_order_that_is_off_by_one",
     "test_equals_the_examples_one_by_one",
     "test_every_family_does_with_its_inputs_what_the_table_says",
@@ -143,6 +143,12 @@ def setting_of(path: str, settings: dict[str, Setting]) -> Setting | None:
     return settings.get(path)
 
 
+def is_of_refusals(item: pytest.Item) -> bool:
+    """Tell whether a test looks at errors: by its name, or by the names that it calls."""
+    called = getattr(getattr(item, "function", None), "__code__", None)
+    return "refused" in item.name or bool(called and {"raises", "refused"} & {*called.co_names})
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     numbers: Counter[tuple[Path, str]] = Counter()
@@ -152,7 +158,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         number = numbers[item.path, name]
         numbers[item.path, name] += 1
         smoke, share = setting_of(path, SMOKE), setting_of(path, ONE_CASE_OF) or 1
-        is_left_out = number % share and not OF_REFUSALS.search(name)
+        is_left_out = number % share and not is_of_refusals(item)
         if smoke is not None:
             is_left_out = item.name not in smoke
         if (is_left_out or name in ALONE) and "ALL_CASES" not in os.environ:

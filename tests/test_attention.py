@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.tiny_models import MODELS, WINDOW, packed_inputs, segment_slices, tiny_model, token_ids
 from torch_collate_kit.attention import kernels
-from torch_collate_kit.attention.kernels import Segments, attend
+from torch_collate_kit.attention.kernels import SegmentBounds, attend
 
 ONE_ROW = ([7, 1, 5],)
 TWO_ROWS = ([6, 3], [2, 7])
@@ -181,10 +181,10 @@ def as_rows(x: Tensor, num_rows: int) -> Tensor:
     return x.view(num_rows, -1, *x.shape[1:]).transpose(1, 2)  # [B, H, T, D]
 
 
-def bounds_of(lengths: list[int], max_length: int | None = None) -> Segments:
+def bounds_of(lengths: list[int], max_length: int | None = None) -> SegmentBounds:
     cu = torch.tensor([0, *lengths]).cumsum(0).int()
     max_length = max(lengths) if max_length is None else max_length
-    return Segments(cu, cu, max_length, max_length)
+    return SegmentBounds(cu, cu, max_length, max_length)
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2), (4, 1)], ids=str)

@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from tests.tiny_models import packed_inputs, tiny_model
 from tests.tree_samples import both, random_examples
 from torch_collate_kit.attention import kernels, register_torch_varlen
-from torch_collate_kit.attention.kernels import Segments, attend
+from torch_collate_kit.attention.kernels import SegmentBounds, attend
 
 LAYOUTS = [([7, 1, 5], [4, 3, 6]), ([13], [13])]
 
@@ -63,7 +63,7 @@ def test_attention_alone_is_compiled_whole_for_any_lengths(
             for h in (heads[0], heads[1], heads[1])
         ]
         cu = torch.tensor([0, *lengths]).cumsum(0).int()
-        segments = Segments(cu, cu, 12, 12)
+        segments = SegmentBounds(cu, cu, 12, 12)
         results = []
         for run in (attend, compiled):
             output = run(*inputs, segments, scale=0.7, window=window)
@@ -78,7 +78,7 @@ def test_bad_boundaries_are_refused_in_a_compiled_model_too() -> None:
     query = torch.zeros(1, 2, 6, 8)
     cu = torch.tensor([0, 2], dtype=torch.int32)
     with pytest.raises(ValueError, match=r"must rise from 0 to 6 \(1 rows of 6 tokens"):
-        compiled(query, query, query, Segments(cu, cu, 6, 6))
+        compiled(query, query, query, SegmentBounds(cu, cu, 6, 6))
 
 
 def test_the_operator_keeps_the_rules_of_operators() -> None:
@@ -151,7 +151,7 @@ def test_the_kernel_is_called_without_a_graph_break_or_a_warning(
     query, key, value = (torch.randn(1, heads, 12, 8) for heads in (4, 2, 2))
     for lengths in ([5, 7], [6, 6], [3, 3, 6], [1, 4, 5, 2]):
         cu = torch.tensor([0, *lengths]).cumsum(0).int()
-        segments = Segments(cu, cu, 12, 12)
+        segments = SegmentBounds(cu, cu, 12, 12)
         expected = attend(query, key, value, segments)
         torch.testing.assert_close(compiled(query, key, value, segments), expected)
     assert counter.frame_count <= 2  # the second is for any number of segments

@@ -108,6 +108,9 @@ def test_a_mask_pattern_beyond_causal_is_refused() -> None:
         **{"attention_mask": None, "past_key_values": None},
     }
 
+    with pytest.raises(ValueError, match=r"reads its attention mask itself \(\[0\]\)"):
+        masking_utils.create_causal_mask(**options)[0]
+
     def image_tokens(batch_idx: Any, head_idx: Any, q_idx: Any, kv_idx: Any) -> Any:
         return kv_idx >= 0
 

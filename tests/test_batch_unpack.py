@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.batch_samples import APART, KINDS, loose, masked_examples
+from tests.batch_samples import APART, KINDS, loose
 from tests.rollout_strategies import draw_batch
 from tests.strategies import FUZZ
 from torch_collate_kit import unpack
@@ -84,61 +84,6 @@ def test_any_batch(data: st.DataObject) -> None:
     assert [part.tolist() for part in unpack(values, batch)] == expected
 
 
-# --- from model inputs ---------------------------------------------------------------------------
-
-
-def trained_segments(values: Any, inputs: dict[str, Any]) -> list[list[Any]]:
-    """From positions alone, cell by cell."""
-    found: list[list[Any]] = []
-    labels, positions = inputs["labels"].tolist(), inputs["position_ids"].tolist()
-    shift = len(labels[0]) - values.shape[1]
-    for row, of_row in enumerate(labels):
-        segments: list[list[int]] = []
-        for cell in range(len(of_row)):
-            if cell == 0 or positions[row][cell] != positions[row][cell - 1] + 1:
-                segments.append([])
-            if positions[row][cell] >= 0:
-                segments[-1].append(cell)
-        for cells in segments:
-            if any(of_row[cell] != -100 for cell in cells):
-                found.append([values[row, cell - shift].tolist() for cell in cells[shift:]])
-    return found
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "torch_varlen"])
-@pytest.mark.parametrize("kind", ["packed", "packed labels", "aligned", "left", "right"])
-def test_model_inputs(kind: str, attention: str) -> None:
-    batch = KINDS[kind]()
-    inputs = batch.model_inputs(attention)
-    for columns in (0, 1):
-        values = batch["input_ids"][:, columns:]
-        found = [part.tolist() for part in unpack(values, inputs)]
-        assert found == trained_segments(values, inputs)
-    if kind == "packed":
-        order = [i for row in batch.row_metadata["example_indices"].tolist() for i in row]
-        ids = [masked_examples()[i]["input_ids"] for i in order]
-        assert [part.tolist() for part in unpack(batch["input_ids"], inputs)] == ids
-        assert batch["labels"][0, -1] == -100, "a pad tail that is left out"
-    if kind == "packed" and attention == "torch_varlen":
-        del inputs["position_ids"]
-        assert [part.tolist() for part in unpack(batch["input_ids"], inputs)] == ids
-
-
-def test_cells_that_trainer_adds_are_none() -> None:
-    inputs = {
-        "labels": np.array([[-100, 6, -100, 8, -100], [-100, 3, 4, -100, -100]]),
-        "position_ids": np.array([[0, 1, 0, 1, 2], [0, 1, 2, -100, -100]]),
-    }
-    values = np.arange(10).reshape(2, 5)
-    assert [part.tolist() for part in unpack(values, inputs)] == [[0, 1], [2, 3, 4], [5, 6, 7]]
-    assert [part.tolist() for part in unpack(values[:, :-1], inputs)] == [[0], [2, 3], [5, 6]]
-    assert [part.tolist() for part in unpack(inputs["labels"], inputs)] == [
-        [-100, 6],
-        [-100, 8, -100],
-        [-100, 3, 4],
-    ]
-
-
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_all_rows_as_one(kind: str) -> None:
     batch = KINDS[kind]()
@@ -155,18 +100,14 @@ STAGED = stage_mini_batches(KINDS["rollouts"](), [0, 2, 4], 1)[1][0]
 MANY = PACKED.select([0, 1, 2, 0, 1, 2])
 ERRORS: list[tuple[Any, Any, type[Exception], str]] = [
     ([[1]], PACKED, TypeError, "values must be a tensor or an array, got list"),
-    (IDS, IDS, TypeError, "needs the Batch, or a mapping with labels and position_ids"),
+    (IDS, IDS, TypeError, "needs the Batch that the collator returned, which says where ex"),
+    (IDS, INPUTS, TypeError, "needs the Batch that the collator returned, which says where ex"),
     (IDS[:2], PACKED, ValueError, "values have shape [2, 8], the batch has 3 rows of 8 cells; giv"),
     (IDS[:, 2:], PACKED, ValueError, "values have shape [3, 6], the batch has 3"),
-    (IDS.repeat(1, 2), INPUTS, ValueError, "values have shape [3, 16]"),
+    (IDS.repeat(1, 2), PACKED, ValueError, "values have shape [3, 16]"),
     (IDS.view(1, -1)[:, 1:], PACKED, ValueError, "values have shape [1, 23], the batch has 3 rows"),
     (IDS[0], PACKED, ValueError, "values have shape [8]"),
     (loose()["ids"], loose(), ValueError, "without the row metadata"),
-    (IDS, {"position_ids": IDS}, ValueError, "no labels in the mapping, got position"),
-    (IDS, {"labels": IDS}, ValueError, "neither position_ids nor cu_seq_lens_q is given, got labe"),
-    (IDS, {"labels": IDS, "position_ids": IDS[:1]}, ValueError, "have shape [1, 8], labels [3, 8]"),
-    (IDS, {"labels": IDS, "position_ids": IDS[None]}, ValueError, "must be [R, W], got shape"),
-    (IDS, {"labels": IDS, "cu_seq_lens_q": [0, 9]}, ValueError, "ends at 9, labels have 24 cells"),
     (IDS.repeat(2, 1), MANY, ValueError, "a piece of example 0 is in the batch twice"),
     (STAGED["input_ids"], STAGED, ValueError, "is 2, so they are a part of another"),
 ]

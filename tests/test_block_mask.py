@@ -201,3 +201,12 @@ def test_bloom_with_torch_varlen_is_refused() -> None:
     # It added the booleans of a padded batch's mask to its scores, without a word.
     with pytest.raises(ValueError, match=message):
         model(**PaddedCollator(0)(examples()).model_inputs("torch_varlen"))
+
+
+def test_rows_of_one_token_each_are_refused_as_longer_ones_are() -> None:
+    """OPT's mask ignores positions, so in evaluation they would see each other."""
+    for lengths in ([2, 3], [1, 1, 1, 1]):
+        inputs = packed_inputs(lengths, varlen=False)
+        del inputs["use_cache"]
+        with pytest.raises(ValueError, match="position_ids restart inside a row"):
+            tiny_model("opt").eval()(**inputs)

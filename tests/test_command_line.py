@@ -163,7 +163,7 @@ def test_records_of_pairs_are_tokenized(run: Run, folder: Path) -> None:
     rows = [{"prompt": f"Is it {i}?", "chosen": f"Yes {i}", "rejected": "No"} for i in range(3)]
     (folder / "records.jsonl").write_text("\n".join(map(json.dumps, rows)))
     code, _, err = run("audit", "records.jsonl")
-    assert (code, "records.jsonl holds preferences, which only a tokenizer" in err) == (2, True)
+    assert (code, "records.jsonl holds preferences, which need a tokenizer" in err) == (2, True)
     tokenizer = ("--tokenizer", "tokenizer")
     out = run("report", "records.jsonl", *tokenizer, "--max-tokens", "64")[1]
     assert out.startswith("3 examples of 6 segments")

@@ -223,7 +223,7 @@ REFUSED_CALLS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (join(IDS, [SHARDS[0], BATCH.context_shard(1, 2, **HEAD_TAIL)]), ValueError, "or layouts"),
     (join([IDS[0], torch.zeros(2, 3)], SHARDS), ValueError, r"shape \[2, 3\], .* cells \[2, 1\d\]"),
     (join([IDS[0], [1.0]], SHARDS), TypeError, "values must be tensors, got list"),
-    (join(IDS, [BATCH, BATCH]), ValueError, "got a Batch that is none"),
+    (join(IDS, [BATCH, BATCH]), ValueError, "got a whole Batch"),
     (lambda: SHARDS[0].model_inputs(tiny_model("lfm2", "sdpa")), IsolationError, "lfm2.* carry st"),
     (inputs(SHARDS[0], "sdpa"), ValueError, "'sdpa' does not see the keys of other context ranks"),
     (inputs(SHARDS[0], "sdpa", mask="block"), ValueError, "shards of context ranks have no mask"),

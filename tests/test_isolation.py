@@ -287,6 +287,24 @@ def test_cells_without_a_token_are_in_no_segment():
     assert [seen.tolist() for seen in model.seen[-2:]] == [[[1, 2]], [[3, 4]]]
 
 
+def test_a_model_that_is_nan_for_a_segment_alone_only_is_found():
+    def leak(model: nn.Module, hidden: Tensor) -> Tensor:
+        return hidden * (torch.nan if hidden.shape[:2] == (1, 4) else 1)
+
+    check_isolation(Toy(leak), toy_inputs([3, 3]))
+    with pytest.raises(IsolationError, match="row 0 segment 1 differs from a run alone"):
+        check_isolation(Toy(leak), toy_inputs([3, 4]))
+
+
+def test_an_example_that_begins_with_an_image_is_one_segment():
+    """Time, height and width: only its first token has 0 in all three."""
+    positions = [[0, 0, 0, 0, 2, 3, 0, 1], [0, 0, 1, 1, 2, 3, 0, 1], [0, 1, 0, 1, 2, 3, 0, 1]]
+    model = Toy().eval()
+    three = torch.tensor(positions)[:, None]
+    check_isolation(model, {"input_ids": torch.arange(8)[None], "position_ids": three})
+    assert [seen[0].tolist() for seen in model.seen[-2:]] == [[*range(6)], [6, 7]]
+
+
 def test_image_positions_with_a_text_row_are_read():
     # [4, rows, width]: the text row first, as Qwen-VL takes packed rows
     inputs = toy_inputs([3, 3], [2, 4])

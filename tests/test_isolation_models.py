@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -13,63 +12,68 @@ from tests.tiny_models import MODELS, TRANSFORMERS, packed_inputs, tiny_model
 from torch_collate_kit.attention import check_isolation
 from torch_collate_kit.errors import IsolationError
 
+LAYOUTS = pytest.mark.parametrize("rows", [ONE_ROW, TWO_ROWS], ids=["one", "two"])
+MODES = pytest.mark.parametrize("training", [False, True], ids=["eval", "training"])
 LAYER_LISTS = ("layer_types", "layers_block_type", "block_types")
 KINDS_OF_STATE = ("linear", "conv", "recurrent", "mamba", "hybrid")
+BOTH = ["eager", "sdpa"]
+MASK_2D = r"leaks into.*a 2-D attention_mask is passed.*leave i"
+CACHE = r"leaks into.*use_cache is not False.*use_cache=False"
+
+
 # --- transformers: what leaks and what does not --------------------------------------------------
 
 
-def cached(inputs: dict[str, Any]) -> dict[str, Any]:
-    return without(inputs, "use_cache")
-
-
-WRONG: list[tuple[str, Any, str]] = [
-    ("qwen3", lambda inputs: masked(inputs, 0), r"a 2-D attention_mask is passed.*leave i"),
-    ("gemma3", lambda inputs: masked(inputs, 2), r"a 2-D attention_mask is passed.*leave i"),
-    ("qwen3", cached, r"use_cache is not False.*use_cache=False"),
-    ("gemma3", cached, r"use_cache is not False.*use_cache=False"),
-]
-
-
-@pytest.mark.parametrize("training", [False, True], ids=["eval", "training"])
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize(("kind", "change", "words"), WRONG)
-def test_inputs_leak_that_hide_the_boundaries(kind, change, words, attention, training):
-    model, inputs = (
-        tiny_model(kind, attention).train(training),
-        packed_inputs(*TWO_ROWS, varlen=False),
-    )
-    check_isolation(model, inputs)
-    with pytest.raises(IsolationError, match=rf"leaks into.*{words}"):
-        check_isolation(model, change(inputs))
-
-
-@pytest.mark.parametrize("training", [False, True], ids=["eval", "training"])
+@MODES
+@LAYOUTS
+@pytest.mark.parametrize("attention", ["torch_varlen", "eager", "sdpa"])
 @pytest.mark.parametrize("kind", MODELS)
-def test_boundaries_isolate(kind, training):
-    check_isolation(tiny_model(kind).train(training), packed_inputs(*TWO_ROWS))
+def test_boundaries_or_restarting_positions_isolate(kind, attention, rows, training):
+    model = tiny_model(kind, attention).train(training)
+    check_isolation(model, packed_inputs(*rows, varlen=attention == "torch_varlen"))
 
 
-def test_a_4d_mask_in_eager_leaks():
-    blocks = torch.block_diag(*(torch.ones(n, n) for n in ONE_ROW[0])).tril().bool()
-    inputs = packed_inputs(*ONE_ROW, varlen=False) | {"attention_mask": blocks[None, None]}
-    check_isolation(tiny_model("llama", "sdpa"), inputs)
-    with pytest.raises(IsolationError, match=r"the attention_mask \[1, 1, 13, 13\] itself"):
-        check_isolation(tiny_model("llama", "eager"), inputs)  # it adds the booleans to the scores
+def plain(*rows):
+    return packed_inputs(*rows, varlen=False)
 
 
-def test_a_segment_that_goes_on_counting_leaks_without_varlen():
-    inputs = packed_inputs(*ONE_ROW)
-    inputs["position_ids"] = torch.arange(13)[None]
-    check_isolation(tiny_model("llama"), inputs)
-    with pytest.raises(IsolationError, match='"sdpa" ignores cu_seq_lens, and position_ids do not'):
-        check_isolation(tiny_model("llama", "sdpa"), inputs)
+def in_blocks(*rows):
+    blocks = torch.block_diag(*(torch.ones(n, n) for n in rows[0])).tril().bool()
+    return plain(*rows) | {"attention_mask": blocks[None, None]}
+
+
+def counting_on(*rows):
+    return packed_inputs(*rows) | {"position_ids": torch.arange(13)[None]}
+
+
+LEAKS = {  # the inputs, the attentions that leak, the words, and an attention that does not leak
+    "2-D mask": (lambda *of: masked(plain(*of), 0), BOTH, MASK_2D, None),
+    "2-D mask of pads": (lambda *of: masked(plain(*of), 2), BOTH, MASK_2D, None),
+    "cache": (lambda *of: without(plain(*of), "use_cache"), BOTH, CACHE, None),
+    "4-D mask": (in_blocks, ["eager"], r"the attention_mask \[1, 1, 13, 13\] itself", "sdpa"),
+    "positions": (counting_on, ["sdpa"], '"sdpa" ignores cu_seq_lens, and pos', "torch_varlen"),
+}
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
+@pytest.mark.parametrize("leak", LEAKS)
+def test_what_leaks_is_named(leak, kind):
+    make, attentions, words, exact = LEAKS[leak]
+    for rows in (ONE_ROW,) if exact else (ONE_ROW, TWO_ROWS):
+        for attention in attentions:
+            for training in (False, True):
+                model = tiny_model("llama" if exact else kind, attention).train(training)
+                with pytest.raises(IsolationError, match=words):
+                    check_isolation(model, make(*rows))
+    if exact:
+        check_isolation(tiny_model("llama", exact), make(*ONE_ROW))
 
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable:FutureWarning")
 def test_a_leak_that_gradient_checkpointing_hides_is_found():
     model = tiny_model("qwen3", "sdpa")
     model.gradient_checkpointing_enable()  # in training it switches the cache off, in eval not
-    inputs = without(packed_inputs(*ONE_ROW, varlen=False), "use_cache")
+    inputs = without(plain(*ONE_ROW), "use_cache")
     with pytest.raises(IsolationError, match=r"in eval mode.*use_cache=False"):
         check_isolation(model.train(), inputs)
     check_isolation(model, inputs | {"use_cache": False})
@@ -87,7 +91,7 @@ def test_bfloat16(attention):
 
 def test_padding_is_not_looked_at():
     # the pad tail sees the text before it, with a 2-D mask or without; that harms nobody
-    inputs = packed_inputs([5, 2], [4, 3], varlen=False)
+    inputs = plain([5, 2], [4, 3])
     inputs["attention_mask"] = torch.tensor([[1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 0, 0, 0]])
     check_isolation(tiny_model("qwen3", "sdpa"), inputs)
 
@@ -126,7 +130,10 @@ def test_an_unknown_model_with_a_recurrent_class_is_refused():
 @pytest.mark.parametrize(
     ("model_type", "message"),
     [
-        ("mamba", r"mamba models: no kernel of its Mamba-1 scan takes.* isolate_mixers\(model\)"),
+        (
+            "mamba",
+            r"mamba models: no kernel of its Mamba-1 scan takes.* isolate_mixers\(model\)",
+        ),
         ("inkling2_text", "in inkling2 models: its layers do not hand boundaries"),
         ("glm5_next_text", "in glm5_next models: its sparse attention pools.*; use PaddedCollator"),
         ("qwen3_next", r"qwen3_next models need seq_idx and cu_seq_lens_q, and the inputs are \["),

@@ -151,3 +151,15 @@ def test_the_metadata_of_a_prepared_loader_is_of_one_rank(two_ranks: dict[str, A
 
 def test_a_group_is_counted_alone(two_ranks: dict[str, Any]) -> None:
     assert two_ranks["alone"] == [4, 8]
+
+
+def test_a_first_label_that_is_trained_is_counted_as_little_as_it_is_lost() -> None:
+    """Nothing predicts it."""
+    examples = [{"input_ids": [5, 6, 7], "labels": [5, 6, 7]}, {"input_ids": [8], "labels": [8]}]
+    for collate in (PaddedCollator(0), PaddedCollator(0, padding_side="right")):
+        batch = collate(examples)
+        assert batch.metadata["num_loss_tokens"] == int(global_num_loss_tokens(batch)) == 2
+    batch = PackedCollator(0, max_tokens=4)(examples)
+    assert batch.metadata["num_loss_tokens"] == int(global_num_loss_tokens(batch)) == 2
+    logits = torch.zeros(1, 4, 9)
+    assert token_loss(logits, batch, num_loss_tokens=1).item() == pytest.approx(2 * math.log(9))

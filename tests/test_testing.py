@@ -224,14 +224,14 @@ class Faulty(PrefetchingSampler):
 
     def __iter__(self) -> Any:
         it = super().__iter__()
-        if self.fault == "lost" and self._dp_size == 2:
+        if self.fault == "lost" and self._division._size == 2:
             return iter([batch[:-1] for batch in it])
-        if self.fault == "uneven" and self._dp_rank == 1:
+        if self.fault == "uneven" and self._division._rank == 1:
             return iter(list(it)[:-1])
         return iter([set(batch) for batch in it]) if self.fault == "sets" else it
 
     def state_at(self, epoch: int, step: int) -> dict[str, Any]:
-        own = {"rank": self._dp_rank} if self.fault == "own states" else {}
+        own = {"rank": self._division._rank} if self.fault == "own states" else {}
         return {**super().state_at(epoch, step), **own}
 
 

@@ -13,9 +13,7 @@ from contextlib import contextmanager
 
 from torch_collate_kit._version import __version__
 from torch_collate_kit.chat.dataset import bars_of_rank_0
-from torch_collate_kit.commands.arguments import as_flags
-from torch_collate_kit.commands.dataset import add_audit, add_report
-from torch_collate_kit.commands.explain import add_explain, add_template
+from torch_collate_kit.commands import add_audit, add_explain, add_report, add_template, as_flags
 from torch_collate_kit.errors import StateError
 
 __all__ = ["main", "parser"]

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class computed_once(Generic[T]):
-    """A property that keeps its value; that of ``functools`` has a lock, which hangs a fork."""
+    """A cached property without the lock of ``functools``, which hangs forks."""
 
     def __init__(self, compute: Callable[[Any], T]) -> None:
         self.compute = compute
@@ -113,7 +113,7 @@ def _check_no_examples(lengths: Any) -> None:
 
 
 def _raise_not_integers(array: npt.NDArray[Any], hint: str) -> NoReturn:
-    """Raise TypeError for the first element that is no integer, DataError for one over int64."""
+    """Raise TypeError for the first element that is not an integer, DataError if over int64."""
     for i, n in enumerate(array.tolist()):
         if isinstance(n, bool) or not isinstance(n, int):
             raise TypeError(

@@ -8,14 +8,14 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, TypeAlias
+from itertools import zip_longest
+from typing import Any
 
 import numpy as np
 import torch
 
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.batch.trees import shares_prefixes
-from torch_collate_kit.batch.unpacking import cells_of_every_example, unpack
+from torch_collate_kit.batch.unpacking import shares_prefixes, unpack
 from torch_collate_kit.packing import RankPlan
 from torch_collate_kit.ragged import Ragged
 
@@ -23,9 +23,6 @@ __all__ = ["assert_exact_resume", "batch_digest"]
 
 _END = object()
 _ROW_FIELDS = ("input_ids", "position_ids", "labels", "loss_mask")
-
-# The digest of each step, and whether it begins an epoch; states as JSON
-_Found: TypeAlias = tuple[list[tuple[str, bool]], list[str]]
 
 
 def batch_digest(batch: Any) -> str:
@@ -75,13 +72,13 @@ def _parts(value: Any) -> Iterator[Any]:
     elif isinstance(value, Mapping):
         kind, inside = "mapping", [[key, value[key]] for key in sorted(value, key=repr)]
     elif isinstance(value, RankPlan):  # whose rows follow from the rest
-        inside = [{name: of for name, of in vars(value).items() if name != "rows"}]
+        inside = [{name: part for name, part in vars(value).items() if name != "rows"}]
     elif dataclasses.is_dataclass(value):
         inside = [[field.name, getattr(value, field.name)] for field in dataclasses.fields(value)]
     elif not isinstance(value, (list, tuple)):
         raise TypeError(
-            f"batch_digest of a {kind}; it knows Batch, Ragged, tensors, arrays, numbers, "
-            "strings, None, and mappings, lists, tuples and dataclasses of these"
+            f"batch_digest of a {kind}; pass a Batch, Ragged, tensors, arrays, numbers, strings, "
+            "None, or mappings, lists, tuples and dataclasses of these"
         )
     yield f"{kind} {len(inside)}".encode()
     for item in inside:
@@ -99,177 +96,87 @@ def assert_exact_resume(
 ) -> list[str]:
     """Stop at every step, load the state into a new object, and compare all later batches.
 
-    Every state is converted to JSON and back. A run that saves its state at every step is compared
-    with one that does not, because saving must have no side effects.
+    A run that saves at every step is compared with one that does not: saving must change nothing.
 
     Args:
-        make: creates the object, the same one each time: a loader, an iterable dataset or a
-            sampler. It is iterable (one ``iter()`` is an epoch), has ``state_dict`` (samplers of
-            this package also ``state_at``) and ``load_state_dict``, and may have ``close``.
+        make: creates a loader, an iterable dataset or a sampler. It is iterable (one ``iter()`` is
+            an epoch), has ``state_dict`` (samplers of this package also ``state_at``) and
+            ``load_state_dict``, and may have ``close``.
         num_steps: number of batches to compare, over as many epochs as needed.
         stops: numbers of batches after which to stop; by default 0, 1, ... ``num_steps`` - 1.
         max_state_bytes: the largest size of a state as JSON.
-        dp_sizes: numbers of ranks; then ``make(dp_rank, dp_size)`` creates one rank's object.
-            The run of the first number is stopped, goes on with each of the others, and halfway
-            with the first again. All ranks live in this process, and must have the same state.
-            Compared are the examples of each step over all ranks, whatever rows they are in, and
-            their number of loss tokens.
+        dp_sizes: numbers of ranks; then ``make(dp_rank, dp_size)`` creates one rank's object. A run
+            of the first number resumes with each other one, and halfway with the first again. All
+            ranks must have the same state; examples and loss tokens of each step are compared.
         same_rows: with ``dp_sizes``, the rows of all ranks, one after the other, must be equal.
 
-    Returns:
-        The digest of every batch, in order; of every step with ``dp_sizes``.
-
-    Raises:
-        AssertionError: a batch differs, an epoch begins at another batch, there are fewer than
-            ``num_steps`` batches, or a state is too large, not JSON, or not that of all ranks.
-        TypeError: with ``dp_sizes``, a batch that is no Batch, RankPlan or list of indices.
+    Returns the digest of every batch, with ``dp_sizes`` of every step. An AssertionError says what
+    differs, or that a state is too large, not JSON or not that of all ranks.
 
     >>> from torch_collate_kit import PrefetchingSampler
     >>> len(assert_exact_resume(lambda: PrefetchingSampler(10, batch_size=4, seed=1), num_steps=7))
     7
-    >>> def make(dp_rank, dp_size):
-    ...     return PrefetchingSampler(
-    ...         10, batch_size=4, dp_rank=dp_rank, dp_size=dp_size, tail="wrap"
-    ...     )
-    >>> len(assert_exact_resume(make, num_steps=7, dp_sizes=[4, 2, 3]))
-    7
     """
-    digest = partial(_digest_of_step, same_rows=same_rows) if dp_sizes else _digest_of_batch
-
-    def run(
-        dp_size: int | None, done: int = 0, state: str | None = None, *, saves: bool = True
-    ) -> _Found:
-        ranks = [make()] if dp_size is None else [make(rank, dp_size) for rank in range(dp_size)]
-        return _run(ranks, digest, done, state, num_steps, max_state_bytes if saves else None)
-
-    sizes: Sequence[int | None] = dp_sizes or [None]
-    first, *others = sizes
+    run = partial(_run, make, num_steps, max_state_bytes, same_rows)
+    first, *others = dp_sizes or [0]
     expected, _ = run(first, saves=False)
     found, states = run(first)
     _compare(found, expected, "the run that saves at every step")
     for stop in range(num_steps) if stops is None else stops:
         name = f"resumed after {stop} of {num_steps} batches"
-        if dp_sizes is None:
-            found, _ = run(None, stop, states[stop], saves=False)
-            _compare(found, expected[stop:], name, stop)
+        if not dp_sizes:
+            _compare(run(0, stop, states[stop], saves=False)[0], expected, name, stop)
         for dp_size in others:
             changed = f"{name}, {first} -> {dp_size} ranks"
             found, later = run(dp_size, stop, states[stop])
-            _compare(found, expected[stop:], changed, stop)
+            _compare(found, expected, changed, stop)
             back = stop + (num_steps - stop) // 2
             found, _ = run(first, back, later[back - stop])
-            _compare(found, expected[back:], f"{changed} -> {first} after {back}", back)
+            _compare(found, expected, f"{changed} -> {first} after {back}", back)
     return [digest for digest, _ in expected]
 
 
 def _run(
-    ranks: list[Any],
-    digest: Callable[[list[Any]], str],
-    done: int,
-    state: str | None,
+    make: Callable[..., Any],
     num_steps: int,
-    max_state_bytes: int | None,
-) -> _Found:
-    """Return the steps after ``done``, and the states around them, unless without a limit."""
+    max_bytes: int,
+    same_rows: bool,
+    dp_size: int,
+    done: int = 0,
+    state: str | None = None,
+    *,
+    saves: bool = True,
+) -> tuple[list[tuple[str, bool]], list[str]]:
+    """Return the steps after ``done``, each with whether it begins an epoch, and the states."""
     found: list[tuple[str, bool]] = []
     states: list[str] = []
-
-    def save(from_ranks: Iterable[dict[str, Any]]) -> None:
-        if max_state_bytes is None:
-            return
-        after = done + len(found)
-        texts = [_as_json(one, after=after, max_bytes=max_state_bytes) for one in from_ranks]
-        assert len(set(texts)) == 1, (
-            f"after {after} steps the states of the {len(texts)} ranks differ; a state that every "
-            "rank can load is the same on all of them"
-        )
-        states.append(texts[0])
-
     with ExitStack() as stack:
+        ranks = [make(rank, dp_size) for rank in range(dp_size)] if dp_size else [make()]
         for rank in ranks:
             stack.callback(getattr(rank, "close", lambda: None))
             if state is not None:
                 rank.load_state_dict(json.loads(state))
-        save(rank.state_dict() for rank in ranks)
-        num_empty = 0
-        while done + len(found) < num_steps and num_empty < 2:
-            before, after = len(found), [_state_after(rank) for rank in ranks]
-            for parts in _in_step([iter(rank) for rank in ranks]):
-                found.append((digest(parts), len(found) == before))
-                save(state_after(len(found) - before) for state_after in after)
-                if done + len(found) == num_steps:
+        if saves:
+            states.append(_as_json([rank.state_dict() for rank in ranks], done, max_bytes))
+        num_empty, after = 0, done
+        while after < num_steps and num_empty < 2:
+            begin, states_after = after, [_state_after(rank) for rank in ranks]
+            for parts in zip_longest(*map(iter, ranks), fillvalue=_END):
+                num_ended = sum(part is _END for part in parts)
+                assert not num_ended, (
+                    f"{num_ended} of {len(ranks)} ranks end an epoch before the others"
+                )
+                digest = _digest_of_step(parts, same_rows) if dp_size else batch_digest(parts[0])
+                found.append((digest, after == begin))
+                after += 1
+                if saves:
+                    taken = [state_after(after - begin) for state_after in states_after]
+                    states.append(_as_json(taken, after, max_bytes))
+                if after == num_steps:
                     break
-            num_empty = num_empty + 1 if len(found) == before else 0
-    assert done + len(found) == num_steps, (
-        f"asked for {num_steps} batches, the source has {done + len(found)}"
-    )
+            num_empty = num_empty + 1 if after == begin else 0
+    assert after == num_steps, f"asked for {num_steps} batches, the source has {after}"
     return found, states
-
-
-def _in_step(ranks: list[Iterator[Any]]) -> Iterator[list[Any]]:
-    """Yield the batches of all ranks, a step at a time."""
-    while True:
-        parts = [next(rank, _END) for rank in ranks]
-        num_ended = sum(part is _END for part in parts)
-        assert num_ended in (0, len(parts)), (
-            f"{num_ended} of {len(parts)} ranks end an epoch before the others"
-        )
-        if num_ended:
-            return
-        yield parts
-
-
-def _digest_of_batch(parts: list[Any]) -> str:
-    return batch_digest(parts[0])
-
-
-def _digest_of_step(parts: list[Any], *, same_rows: bool) -> str:
-    """Hash the rows in the order of the ranks, or else the examples in any order."""
-    if same_rows and all(isinstance(part, Batch) for part in parts):
-        first = parts[0]
-        names = [n for n in _ROW_FIELDS if n in first and isinstance(first[n], torch.Tensor)]
-        whole = [torch.cat([part[name] for part in parts]) for name in names]
-        return batch_digest([whole, _num_loss_tokens(parts)])
-    if same_rows and all(isinstance(part, RankPlan) for part in parts):
-        return batch_digest([parts[0].plan, _num_loss_tokens(parts)])
-    examples = sorted(example for part in parts for example in _examples_of(part))
-    return batch_digest([examples, _num_loss_tokens(parts)])
-
-
-def _examples_of(part: Any) -> list[Any]:
-    """Return digests or indices of the examples of a batch."""
-    if isinstance(part, Batch):
-        ids = unpack(part["input_ids"], part)
-        labels: list[Any] = [None] * len(ids)
-        if "labels" in part and shares_prefixes(part):  # per token, where ids are per cell
-            dense = part["labels"]
-            cells = cells_of_every_example(part, dense.shape[1], "tokens")
-            labels = [dense.flatten()[torch.from_numpy(of)] for of in cells]
-        elif "labels" in part:
-            labels = unpack(part["labels"], part)
-        return [batch_digest([i, row]) for i, row in zip(ids, labels, strict=True) if len(i)]
-    if isinstance(part, RankPlan):
-        return list(part.indices)
-    if isinstance(part, (list, np.ndarray)) and all(hasattr(i, "__index__") for i in part):
-        return [int(i) for i in part]
-    raise TypeError(
-        f"dp_sizes compares examples, which a {type(part).__name__} does not name; let make() "
-        "return a loader of Batches, or a sampler of indices or plans"
-    )
-
-
-def _num_loss_tokens(parts: list[Any]) -> int | None:
-    """Return the loss tokens of a step, on which all ranks agree, or the sum of their own."""
-    if isinstance(parts[0], Batch):
-        found = [part.metadata.get("num_loss_tokens") for part in parts]
-        own = sum(int(part.row_metadata["num_trained"].values.sum()) for part in parts)
-        assert None in found or sum(found) == own or set(found) == {own}, (
-            f"the ranks have num_loss_tokens={found}, and their batches {own} in all"
-        )
-        return own
-    found = [getattr(part, "num_loss_tokens", None) for part in parts]
-    assert len(set(found)) == 1, f"the ranks have num_loss_tokens={found}"
-    return found[0]
 
 
 def _state_after(source: Any) -> Callable[[int], dict[str, Any]]:
@@ -280,24 +187,63 @@ def _state_after(source: Any) -> Callable[[int], dict[str, Any]]:
     return lambda num_taken: source.state_at(epoch, step + num_taken)
 
 
-def _as_json(state: dict[str, Any], *, after: int, max_bytes: int) -> str:
+def _as_json(of_ranks: list[dict[str, Any]], after: int, max_bytes: int) -> str:
+    """Return the state that all ranks have as JSON."""
+    name = f"the state after {after} batches"
     try:
-        text = json.dumps(state, allow_nan=False)
+        texts = [json.dumps(state, allow_nan=False) for state in of_ranks]
     except (TypeError, ValueError) as error:
-        raise AssertionError(f"the state after {after} batches is not JSON: {error}") from error
-    assert len(text) <= max_bytes, (
-        f"the state after {after} batches has {len(text)} bytes as JSON, more than "
-        f"max_state_bytes={max_bytes}; a state is a position, not the data there"
+        raise AssertionError(f"{name} is not JSON: {error}") from error
+    assert (size := max(map(len, texts))) <= max_bytes, (
+        f"{name} has {size} bytes as JSON, more than max_state_bytes={max_bytes}; a state is a "
+        "position, not the data there"
     )
-    return text
+    assert len(set(texts)) == 1, (
+        f"after {after} steps the states of the {len(texts)} ranks differ; a state that every "
+        "rank can load is the same on all of them"
+    )
+    return texts[0]
 
 
-def _compare(
-    found: list[tuple[str, bool]], expected: list[tuple[str, bool]], run: str, first: int = 0
-) -> None:
-    for i, (mine, wanted) in enumerate(zip(found, expected, strict=True)):
-        assert mine[0] == wanted[0], f"{run}: batch {first + i} differs"
+def _compare(found: list[Any], expected: list[Any], run: str, first: int = 0) -> None:
+    for i, (mine, wanted) in enumerate(zip(found, expected[first:], strict=True), first):
+        assert mine[0] == wanted[0], f"{run}: batch {i} differs"
         # the first batch after a resume is the first of its iter() in any case
-        assert mine[1] == wanted[1] or i == 0, (
-            f"{run}: an epoch begins at another batch, {first + i}"
-        )
+        assert i == first or mine[1] == wanted[1], f"{run}: an epoch begins at another batch, {i}"
+
+
+def _digest_of_step(parts: Sequence[Any], same_rows: bool) -> str:
+    """Hash the rows in the order of the ranks, or else the examples in any order."""
+    if not isinstance(parts[0], Batch):
+        counts = {getattr(part, "num_loss_tokens", None) for part in parts}
+        assert len(counts) == 1, f"the ranks have num_loss_tokens={counts}"
+        if same_rows and isinstance(parts[0], RankPlan):
+            plan = parts[0].plan
+            return batch_digest([plan.atoms, plan.row_offsets, *counts])
+        return batch_digest([sorted(i for part in parts for i in _indices(part)), *counts])
+    found = [part.metadata.get("num_loss_tokens") for part in parts]
+    own = sum(int(part.row_metadata["num_trained"].values.sum()) for part in parts)
+    assert None in found or sum(found) == own or set(found) == {own}, (
+        f"the ranks have num_loss_tokens={found}, and their batches {own} in all"
+    )
+    # labels of shared prefixes are per token, and have no place in rows of cells
+    has_labels = "labels" in parts[0] and not shares_prefixes(parts[0])
+    names = ["input_ids", "labels"] if has_labels else ["input_ids"]
+    if same_rows:
+        names = [name for name in _ROW_FIELDS if isinstance(parts[0].get(name), torch.Tensor)]
+        return batch_digest([[torch.cat([part[name] for part in parts]) for name in names], own])
+    rows = (
+        row for part in parts for row in zip(*(unpack(part[n], part) for n in names), strict=True)
+    )
+    return batch_digest([sorted(batch_digest(row) for row in rows if len(row[0])), own])
+
+
+def _indices(part: Any) -> list[int]:
+    """Return the examples of a batch of a sampler."""
+    found = part.indices if isinstance(part, RankPlan) else part
+    if isinstance(found, (list, tuple, np.ndarray)) and all(hasattr(i, "__index__") for i in found):
+        return [int(i) for i in found]
+    raise TypeError(
+        f"dp_sizes compares examples, which a {type(part).__name__} does not name; let make() "
+        "return a loader of Batches, or a sampler of indices or plans"
+    )

@@ -51,13 +51,15 @@ def token_losses(logits: torch.Tensor, labels: tuple[torch.Tensor, ...]) -> torc
 def sums_and_counts(prediction: Any) -> tuple[np.ndarray, np.ndarray]:
     """Of each example in the order of the rows: the sum of its losses, and its targets.
 
-    All of them have targets: unpack leaves out an example without any, and the next moves up.
+    All of them have targets: pads and examples without any are left out, and the next moves up.
     """
-    labels, position_ids = prediction.label_ids
-    inputs = {"labels": labels, "position_ids": position_ids}
-    losses, targets = kit.unpack(prediction.predictions, inputs), kit.unpack(labels, inputs)
-    counts = [np.count_nonzero(part != -100) for part in targets]
-    return np.array([part.sum() for part in losses]), np.array(counts)
+    labels, positions = prediction.label_ids
+    begins = np.diff(positions, axis=1, prepend=-2) != 1
+    owners = (np.cumsum(begins) - 1).reshape(labels.shape)[:, 1:].ravel()  # of each target
+    is_target = (labels[:, 1:] != -100).ravel()
+    sums = np.bincount(owners, prediction.predictions.ravel() * is_target)
+    counts = np.bincount(owners, is_target)
+    return sums[counts > 0], counts[counts > 0]
 
 
 def compute_metrics(prediction: transformers.EvalPrediction) -> dict[str, float]:

@@ -68,7 +68,8 @@ DAMAGED = {
 REFUSED = {  # where no answer can be trained as the model would write it
     "no end of turn", "an end that is no token", "the answer twice", "the answer upside down",
     "the answer in capitals", "the answer cut", "the question in the answer", "no header",
-    "another prompt", "in another order", "only the last message",
+    "another prompt", "in another order", "only the last message", "around every message",
+    "around everything", "one end for all", "the answer replaced", "no prompt",
 }  # fmt: skip
 SKIPPED = {"tags in raw text", "tags that are never reached", "tags around nothing", "only the end",
            "around the user's"}  # fmt: skip
@@ -89,6 +90,7 @@ def test_tags_that_print_nothing_change_nothing(damage: str) -> None:
 def test_a_damaged_template_trains_nothing_wrong(damage: str, mode: Any) -> None:
     """The trained text is the answers and their ends, or the record is refused."""
     tokenizer = tokenizer_for(DAMAGED[damage], "<|im_end|>")
+    num_refused = 0
     for name in ("one turn", "two turns", "system, three turns", "white space"):
         record = CONVERSATIONS[name]
         answers = [m["content"] for m in record["messages"] if m["role"] == "assistant"]
@@ -96,11 +98,12 @@ def test_a_damaged_template_trains_nothing_wrong(damage: str, mode: Any) -> None
         try:
             result = tokenize(record, tokenizer, train_on=mode)
         except DataError:
+            num_refused += 1
             continue
-        assert damage not in REFUSED, name
         examples = result if mode == "each" else [result]
         if damage in SKIPPED and examples[0]["skip_reason"] == "no_trained_tokens":
             continue
         assert not any(example["skip_reason"] for example in examples)
         trained = "".join(trained_text(example, tokenizer) for example in examples)
         assert trained == "".join(answer + "<|im_end|>" for answer in answers), name
+    assert (num_refused == 4) == (damage in REFUSED), num_refused

@@ -173,7 +173,7 @@ REFUSED: list[tuple[Record, str]] = [
     (gpt(value="x"), r"conversations\[1\] is from None"),
     (gpt(**{"from": "gpt"}, text="x"), r"conversations\[1\] `value` must be text, got None"),
     (gpt(**{"from": "gpt"}, value=3), r"`value` must be text, got 3; convert or rename it"),
-    (gpt(**{"from": "function_call"}, value="f()"), r"value 'f\(\)' is no JSON .*; fix it, or giv"),
+    (gpt(**{"from": "function_call"}, value="f()"), r"value 'f\(\)' is not JSON .*; fix it, or gi"),
     (gpt(**{"from": "function_call"}, value='{"f": 1}'), r"JSON of a dict with `name` and `argum"),
     ({"conversations": ["a1", "c3"]}, r"messages\[0\] must be a dict"),
     ({"conversations": "a1"}, r"`conversations` must be a list of dicts, got str"),

@@ -126,6 +126,15 @@ def test_a_refusal_costs_no_more_than_the_record() -> None:
     refused(far, LOGS, r"messages\[1\]: .* differently once .*; change the record")
 
 
+def test_a_question_that_only_the_answer_makes_visible_is_refused() -> None:
+    """The model would be asked without it."""
+    answered = "m.content if m.role == 'assistant' or messages[-1].role == 'assistant'"
+    template = CHATML.replace("m.content", answered)
+    refused(
+        SAID, template, r"messages\[1\]: .* renders what comes before this turn differently once"
+    )
+
+
 OPENS = CHATML.replace(
     "{{ m.content }}", for_assistant("<think></think>{{ m.content }}", "{{ m.content }}")
 )

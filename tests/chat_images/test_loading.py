@@ -74,7 +74,7 @@ def test_paths_that_cannot_be_read(tmp_path: Path) -> None:
     )
     for path, message in (
         (tmp_path, f"{tmp_path} is a folder; give the path of a file"),
-        (pipe, f"{pipe} is no regular file; give the path of one"),
+        (pipe, f"{pipe} is not a regular file; give the path of one"),
         ("a" * 5000 + ".png", "correct the path"),
         (loop, ""),
     ):

@@ -18,8 +18,8 @@ from torch_collate_kit.loading import TokenizedDataset
 
 IDS = [5, 6, 7]
 UNDERSTOOD = (
-    "understood are input_ids, loss_mask, labels, assistant_masks, completion_mask, num_actions, "
-    "attention_mask, position_ids, weight: give a target among these (or remove the rest), or pass "
+    "known keys are input_ids, loss_mask, labels, assistant_masks, completion_mask, num_actions, "
+    "attention_mask, position_ids, weight; give one target, remove the other keys, or pass "
     "train_all=True to train every token"
 )
 

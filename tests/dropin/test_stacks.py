@@ -2,81 +2,16 @@
 
 from __future__ import annotations
 
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
-from accelerate.data_loader import BatchSamplerShard
 from torch.utils.data import BatchSampler, DataLoader
 
 import torch_collate_kit as kit
 from tests.dropin.launching import FOLDER, load_script, skip_without
 
 tiny = load_script("tiny")
-
-
-@pytest.mark.parametrize(
-    ("settings", "num_batches", "num_repeated", "num_missing"),
-    [
-        pytest.param({}, [6, 6], 7, 0, id="defaults"),
-        pytest.param({"even_batches": False}, [6, 5], 0, 0, id="even_batches=False"),
-        pytest.param({"drop_last": True}, [5, 5], 0, 1, id="drop_last=True"),
-    ],
-)
-def test_accelerate_divides_41_examples_by_2_ranks(
-    settings: dict[str, bool], num_batches: list[int], num_repeated: int, num_missing: int
-) -> None:
-    batches = BatchSampler(range(41), batch_size=4, drop_last=settings.pop("drop_last", False))
-    ranks = [list(BatchSamplerShard(batches, 2, rank, **settings)) for rank in range(2)]
-    given = list(chain.from_iterable(chain.from_iterable(ranks)))
-    assert [len(of_rank) for of_rank in ranks] == num_batches
-    assert len(given) - len(set(given)) == num_repeated
-    assert 41 - len(set(given)) == num_missing
-
-
-def lightning_losses(loader: Any, **settings: Any) -> list[float]:
-    import lightning
-
-    class Training(lightning.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model, self.losses = tiny.make_model(), []
-
-        def training_step(self, batch: kit.Batch, _: int) -> Any:
-            logits = self.model(**batch.model_inputs(labels=False)).logits
-            count = batch.metadata["num_loss_tokens"]
-            loss = kit.token_loss(logits, batch, num_loss_tokens=count)
-            self.losses.append(loss.item())
-            return loss
-
-        def configure_optimizers(self) -> Any:
-            return tiny.make_optimizer(self.model)
-
-    training = Training()
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        enable_progress_bar=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        **settings,
-    )
-    trainer.fit(training, loader)
-    return training.losses
-
-
-def test_accumulate_grad_batches_of_lightning_is_a_mean_of_means() -> None:
-    skip_without("lightning")
-    collate = kit.PackedCollator(tiny.PAD, max_tokens=tiny.MAX_TOKENS)
-    loader = DataLoader(tiny.make_examples(), batch_size=4, collate_fn=collate)
-    losses = lightning_losses(loader, max_steps=20, accumulate_grad_batches=2)
-    steps = list(zip(losses[::2], losses[1::2], strict=True))
-    examples = tiny.make_examples()
-    expected = tiny.reference_losses([examples[i : i + 8] for i in range(0, 160, 8)])
-    difference = max(abs((a + b) / 2 - c) for (a, b), c in zip(steps, expected, strict=True))
-    assert difference == pytest.approx(0.274, abs=0.01)
 
 
 def test_lightning_resumes_a_stream_without_a_length_one_batch_too_late(

@@ -79,21 +79,6 @@ def test_equal_to_the_counter_of_torch() -> None:
     assert flops_per_step(config, [length]) == pytest.approx(expected, rel=1e-3)
 
 
-def test_other_heads_and_other_layers() -> None:
-    """DeepSeek's keys have 8 + 4 entries, and its values 16; of an image model its text counts."""
-    latent = {"q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4}
-    sizes = {k: v for k, v in SIZES.items() if k != "head_dim"}
-    dense = {"first_k_dense_replace": 2, "v_head_dim": 16}
-    config = transformers.DeepseekV3Config(**sizes, **latent, **dense)
-    found = flops_per_step(config, [200]) - 2 * flops_per_step(config, [100])
-    assert found == pytest.approx(3 * 4 * (12 + 16) * 2 * (200**2 - 2 * 100**2), rel=1e-3)
-    both = transformers.LlavaConfig(text_config={**SIZES, "model_type": "llama"})
-    assert flops_per_step(both, [3]) == flops_per_step(transformers.LlamaConfig(**SIZES), [3])
-    config = transformers.Lfm2Config(**SIZES, layer_types=["conv", "full_attention"])
-    with pytest.raises(ValueError, match="layers of type 'conv'"):
-        flops_per_step(config, [3])
-
-
 @pytest.mark.parametrize(
     ("name", "tera"),
     [

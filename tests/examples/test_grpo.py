@@ -16,7 +16,7 @@ import torch
 import transformers
 
 import torch_collate_kit as kit
-from tests.examples.runs import TWO_RANKS, Results, launch, refusal, run
+from tests.examples.runs import Results, refusal, run
 from torch_collate_kit import rl
 
 TINY = (
@@ -111,13 +111,6 @@ def test_the_ratio_error_notices_a_shift(tmp_path: Path, monkeypatch: pytest.Mon
     assert record["max_ratio_error"] > 1
 
 
-def test_two_ranks(tmp_path: Path) -> None:
-    found = launch(TINY, tmp_path, *TWO_RANKS, script="grpo")
-    assert [step["iteration"] for step in found.steps] == [1, 2]
-    assert max(step["grad_norm"] for step in found.steps) > 0, "there was nothing to learn"
-    assert max(step["max_ratio_error"] for step in found.steps) < 1e-4
-
-
 def scripted(tokenizer: Any, turns: list[list[str]]) -> grpo.Player:
     """Says these, turn by turn; what ends with a dash is cut there, without an end mark."""
     left = iter(turns)
@@ -156,13 +149,6 @@ def test_turns_are_examples_in_order(tokenizer: Any) -> None:
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     assert tokenizer.decode(steps[2]["prompt_ids"]) == text
     assert "not me" in tokenizer.decode(steps[4]["prompt_ids"])
-
-
-@pytest.mark.parametrize("said", ["", "Ada", "Zoe?", "in the hat", "in the barn.", "Ada?Ada?"])
-def test_nonsense_ends_the_game(said: str) -> None:
-    one = game.Game("a", "lamp", ["Ada", "Ben"], "barn")
-    assert one.reply(said) is None
-    assert one.reward(said) == 0
 
 
 @pytest.fixture(scope="module")
@@ -248,10 +234,3 @@ def test_settings_that_cannot_be(
     monkeypatch.setattr(grpo, "Accelerator", lambda **_: SimpleNamespace(num_processes=3))
     message = "--prompts 8: must be a multiple of the number of ranks, 3"
     assert refusal(TINY, tmp_path, grpo) == message
-
-
-def test_an_output_folder_that_cannot_be_made(tmp_path: Path, monkeypatch: Any) -> None:
-    """Said before anything is trained."""
-    (tmp_path / "file").write_text("not a folder")
-    monkeypatch.setattr(grpo, "warm_start", None)
-    assert ": cannot be made" in refusal(TINY, tmp_path / "file" / "below", grpo)

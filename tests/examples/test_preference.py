@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import preference
 import pytest
@@ -83,12 +82,6 @@ def test_it_trains_and_saves(loss: str, trained: Trained) -> None:
     )
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_micro_batches_do_not_change_it(loss: str, trained: Trained, tmp_path: Path) -> None:
-    found = train(f"{TINY} --loss {loss} --rows-per-micro-batch 1", tmp_path)
-    check_same(found, trained[loss][0])
-
-
 def on_rank(arguments: str, folder: str, sharded: bool) -> None:
     if sharded:
         os.environ |= fsdp2()
@@ -127,17 +120,3 @@ def test_pairs_of_a_file_train_a_model_of_a_folder(trained: Trained, tmp_path: P
 )
 def test_settings_that_cannot_be(options: str, message: str, tmp_path: Path) -> None:
     assert refusal(f"{TINY} {options}", tmp_path, preference).startswith(message)
-
-
-def test_made_up_pairs_prefer_the_first_word() -> None:
-    pairs: list[dict[str, Any]] = synthetic_chat.make_pairs(50, seed=0)
-    assert pairs == synthetic_chat.make_pairs(50, seed=0)
-    for pair in pairs:
-        asked = pair["prompt"][0]["content"].removeprefix("Choose one: ").removesuffix(".")
-        words = asked.split(", ")
-        chosen, rejected = (pair[k][0]["content"].split()[-1][:-1] for k in ("chosen", "rejected"))
-        assert chosen == min(words)
-        assert rejected in words
-        assert rejected != chosen
-    assert len({pair["prompt"][0]["content"] for pair in pairs}) == 50
-    assert sum(row["label"] for row in synthetic_chat.rated(pairs)) == 50

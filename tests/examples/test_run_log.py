@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import run_log
 import torch
 import transformers
-from run_log import RunLog, write_results
+from run_log import RunLog
 
 import torch_collate_kit as kit
 
@@ -98,21 +97,6 @@ def test_a_step_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     sums |= {"filled_cells": 20, "wait_seconds": 1.0}
     rates = {"tokens_per_second": 20 / 6, "packing_efficiency": 2 / 3, "padding": 1 / 3}
     assert log.summary() == pytest.approx({**sums, **rates, "cost_balance": 67 / 65})
-
-
-def test_the_bar_fits_80_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long run: 10,000 steps, hours left, two million tokens per second, a wait of minutes."""
-    clock = iter([100.0, 100.0 + 5e-6])
-    monkeypatch.setattr(run_log, "time", Namespace(perf_counter=lambda: next(clock)))
-    with log_of(tmp_path, logging()) as log:
-        log.loader.wait_seconds = 1234.5
-        log.step(1, [packed()[:1]], 12.3456, 0.1, 0.5)
-        long = {"n": 9999, "total": 10_000, "rate": 1 / 35_999, "elapsed": 35_999.0, "ncols": 80}
-        line = log.bar.format_meter(**{**log.bar.format_dict, **long})
-    assert line.startswith("9999/10000 ")
-    text = " 9:59:59 left, loss 12.35, 2.00M tok/s, 0% padding, waited 1234 s"
-    assert line.endswith(text)
-    assert len(line) == 80
 
 
 PEAK = 989.4e12  # of an H100
@@ -217,19 +201,3 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     with log, pytest.raises(SystemExit, match=message):
         log.step(1, [packed()], 3.0, 0.1, 0.5)
-
-
-def test_without_matplotlib_one_line_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    write_results({"tokens": 12_345, "padding": 0.25}, Namespace(output_dir=tmp_path))
-    assert capsys.readouterr().out.splitlines() == [
-        "no plot of the loss, loss.png: matplotlib is not installed",
-        "tokens                        12,345",
-        "padding                         0.25",
-        f"model, metrics and summary are in {tmp_path}",
-    ]
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary == {"tokens": 12_345, "padding": 0.25}
-    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
-import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pytest
-import run_log
 import sft
 import synthetic_chat
 import torch
@@ -21,15 +18,11 @@ from PIL import Image
 from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from tests.examples.runs import (
-    BASE,
-    EXAMPLES,
     TINY,
-    launch,
     read_results,
     refusal,
     run,
     scalars_of,
-    weights,
 )
 from tests.examples.test_run_log import NAMES
 
@@ -51,23 +44,6 @@ def test_it_trains_evaluates_and_saves(base: Path) -> None:
     assert tokenizer.chat_template == synthetic_chat.TEMPLATE
     assert model.config.vocab_size == len(tokenizer)
     assert Image.open(base / "loss.png").size == (840, 480)
-
-
-def test_answers_and_a_padded_run_to_compare_with(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The last lines: a question of two skills with what the model wrote, and padded steps."""
-    summary = run(f"{TINY} --max-steps 2 --loss-per skill", tmp_path).summary
-    of_skills = [summary[f"held_out_loss, {skill.__name__}"] for skill in synthetic_chat.SKILLS]
-    assert min(of_skills) < summary["held_out_loss"] < max(of_skills)
-    assert len(set(of_skills)) == len(of_skills)
-    *_, where, addition, story, padded = capsys.readouterr().out.splitlines()
-    assert where == f"model, metrics and summary are in {tmp_path}"
-    assert re.match(r"How much is \d plus \d\?  ->  ", addition)
-    assert re.match(r"I put the \w+ in the \w+\. Where is the \w+\?  ->  |The ", story)
-    number, share = r"[\d,]+ tokens/s", r"\d+% padding"
-    both = rf"the first 2 steps padded: {number}, {share}; packed, all steps: {number}, {share}"
-    assert re.fullmatch(both, padded)
 
 
 def test_tensorboard_has_what_the_file_has(base: Path) -> None:
@@ -104,27 +80,6 @@ def test_rows_one_by_one_all_at_once_or_padded_train_alike(
         assert other.summary["held_out_loss"] == pytest.approx(expected, rel=1e-6)
         assert other.summary["tokens"] == packed.summary["tokens"]
     assert padded.summary["cells"] > 1.2 * packed.summary["cells"]
-
-
-def test_accelerate_launch(base: Path, tmp_path: Path) -> None:
-    config = ("--config_file", str(EXAMPLES / "configs" / "cpu.yaml"))
-    found = launch(BASE, tmp_path / "out", "-m", "accelerate.commands.launch", *config)
-    assert found.losses == pytest.approx(read_results(base).losses, rel=1e-6)
-
-
-def test_clipping_and_weight_decay(tmp_path: Path) -> None:
-    """One step of AdamW that gradients of no size cannot move, and that decay alone can."""
-    found = []
-    for i, options in enumerate(
-        ("0", "0.1", "0.1 --max-grad-norm 1e-15", "0.1 --max-grad-norm 1e-15 --weight-decay 0.5")
-    ):
-        folder = tmp_path / str(i)
-        run(f"{TINY} --num-held-out 0 --max-steps 1 --learning-rate {options}", folder)
-        found.append(weights(folder))
-    at_first, moved, clipped, decayed = found
-    assert (moved - at_first).abs().max() > 0.05
-    torch.testing.assert_close(clipped, at_first, rtol=0, atol=1e-6)
-    torch.testing.assert_close(decayed, at_first * 0.95, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -216,6 +171,9 @@ REFUSED = {
     "--weight-decay inf": "--weight-decay inf: must be finite",
     "--warmup 1.5": "--warmup 1.5: must be at most 1, it is a fraction of the steps",
     "--rows-multiple-of 0": "--rows-multiple-of 0: must be 1 or more",
+    "--batch-rows 0": "--batch-rows 0: must be 1 or more",
+    "--batch-rows 2 --no-packing": "--batch-rows 2: padded rows are as many as --batch-size",
+    "--rows-multiple-of 4": "--batch-rows 2: must be a multiple of --rows-multiple-of",
     "--compile --no-packing": "--compile: padded rows",
     "--context-parallel 2": "--context-parallel 2: must divide the number of ranks, 1",
     "--context-parallel 2 --no-packing": "--context-parallel 2: the segments of packed rows",
@@ -234,45 +192,9 @@ REFUSED = {
 
 @pytest.mark.parametrize("options", REFUSED)
 def test_options_that_are_refused(options: str, tmp_path: Path) -> None:
-    assert refusal(f"{TINY} {options}", tmp_path / "out").startswith(REFUSED[options])
+    arguments = BY_ROWS if "rows" in options else TINY
+    assert refusal(f"{arguments} {options}", tmp_path / "out").startswith(REFUSED[options])
     assert not (tmp_path / "out" / "metrics.jsonl").exists()
-
-
-def test_steps_are_of_conversations_or_of_rows(tmp_path: Path, capsys: Any) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        run(f"{TINY} --batch-rows 4", tmp_path)
-    assert "--batch-rows: not allowed with argument --batch-size" in capsys.readouterr().err
-    message = "--batch-rows 0: must be 1 or more"
-    assert refusal(BY_ROWS.replace("rows 2", "rows 0"), tmp_path) == message
-    message = "--batch-rows 2: padded rows are as many as --batch-size"
-    assert refusal(f"{BY_ROWS} --no-packing", tmp_path) == message
-    message = "--batch-rows 2: must be a multiple of --rows-multiple-of"
-    assert refusal(f"{BY_ROWS} --rows-multiple-of 4", tmp_path) == message
-
-
-@pytest.mark.parametrize("name", ["file", "file/below"])
-def test_an_output_folder_that_cannot_be_made(tmp_path: Path, name: str) -> None:
-    (tmp_path / "file").write_text("not a folder")
-    expected = f"--output-dir {tmp_path / name}: cannot be made and locked:"
-    assert refusal(BASE, tmp_path / name).startswith(expected)
-
-
-def test_packages_that_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    find = importlib.util.find_spec
-    missing = {"peft": None}
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: missing.get(name, name) and find(name)
-    )
-    monkeypatch.setattr(run_log, "get_available_trackers", lambda: [])
-    message = '--lora 4: needs peft; pip install "torch_collate_kit[lora]"'
-    assert refusal(f"{TINY} --model somewhere --lora 4", tmp_path / "out") == message
-    missing.clear()
-    monkeypatch.setattr("options.MIN_PEFT_VERSION", "99.0")  # transformers 5.24: 0.22
-    message = refusal(f"{TINY} --model somewhere --lora 4", tmp_path / "out")
-    assert message.startswith("--lora 4: The version of PEFT you are using is not compatible")
-    assert message.endswith(">= 99.0; pip install -U peft")
-    message = "--log-with wandb: it is not installed; pip install wandb"
-    assert refusal(f"{TINY} --log-with wandb", tmp_path / "out") == message
 
 
 def test_a_model_without_a_chat_template(base: Path, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -59,22 +58,6 @@ def test_a_resumed_run_is_exact(base: Path, half: Path, monkeypatch: Any, capsys
     assert not list(half.glob("metrics.*.*")) + list(half.glob("metrics.new"))
 
 
-def test_a_run_killed_before_its_results_makes_them(
-    base: Path, tmp_path: Path, capsys: Any
-) -> None:
-    """All steps are trained, but there is no summary; a finished run is left alone."""
-    folder = tmp_path / "killed"
-    shutil.copytree(base, folder)
-    shutil.rmtree(folder / "model")
-    (folder / "summary.json").unlink()
-    assert run(f"{BASE} --resume auto", folder) == read_results(base)
-    assert (folder / "model").is_dir()
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    run(BASE.replace("--log-with tensorboard", "--resume auto"), folder)
-    assert capsys.readouterr().out.endswith(f"{folder}: this run is already finished\n")
-    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
-
-
 def test_other_runs_are_refused(half: Path) -> None:
     assert "is of another run, which had --seed 0, tokens in" in refusal(
         f"{BASE} --seed 1 --resume", half
@@ -121,28 +104,6 @@ def test_one_run_at_a_time_and_ctrl_c(started: tuple[subprocess.Popen[str], Path
     expected = "stopped; --resume goes on from the last checkpoint, if --checkpoint-every saved one"
     assert text.endswith(f"\nsft.py: {expected}\n")  # on a line of its own, below the bar
     assert list(folder.glob("checkpoint-*"))
-
-
-def test_sigterm_saves_and_the_run_goes_on(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In the third step, between two checkpoints: it is finished, saved, and gone on from."""
-    whole, num_steps = sft.train_step, 0
-
-    def told_in_the_third(*arguments: Any) -> Any:
-        nonlocal num_steps
-        num_steps += 1
-        if num_steps == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return whole(*arguments)
-
-    options = f"{BASE} --keep-checkpoints 1 --resume auto"
-    with monkeypatch.context() as patch:
-        patch.setattr(sft, "train_step", told_in_the_third)
-        run(options, tmp_path)  # ends as a whole run does: with 0
-    assert num_steps == 3
-    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-00000003"]
-    assert run(options, tmp_path).losses == read_results(base).losses
 
 
 def test_a_kill_while_saving_leaves_the_last_checkpoint(base: Path, half: Path) -> None:

@@ -61,22 +61,6 @@ def test_what_is_held_out(
     assert len(both) == (1 if data == "8000 chats" else num_trained + num_held_out)
 
 
-def run_main(monkeypatch: pytest.MonkeyPatch, folder: Path, *options: object) -> None:
-    arguments(
-        monkeypatch, "--max-tokens", 256, "--cpu", "--threads", 1, *options, "--output-dir", folder
-    )
-    sft.main()
-
-
-@pytest.mark.parametrize("number", [119, 500])
-def test_too_many_held_out(
-    monkeypatch: pytest.MonkeyPatch, chats: Path, tmp_path: Path, number: int
-) -> None:
-    expected = "too few to train on; hold out fewer .--num-held-out., or raise --max-tokens"
-    with pytest.raises(SystemExit, match=expected):
-        run_main(monkeypatch, tmp_path, "--dataset", chats, "--num-held-out", number)
-
-
 BROKEN = {
     '{"foo": "a"}\n': "example 0",
     '{"messages": null}\n': "example 0",
@@ -96,10 +80,3 @@ def test_files_that_cannot_be_used(
     arguments(monkeypatch, "--dataset", tmp_path / "chats.jsonl", "--cpu", "--output-dir", tmp_path)
     with pytest.raises(SystemExit, match=f"^sft.py: .*{BROKEN[content]}"):
         runpy.run_path(sft.__file__, run_name="__main__")
-
-
-def test_corpus_holds_out_what_it_does_not_train() -> None:
-    corpus = synthetic_chat.make_corpus(700, seed=3)
-    assert corpus == synthetic_chat.make_corpus(700, seed=3)
-    assert len({json.dumps(record["messages"]) for record in corpus}) == 700
-    assert {record["skill"] for record in corpus} == {s.__name__ for s in synthetic_chat.SKILLS}

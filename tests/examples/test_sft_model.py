@@ -79,27 +79,6 @@ def test_a_model_that_cannot_be_packed() -> None:
     assert "in bloom models" in str(caught.value)
 
 
-def test_attention_chosen_by_hand() -> None:
-    model, args = tiny_model("qwen3", "eager").train(), with_changes(AUTO, attention="sdpa")
-    assert choose_attention(model, TWO, CPU, args) == "attention: sdpa (as asked for)"
-    assert model.config._attn_implementation == "sdpa"
-    for name in ("flash_attention_2", "flash_attention_3"):
-        with pytest.raises(kit.IsolationError) as caught:
-            choose_attention(model, TWO, CPU, with_changes(AUTO, attention=name))
-        assert str(caught.value) == (
-            f"--attention {name} cannot train Qwen3ForCausalLM on packed rows, use --no-packing: "
-            f"{name} needs a CUDA GPU"
-        )
-
-
-def test_padded_rows_have_the_attention_of_transformers() -> None:
-    padded, args = kit.PaddedCollator(0)(EXAMPLES), with_changes(AUTO, no_packing=True)
-    line = choose_attention(tiny_model("qwen3", "eager"), padded, CPU, args)
-    assert line == "attention: sdpa (the first choice on cpu)"
-    line = choose_attention(tiny_model("gemma2", "eager"), padded, CPU, args)
-    assert line.startswith("attention: eager (sdpa leaves out the soft-capping")
-
-
 def test_padded_rows_of_a_model_that_reads_pads_on_the_left() -> None:
     model, args = hybrid_model("rwkv", "eager").train(), with_changes(AUTO, no_packing=True)
     collate = sft.make_collator(0, model, args)

@@ -73,10 +73,3 @@ def test_large_conversations_are_cut_between_turns(
 )
 def test_options_that_contradict_each_other(tmp_path: Path, options: str, message: str) -> None:
     assert message in refusal(options, tmp_path)
-
-
-def test_conversations_longer_than_a_row_are_named(
-    chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = f"--dataset {chats} --train-on each --max-tokens 128 --cpu --share-prefixes no"
-    assert "no conversation fits in --max-tokens" in refusal(options, tmp_path)

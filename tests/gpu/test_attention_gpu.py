@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.devices import no_waiting
 from tests.tiny_models import MODELS, VOCAB, packed_inputs, segment_slices, tiny_model
 from torch_collate_kit.attention import kernels
-from torch_collate_kit.attention.kernels import Segments, attend
+from torch_collate_kit.attention.kernels import SegmentBounds, attend
 
 pytestmark = pytest.mark.gpu
 
@@ -26,10 +26,10 @@ def _needs_the_kernel() -> None:
         pytest.skip("the varlen kernel needs compute capability 8.0")
 
 
-def bounds_of(lengths: list[int], max_length: int | None = None) -> Segments:
+def bounds_of(lengths: list[int], max_length: int | None = None) -> SegmentBounds:
     cu = torch.tensor([0, *lengths]).cumsum(0).int().cuda()
     max_length = max(lengths) if max_length is None else max_length
-    return Segments(cu, cu, max_length, max_length)
+    return SegmentBounds(cu, cu, max_length, max_length)
 
 
 def random_heads(num_rows: int, heads: tuple[int, int], width: int, head_dim: int) -> list[Tensor]:
@@ -55,7 +55,7 @@ def with_gradients(
     return [x.float() for x in (output, *gradients)]
 
 
-def sdpa_only(segments: Segments, **options: Any) -> Callable[..., Tensor]:
+def sdpa_only(segments: SegmentBounds, **options: Any) -> Callable[..., Tensor]:
     """attend() by its other path, one SDPA a segment, in whatever dtype comes."""
 
     def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ def sdpa_only(segments: Segments, **options: Any) -> Callable[..., Tensor]:
     return run
 
 
-def attend_in(segments: Segments, **options: Any) -> Callable[..., Tensor]:
+def attend_in(segments: SegmentBounds, **options: Any) -> Callable[..., Tensor]:
     """attend() as it is."""
 
     def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -145,7 +145,7 @@ def test_keys_along_paths_are_aligned_at_the_last_query(window, monkeypatch):
     lengths, of_keys = [30, 34, 1, 63], [200, 34, 17, 300]
     cells = torch.randint(512, (sum(of_keys),), generator=torch.Generator().manual_seed(0))
     bounds = [torch.tensor([0, *of]).cumsum(0).int().cuda() for of in (lengths, of_keys)]
-    segments = Segments(*bounds, max(lengths), max(of_keys))
+    segments = SegmentBounds(*bounds, max(lengths), max(of_keys))
     query, _, _, grad = random_heads(1, (8, 2), 128, 64)
     _, key, value, _ = random_heads(4, (8, 2), 128, 64)
     tensors, rest = [query, key, value, grad], (*bounds, cells.cuda(), 1, None, window)
@@ -197,7 +197,7 @@ def test_what_the_kernel_does_not_take_goes_to_sdpa(dtype, head_dim):
     output = attend(query, key, value, bounds_of(LENGTHS), window=16)
     expected = attend(
         *(x.float().cpu() for x in (query, key, value)),
-        Segments(*(bounds_of(LENGTHS).cu_q.cpu(),) * 2, 257, 257),
+        SegmentBounds(*(bounds_of(LENGTHS).cu_q.cpu(),) * 2, 257, 257),
         window=16,
     )
     atol = 1e-3 if dtype == torch.float32 else 3e-2

@@ -36,7 +36,6 @@ class Leg:
     num_steps: int
     num_workers: int
     reshuffles: bool
-    num_examples: int
     packing: dict[str, Any] = field(default_factory=dict)
 
 
@@ -58,10 +57,6 @@ class Chain:
     def is_packed(self) -> bool:
         return self.kind not in ("prefetching", "mixed")
 
-    @property
-    def is_appended(self) -> bool:
-        return self.legs[0].num_examples < len(self.examples)
-
     def on_one_rank(self) -> Chain:
         """The same rows, without a loader and without other ranks."""
         multiple = self.multiple
@@ -71,9 +66,8 @@ class Chain:
         return replace(self, legs=legs, multiple=multiple, behind_loader=False)
 
     def sampler(self, rank: int, leg: Leg, dp_size: int) -> Any:
-        examples = self.examples[: leg.num_examples]
+        examples, order = self.examples, self.order
         lengths: Any = np.array([len(example["input_ids"]) for example in examples])
-        order = {**self.order, "allow_appended": self.is_appended}
         if self.mixture is not None:
             cut = self.mixture["cut"]
             settings = {k: v for k, v in self.mixture.items() if k != "cut"}
@@ -118,15 +112,12 @@ def random_chain(rng: np.random.Generator, kind: str, *, with_workers: bool) -> 
     if with_workers:
         sizes = [size for size in sizes if size <= 3] or [1]
     changes = kind not in MIXED and rng.random() < 0.4
-    appended = kind == "full rows" and tail != "wrap" and not changes and rng.random() < 0.4
-    first = num_examples - (int(rng.integers(1, num_examples // 3)) if appended else 0)
     legs = [
         Leg(
             dp_size=int(rng.choice(sizes)),
             num_steps=int(rng.integers(0, 6)),
             num_workers=int(rng.integers(1, 3)) if with_workers else 0,
             reshuffles=bool(changes and rng.random() < 0.5),
-            num_examples=first if number == 0 else num_examples,
         )
         for number in range(3)
     ]
@@ -243,7 +234,7 @@ class Runner:
 
     def __init__(self, chain: Chain, *, unbroken: bool) -> None:
         self.chain, self.unbroken = chain, unbroken
-        self.lengths: Callable[[int], int] = chain.sampler(0, chain.legs[0], 1)._num_steps
+        self.lengths: Callable[[int], int] = chain.sampler(0, chain.legs[0], 1).count_steps
         self.steps: list[Step] = []
         self.reshuffles: list[Position] = []
         self.states: list[str] = []
@@ -255,7 +246,7 @@ class Runner:
         state: str | None = None
         samplers: list[Any] = []
         for leg in self.chain.legs:
-            self.dataset = TokenizedDataset(self.chain.examples[: leg.num_examples])
+            self.dataset = TokenizedDataset(self.chain.examples)
             packed_as = self.chain.legs[0] if self.unbroken else leg
             dp_size = 1 if self.unbroken else leg.dp_size
             if not (self.unbroken and samplers):
@@ -265,7 +256,7 @@ class Runner:
                 sources = self._sources(stack, samplers, leg, dp_size)
                 for source in sources if state and not self.unbroken else []:
                     source.load_state_dict(json.loads(state))
-                self.lengths = samplers[0]._num_steps
+                self.lengths = samplers[0].count_steps
                 self._serve(sources, samplers, leg, packed_as, dp_size)
                 at = position_after(self.steps[-1].position if self.steps else None, self.lengths)
                 if leg.reshuffles:

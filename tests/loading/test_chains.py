@@ -6,7 +6,7 @@ import pytest
 
 from tests.loading import chains
 from tests.loading.chain_runs import BY_ROWS, KINDS
-from torch_collate_kit.loading.orders.permutations import KeyedOrder
+from torch_collate_kit.loading.orders.order import KeyedOrder
 
 
 def test_chains_of_runs_serve_what_an_unbroken_run_serves() -> None:

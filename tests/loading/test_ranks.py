@@ -38,9 +38,10 @@ NAMES = {"prefetching": "PrefetchingSampler", "packed": "PackedBatchSampler"}
 
 
 def rank_of(source: Any) -> tuple[Any, int]:
-    return vars(source).get("dp_rank", vars(source).get("_dp_rank")), (
-        source.dp_size if hasattr(source, "dp_size") else source._dp_size
-    )
+    if hasattr(source, "dp_rank"):
+        return source.dp_rank, source.dp_size
+    layout = source.state_dict()["layout"]
+    return source._division._rank, layout["dp_size"] if "dp_size" in layout else layout["dp"]
 
 
 @pytest.fixture

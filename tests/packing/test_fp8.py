@@ -79,7 +79,7 @@ def test_no_rule_of_a_kernel_is_broken_in_random_layouts(number: int) -> None:
             assert all(rule(shard, shard * layout.tp) for rule in RULES[fp8]), (layout, width)
             num_checked += 1
         assert plan.row_cells.max(initial=0) <= packing.capacity
-        assert plan.align == ParallelLayout(tp=layout.tp, cp=layout.cp).align
+        assert plan.packing.parallel.align == ParallelLayout(tp=layout.tp, cp=layout.cp).align
     assert num_checked == 2 * number
 
 
@@ -163,7 +163,8 @@ def test_rows_that_cannot_hold_a_multiple_are_refused() -> None:
     with pytest.raises(ValueError, match="max_tokens must be at least row_align=8192, got 8191"):
         PackingOptions(8191, parallel=layout)
     plan = pack([3000, 5000, 8191], 20_000, parallel=layout)
-    assert (plan.width, plan.align, plan.packing.parallel.row_align) == (16_384, 128, 8192)
+    planned = plan.packing.parallel
+    assert (plan.width, planned.align, planned.row_align) == (16_384, 128, 8192)
     rows = ParallelLayout(fp8="mxfp8")
     assert PackingOptions(96, strategy="wrapped", parallel=rows).capacity == 96
     with pytest.raises(ValueError, match=r"row_align=32 \(fp8='mxfp8'\); pass max_tokens=96"):

@@ -12,8 +12,7 @@ from tests.packing.test_two_budgets import assert_lawful, members, problems
 from torch_collate_kit.packing import ModelCost, PackingOptions, balance, pack
 from torch_collate_kit.packing.balance import level, over_ranks
 from torch_collate_kit.packing.rows import Limits, Rows
-from torch_collate_kit.packing.strategies import best_fit_decreasing
-from torch_collate_kit.packing.two_budgets import fill_two_budgets
+from torch_collate_kit.packing.strategies import best_fit_decreasing, fill_two_budgets
 
 
 @given(problems(), st.integers(0, 8), st.integers(1, 12))

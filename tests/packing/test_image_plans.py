@@ -56,8 +56,8 @@ def assert_lawful(
             placed += [(example, token) for token in range(start, start + length)]
             cells += -(-length // align) * align
             row_patches += patches[example]
-            assert plan.patches[piece] == patches[example]
-            assert plan.vision_costs[piece] == sum(
+            assert plan.atoms.patches[piece] == patches[example]
+            assert plan.atoms.vision_costs[piece] == sum(
                 n * (COST.vision_linear + COST.vision_quadratic * n) for n in images[example]
             )
         assert cells <= (capacity if row_patches else capacity - reserved)
@@ -78,7 +78,7 @@ def assert_lawful(
     filled = [int(n) + needs * dummy for n, needs in zip(plan.row_cells, needed, strict=True)]
     assert plan.width == max(align, *filled) <= capacity
     per_rank = plan.num_rows // ranks
-    ends = np.append(0, np.cumsum(plan.vision_costs))[plan.row_offsets]
+    ends = np.append(0, np.cumsum(plan.atoms.vision_costs))[plan.row_offsets]
     assert plan.vision_cost_per_rank.tolist() == np.diff(ends[::per_rank]).tolist()
 
 
@@ -135,7 +135,7 @@ def test_without_images_plans_are_those_of_less_tokens(
     for name in ("example_indices", "starts", "lengths", "row_offsets", "dropped", "cut"):
         assert getattr(plan, name).tolist() == getattr(expected, name).tolist()
     assert not plan.needs_dummy_image.any()
-    assert not plan.patches.any()
+    assert not plan.atoms.patches.any()
 
 
 def atoms_of(lengths: list[int], packing: PackingOptions, images: list[list[int]]) -> Atoms:
@@ -199,7 +199,7 @@ def test_examples_that_do_not_fit_are_named(
 def test_examples_of_too_many_patches_are_dropped() -> None:
     plan = pack([4, 4, 4, 20], 10, patches=[9, 3, 8, 0], max_patches=7, overflow="drop")
     assert (plan.dropped.tolist(), plan.num_dropped_tokens) == ([0, 2, 3], 28)
-    assert (plan.bins, plan.patches.tolist()) == ([[1]], [3])
+    assert (plan.bins, plan.atoms.patches.tolist()) == ([[1]], [3])
 
 
 def test_text_leaves_room_for_a_dummy_image_on_several_ranks() -> None:
@@ -231,8 +231,8 @@ def test_a_collator_says_where_examples_with_images_are_cut() -> None:
     plan = plan_rows(atoms, packing, (kept, patches, costs))
     by_example = plan.example_indices.argsort()
     assert plan.lengths[by_example].tolist() == [6, 2, 7, 8, 10]
-    assert plan.patches[by_example].tolist() == [4, 0, 3, 8, 0]
-    assert plan.vision_costs[by_example].tolist() == [4 * 11, 0, 3 * 10, 5 * 12 + 3 * 10, 0]
+    assert plan.atoms.patches[by_example].tolist() == [4, 0, 3, 8, 0]
+    assert plan.atoms.vision_costs[by_example].tolist() == [4 * 11, 0, 3 * 10, 5 * 12 + 3 * 10, 0]
     assert (plan.cut.tolist(), plan.num_cut_tokens) == ([0, 1, 3, 4], 3 + 4 + 4 + 20)
     assert atoms.patches.tolist() == [12, 9, 3, 9, 0]
     message = (
@@ -267,7 +267,7 @@ def test_ranks_are_even_and_rows_full(name: str, max_patches: int | None, count:
     assert plan.row_cells.max() <= 8192
     assert max_patches is None or plan.row_patches.max() <= max_patches
     np.testing.assert_array_equal(np.sort(plan.example_indices), np.arange(count))
-    np.testing.assert_array_equal(plan.patches, patches[plan.example_indices])
+    np.testing.assert_array_equal(plan.atoms.patches, patches[plan.example_indices])
     for costs in (plan.cost_per_rank, plan.vision_cost_per_rank):
         assert costs.max() <= 1.05 * costs.mean()
     assert plan.needs_dummy_image.sum() <= 8  # rows with images are the same on all ranks

@@ -32,16 +32,16 @@ COST = ModelCost(vision_linear=10, vision_quadratic=1)
 def test_patches_of_each_image(patches: Any) -> None:
     plan = pack_with([3, 4, 5], 12, patches=patches, cost=COST, strategy="sequential")
     assert plan.bins == [[0, 1, 2]]
-    assert plan.patches.tolist() == [6, 0, 3]
-    assert plan.vision_costs.tolist() == [4 * 14 + 2 * 12, 0, 3 * 13]
-    assert (plan.patches.dtype, plan.vision_costs.dtype) == (np.int64, np.int64)
+    assert plan.atoms.patches.tolist() == [6, 0, 3]
+    assert plan.atoms.vision_costs.tolist() == [4 * 14 + 2 * 12, 0, 3 * 13]
+    assert (plan.atoms.patches.dtype, plan.atoms.vision_costs.dtype) == (np.int64, np.int64)
 
 
 def test_no_images_and_no_examples() -> None:
     plan = pack_with([3, 4], 8, patches=[[], []], cost=COST)
-    assert (plan.patches.tolist(), plan.vision_costs.tolist()) == ([0, 0], [0, 0])
+    assert (plan.atoms.patches.tolist(), plan.atoms.vision_costs.tolist()) == ([0, 0], [0, 0])
     for nothing in ([], np.zeros(0, dtype=np.int32), Ragged.from_rows([])):
-        assert pack_with([], 8, patches=nothing).patches.tolist() == []
+        assert pack_with([], 8, patches=nothing).atoms.patches.tolist() == []
 
 
 WRONG_PATCHES: list[tuple[Any, type[Exception], str]] = [

@@ -202,7 +202,7 @@ def test_rounding_leaves_no_row_near_empty_and_ranks_even(
 
 
 def _cost(plan: PackingPlan, row: int) -> int:
-    cells = plan.aligned_lengths[plan.row_offsets[row] : plan.row_offsets[row + 1]]
+    cells = plan.atoms.cells[plan.row_offsets[row] : plan.row_offsets[row + 1]]
     return int((cells * (24576 + cells)).sum())
 
 

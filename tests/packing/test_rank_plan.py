@@ -94,7 +94,7 @@ def test_a_row_that_has_lost_its_images_runs_the_vision_tower_where_others_do(se
     expected = []
     for row in part.rows:
         pieces = range(plan.row_offsets[row], plan.row_offsets[row + 1])
-        images = [i for i in pieces if plan.patches[i]]
+        images = [i for i in pieces if plan.atoms.patches[i]]
         has_lost = bool(images) and all(plan.example_indices[i] in lost for i in images)
         planned = bool(plan.needs_dummy_image[row])
         expected.append(planned or (has_lost and plan.rows_multiple_of > 1))

@@ -51,7 +51,7 @@ def assert_laws(lengths: list[list[int]], packing: PackingOptions, plan: Packing
         assert sum(cells[i] for i in examples) == plan.row_cells[row] <= packing.max_tokens
         assert most is None or sum(len(lengths[i]) for i in examples) <= most
     costs = [sum(int(packing.cost.language(-(-n // align) * align)) for n in of) for of in lengths]
-    assert plan.costs.tolist() == [costs[i] for i in placed]
+    assert plan.atoms.costs.tolist() == [costs[i] for i in placed]
     assert plan.width == max(align, *(sum(cells[i] for i in row) for row in plan.bins))
 
 

@@ -182,8 +182,8 @@ def assert_laws(examples: list[Example], packing: PackingOptions, plan: PackingP
         of_row = placed[plan.row_offsets[row] : plan.row_offsets[row + 1]]
         assert sum(cells[i] for i in of_row) == plan.row_cells[row] <= packing.max_tokens
         assert most is None or sum(len(examples[i]) for i in of_row) <= most
-    assert plan.num_segments.tolist() == [len(examples[i]) for i in placed]
-    assert plan.costs.tolist() == [cost_of(examples[i], packing) for i in placed]
+    assert plan.atoms.segments.tolist() == [len(examples[i]) for i in placed]
+    assert plan.atoms.costs.tolist() == [cost_of(examples[i], packing) for i in placed]
 
 
 @given(st.integers(0, 2**32))

@@ -11,8 +11,12 @@ from hypothesis import strategies as st
 
 from tests.packing.oracle_packing import fewest_rows_of_both, fits, into_rows, sizes_of
 from torch_collate_kit.packing.rows import Limits, Rows
-from torch_collate_kit.packing.strategies import OpenRows, best_fit_decreasing, first_fit_decreasing
-from torch_collate_kit.packing.two_budgets import fill_two_budgets
+from torch_collate_kit.packing.strategies import (
+    OpenRows,
+    best_fit_decreasing,
+    fill_two_budgets,
+    first_fit_decreasing,
+)
 
 FILLS = {True: best_fit_decreasing, False: first_fit_decreasing}
 

@@ -163,3 +163,16 @@ def test_two_ranks_have_the_loss_of_one_process(alone: dict[str, Any]) -> None:
     for found in of_ranks:
         for (name, _), of_loss in zip(CASES, found, strict=True):
             assert_same(of_loss, alone[name])
+
+
+@pytest.mark.parametrize("loss", ["dpo", "kto", "kto, kl of a step"])
+def test_a_reference_that_requires_gradients_gets_none(loss: str) -> None:
+    sums, reference, kl = (of.clone().requires_grad_() for of in (SUMS, REFERENCE, SUMS[0]))
+    if loss == "dpo":
+        found = dpo(sums, reference)
+    else:
+        labels = torch.tensor([True, False, True])
+        found = kto(sums, reference, labels, kl=kl if "step" in loss else None)
+    found.loss.sum().backward()
+    assert (reference.grad, kl.grad) == (None, None)
+    assert sums.grad.abs().sum() > 0

@@ -1,5 +1,7 @@
 """Defects of supervision, planted in clean conversations: the truth that ``audit`` is held to.
 
+Those that an edit of a text can make are in planted_texts.py.
+
 They were written from the list of findings, not from the code of audit.
 """
 
@@ -17,8 +19,6 @@ from tests.reporting.planted_edits import (
     answers,
     bos,
     first_trained,
-    from_the_first,
-    header,
     inserted,
     last_trained,
     last_turn_beyond,
@@ -26,12 +26,7 @@ from tests.reporting.planted_edits import (
     long_prompt,
     no_end,
     of_three_turns,
-    of_turn,
-    padded,
-    row_limit,
     shifted,
-    thinking,
-    with_mask,
 )
 
 __all__ = ["DEFECTS", "TEMPLATES", "Planted", "answers", "of_three_turns", "shifted"]
@@ -39,7 +34,6 @@ __all__ = ["DEFECTS", "TEMPLATES", "Planted", "answers", "of_three_turns", "shif
 _SHIFT = "generation_prompt_trained eos_never_trained eos_not_trained eos_truncated"
 _ZERO, _ONE = "masks_all_zero no_trained_token eos_never_trained", "generation_prompt_trained"
 _LOST = "eos_truncated no_trained_token prompt_longer_than_row target_truncated"
-_CUT, _NO_EOS = "target_truncated prompt_longer_than_row", "eos_never_trained eos_not_trained"
 
 
 def _zeros(target: list[Any]) -> list[Any]:
@@ -58,37 +52,12 @@ DEFECTS: dict[str, Callable[[Clean], Planted]] = {
         )
         for by in (-1, 1) for rows in ("all", "twentieth")
     },
-    "mask shifted left": Case(
-        "labels_shifted mask_shifted generation_prompt_trained eos_never_trained", also=_SHIFT,
-        moved=lambda of: shifted(of, -1, 0),
-    ),
-    "mask shifted right": Case(
-        "labels_shifted mask_shifted", moved=lambda of: shifted(of, 1, 0), also=_SHIFT
-    ),
-    "some labels all ignored": Case(
-        "no_trained_token", rows="tenth", form="labels", moved=lambda of: [-100] * len(of),
-        also=_ZERO,
-    ),
     "some masks zero": Case("no_trained_token", moved=_zeros, rows="tenth", also=_ZERO),
-    "only the first token trained": Case(
-        "no_trained_token", rows="tenth", moved=lambda of: [1, *_zeros(of)[1:]], also=_ZERO
-    ),
     "template without generation marks": Case(
         "masks_all_zero", form="assistant_masks", moved=_zeros, also=_ZERO
     ),
     "all masks one": Case("masks_all_one", moved=_ones, also=_ONE),
-    "labels copied from the ids": Case(
-        "masks_all_one", form="labels", also=_ONE,
-        edit=lambda c, e: with_mask(e, 0, len(e["loss_mask"]), 1),
-    ),
-    "header trained everywhere": Case("generation_prompt_trained", header(0)),
-    "role name trained": Case("generation_prompt_trained", header(1)),
-    "header in completion masks": Case(
-        "generation_prompt_trained", header(0), form="completion_mask"
-    ),
-    "empty thinking in some rows": Case("empty_thinking_trained", thinking(0), rows="tenth"),
     "mask ends before EOS": Case("eos_never_trained", no_end),
-    "mask ends before EOS in some rows": Case(_NO_EOS, no_end, rows="tenth"),
     "no EOS in the data": Case(
         "eos_never_trained", also="eos_truncated",
         edit=lambda c, e: {k: v[: last_trained(e)] for k, v in e.items()},
@@ -99,24 +68,10 @@ DEFECTS: dict[str, Callable[[Clean], Planted]] = {
         )
         for form in ("labels", "loss_mask")
     },
-    "EOS masked as a pad before a tail of it": Case(
-        "eos_masked_as_pad", no_end, "eos_never_trained padded_rows", form="labels",
-        eos_is_pad=True, everywhere=padded,
-    ),
     "row ends within the answer": Case(
         "eos_truncated", long_answer(20), "target_truncated", rows="tenth", has_limit=True,
         form="labels",
     ),
-    "cut by the tokenizer": Case(
-        "eos_truncated", rows="tenth", form="labels", also="eos_never_trained",
-        edit=lambda c, e: {k: v[: row_limit(c)] for k, v in long_answer(20)(c, e).items()},
-    ),
-    **{
-        f"prompt fills the row of {form}": Case(
-            _CUT, long_prompt(0), _LOST, rows="tenth", has_limit=True, form=form
-        )
-        for form in ("loss_mask", "num_actions")
-    },
     **{
         f"prompt longer than the row of {form}": Case(
             "prompt_longer_than_row", long_prompt(more), _LOST, rows="tenth", has_limit=True,
@@ -133,24 +88,6 @@ DEFECTS: dict[str, Callable[[Clean], Planted]] = {
     },
     "first id beyond the vocabulary": Case(
         "id_out_of_vocabulary", another_id(lambda c, e: first_trained(e) + 1, 0), rows="tenth"
-    ),
-    "ids of a larger vocabulary": Case(
-        "id_out_of_vocabulary", another_id(lambda c, e: first_trained(e) // 2, 90_000)
-    ),
-    # In one of three turns
-    "header of a later turn trained": Case(
-        "generation_prompt_trained", of_turn(1, lambda c, first, end: first - len(c.header), 1),
-        rows="tenth", of_turns=True,
-    ),
-    "end of an earlier turn masked": Case(
-        _NO_EOS, of_turn(1, lambda c, first, end: end - 1, 0), rows="tenth", of_turns=True
-    ),
-    "empty thinking in the second turn": Case(
-        "empty_thinking_trained", thinking(1), rows="tenth", of_turns=True
-    ),
-    "all trained from the first answer": Case(
-        "generation_prompt_trained", from_the_first, "prompt_trained text_after_end_trained",
-        rows="tenth", of_turns=True,
     ),
 }  # fmt: skip
 
@@ -250,8 +187,6 @@ DEFECTS |= {
     "pad tail in labels": _pads("labels"),
     "pads before the prompt in labels": _pads("labels", left=True),
     "neighbours twice": _repeated("duplicates", "loss_mask", (4, 5), (20, 21)),
-    "one row four times": _repeated("duplicates", "num_actions", (2, 11, 12, 30)),
     "two answers": _repeated("contradictory_answers", "loss_mask", (4, 5), (20, 28)),
-    "three answers": _repeated("contradictory_answers", "completion_mask", (6, 17, 31)),
     **TEMPLATES,
 }

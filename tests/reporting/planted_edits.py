@@ -92,7 +92,6 @@ class Case:
     """The target in its form, changed."""
     eos_is_pad: bool = False
     has_limit: bool = False
-    of_turns: bool = False
     everywhere: Edit = lambda clean, e: e
     """Before the edit, of all rows."""
 
@@ -100,23 +99,13 @@ class Case:
         clean = clean.with_eos_as_pad() if self.eos_is_pad else clean
         rows = {"all": clean.all_rows(), "tenth": clean.rows(), "twentieth": clean.rows(7, 20)}
         chosen, examples = rows[self.rows], []
-        for i, e in enumerate(of_three_turns(clean) if self.of_turns else clean.examples):
+        for i, e in enumerate(clean.examples):
             e = self.everywhere(clean, e)
             e = with_target(self.edit(clean, e) if i in chosen else e, self.form)
             key = "loss_mask" if self.form == "num_actions" else self.form
             examples.append(e | {key: self.moved(e[key])} if i in chosen else e)
         limit, also = row_limit(clean) if self.has_limit else None, set(self.also.split())
         return Planted(self.name, examples, clean.tokenizer, [chosen], limit, also)
-
-
-def header(tokens: int) -> Edit:
-    """The last tokens of the header trained, ``tokens`` fewer than all."""
-    return lambda c, e: with_mask(e, first_trained(e) - len(c.header) + tokens, first_trained(e), 1)
-
-
-def thinking(turn: int) -> Edit:
-    block = "<think>\n\n</think>\n\n"
-    return lambda c, e: inserted(e, answers(e["loss_mask"])[turn][0], c.encode(block), 1)
 
 
 def long_answer(more: int) -> Edit:
@@ -138,18 +127,6 @@ def last_turn_beyond(clean: Clean, e: Example) -> Example:
     return {key: values + e[key] for key, values in filled.items()}
 
 
-def of_turn(turn: int, start: Callable[[Clean, int, int], int], weight: int) -> Edit:
-    def edit(clean: Clean, e: Example) -> Example:
-        first, end = answers(e["loss_mask"])[turn]
-        return with_mask(e, start(clean, first, end), first if weight else end, weight)
-
-    return edit
-
-
-def from_the_first(clean: Clean, e: Example) -> Example:
-    return with_mask(e, first_trained(e), last_trained(e) + 1, 1)
-
-
 def another_id(of: Callable[[Clean, Example], int], more: int) -> Edit:
     def edit(clean: Clean, e: Example) -> Example:
         ids = list(e["input_ids"])
@@ -165,9 +142,3 @@ def bos(clean: Clean, e: Example) -> Example:
 
 def no_end(clean: Clean, e: Example) -> Example:
     return with_mask(e, last_trained(e), last_trained(e) + 1, 0)
-
-
-def padded(clean: Clean, e: Example) -> Example:
-    """With an untrained tail of pads."""
-    num_pads = row_limit(clean) - len(e["input_ids"])
-    return inserted(e, len(e["input_ids"]), [clean.tokenizer.pad_token_id] * num_pads, 0)

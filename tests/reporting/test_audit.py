@@ -95,7 +95,7 @@ def test_ends_that_may_be_missing_on_purpose_are_a_warning(tokenizer: Any) -> No
     texts = [{"input_ids": [7 + i, 8, 9]} for i in range(3)]
     classes = [{"input_ids": [7 + i, 8, 30], "labels": [-100, -100, 30]} for i in range(3)]
     for rows, words in (
-        (texts, "in 3 of 3 rows that are trained as a whole, .*unless a text goes on"),
+        (texts, "in 3 of 3 rows that are trained as a whole, .*unless a text continues"),
         (classes, "in 3 of 3 rows with a single trained token, .*right if the token is a class"),
     ):
         finding = audit(rows, tokenizer)["eos_never_trained"]

@@ -267,3 +267,13 @@ def test_classes_of_one_token_stay_silent(cut: int | None, num_classes: int) -> 
         report = audit(rows, clean.tokenizer)
         assert report.ok, report
         assert "eos_never_trained" in report.names
+
+
+def test_a_label_beyond_the_vocabulary_is_found() -> None:
+    tokenizer = chat_tokenizer()
+    examples = [{"input_ids": [70, 71, 72 + i], "labels": [-100, 71, 72 + i]} for i in range(8)]
+    assert "id_out_of_vocabulary" not in audit(examples, tokenizer).names
+    examples[5]["labels"] = [-100, 71, 90_000]
+    found = audit(examples, tokenizer)["id_out_of_vocabulary"]
+    assert found.rows.tolist() == [5]
+    assert "90000" in found.message

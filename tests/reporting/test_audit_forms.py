@@ -151,7 +151,7 @@ def test_data_that_cannot_be_read_at_all(tokenizer: Any) -> None:
         audit(datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}))
     with pytest.raises(TypeError, match="tokenizer must be a tokenizer or a processor, got int"):
         audit(ROWS, 0)
-    with pytest.raises(ValueError, match="only a tokenizer makes tokens of; pass the tokenizer"):
+    with pytest.raises(ValueError, match="which need a tokenizer; pass the tokenizer"):
         audit([{"messages": []}])
     with pytest.raises(ValueError, match=r"max_pixels are for images, .* pass the processor"):
         audit([record("Hi", "Yes")], tokenizer, chat=ChatOptions(image_root="images"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.reporting.audit_words import EOS, word_tokenizer
@@ -68,35 +67,6 @@ def test_the_zero_that_fills_up_where_there_is_no_tool(by: int) -> None:
     assert serious(rollouts) == {}
     assert serious([moved(r, by) for r in rollouts]) == {"logprobs_shifted": list(range(8))}
     assert serious([moved(r, by) for r in rollouts[:3]]) == {}, "three rows are too few"
-
-
-def long_rollouts(count: int = 100) -> list[Rollout]:
-    """Without a tool, 40 tokens each, whose values depend on the token and a little on chance."""
-    rng = np.random.default_rng(0)
-    usual = rng.uniform(-3, -0.3, 40)
-    rollouts = []
-    for i in range(count):
-        ids = rng.integers(7, 40, 40)
-        values = np.minimum(usual[ids] + rng.normal(0, 0.3, 40), -0.01)
-        response = {"response_ids": ids.tolist(), "logprobs": values.tolist()}
-        rollouts.append(rollout(i) | response | {"loss_mask": [1] * 40})
-    return rollouts
-
-
-@pytest.mark.parametrize("step", [100, 10])
-@pytest.mark.parametrize("fill", [[0.0], None])
-@pytest.mark.parametrize("by", [1, -1])
-def test_a_few_rows_one_column_off(by: int, fill: list[float] | None, step: int) -> None:
-    """A zero fills up one end, or the value from the other end does: then tokens tell."""
-    rollouts = long_rollouts()
-    assert serious(rollouts).keys() <= {"eos_never_trained"}
-    rows = list(range(3, 100, step))
-    for i in rows:
-        values = rollouts[i]["logprobs"]
-        rest = values[:-1] if by == 1 else values[1:]
-        end = fill or (values[-1:] if by == 1 else values[:1])
-        rollouts[i]["logprobs"] = [*end, *rest] if by == 1 else [*rest, *end]
-    assert serious(rollouts)["logprobs_shifted"] == rows
 
 
 def test_groups_of_one_reward() -> None:

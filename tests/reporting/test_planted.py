@@ -21,7 +21,7 @@ from torch_collate_kit import audit, tokenize_chat_dataset
 NAMES = {
     "no_trained_token", "target_truncated", "prompt_longer_than_row", "eos_truncated",
     "eos_never_trained", "double_bos", "masks_all_zero", "masks_all_one",
-    "generation_prompt_trained", "empty_thinking_trained", "template_not_prefix_stable",
+    "template_not_prefix_stable",
     "id_out_of_vocabulary", "pad_trained", "eos_masked_as_pad", "labels_shifted", "duplicates",
     "contradictory_answers", "reward_without_variance", "logprobs_shifted",
     "placeholders_disagree_with_grids", "logprobs_constant", "logprobs_positive",
@@ -56,12 +56,11 @@ def check(planted: Planted, tokenizer: Any, **options: Any) -> None:
     assert report.ok == all(f.severity == "note" for f in report.findings)
 
 
-def test_every_finding_is_planted() -> None:
+def test_every_finding_is_planted_here_or_in_texts() -> None:
     made = [defect(Clean.made()).name for defect in DEFECTS.values()]
     made += [defect(clean_rollouts()).name for defect in ROLLOUT_DEFECTS.values()]
     made += [defect(clean_images()).name for defect in IMAGE_DEFECTS.values()]
     assert {name for name in made if " " not in name} == NAMES
-    assert len(made) >= 65
 
 
 @pytest.mark.parametrize("name", DEFECTS)

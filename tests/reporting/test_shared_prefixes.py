@@ -62,7 +62,7 @@ def test_the_table_says_the_factor() -> None:
 
 
 def test_lengths_alone_do_not_tell_what_is_shared() -> None:
-    said = "note: lengths do not tell what segments share; pass the dataset to see share_prefixes"
+    said = "note: lengths do not show what segments share; pass the dataset to see share_prefixes"
     report = packing_report(TokenizedDataset(EXAMPLES).lengths, 64, show=False)
     assert report["recommended"]["notes"][-1] == said
     assert said in repr(report)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 
 from tests.vision.processors import PINPOINTS, TILE
@@ -258,6 +257,8 @@ def build(
     name: str, *, vocab_size: int, image_token_id: int, attn_implementation: str | dict[str, str]
 ) -> Any:
     """A model in eval mode, fp32; the same weights for the same family, whatever its attention."""
+    import transformers
+
     prefix, make_config = CONFIGS[name]
     arguments = make_config()
     arguments["text_config"] = {**arguments["text_config"], "vocab_size": vocab_size}

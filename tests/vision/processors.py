@@ -14,41 +14,13 @@ from typing import Any
 from unittest import mock
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
-from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
-from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
-from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
-from transformers.models.glm4v.processing_glm4v import Glm4vProcessor
-from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
-from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
-from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
-from transformers.models.internvl.processing_internvl import InternVLProcessor
-from transformers.models.llava_next.image_processing_pil_llava_next import (
-    LlavaNextImageProcessorPil,
-)
-from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
-from transformers.models.llava_onevision.image_processing_pil_llava_onevision import (
-    LlavaOnevisionImageProcessorPil,
-)
-from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
-from transformers.models.mllama.image_processing_pil_mllama import MllamaImageProcessorPil
-from transformers.models.mllama.processing_mllama import MllamaProcessor
-from transformers.models.ovis2.image_processing_pil_ovis2 import Ovis2ImageProcessorPil
-from transformers.models.ovis2.processing_ovis2 import Ovis2Processor
-from transformers.models.paligemma.processing_paligemma import PaliGemmaProcessor
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
-from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
-from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
-from transformers.models.smolvlm import processing_smolvlm
-from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
 TILE = 56  # side of a tile or of a whole image in families of one image size, in pixels
 PINPOINTS = [[56, 56], [56, 112], [112, 56], [112, 112], [56, 168]]  # LLaVA: height, width
 _PLAIN = ["<pad>", "<bos>", "<eos>", "<|im_start|>", "<|im_end|>"]
 
 
-def tiny_tokenizer(special_tokens: Sequence[str], **attributes: str) -> PreTrainedTokenizerFast:
+def tiny_tokenizer(special_tokens: Sequence[str], **attributes: str) -> Any:
     """One token per byte, after the special tokens; id 0 pads.
 
     ``attributes`` are the named tokens that processors look for, ``image_token="<image>"``.
@@ -57,6 +29,8 @@ def tiny_tokenizer(special_tokens: Sequence[str], **attributes: str) -> PreTrain
     >>> tokenizer("a<image>b")["input_ids"], tokenizer.image_token_id, tokenizer.pad_token_id
     ([70, 5, 71], 5, 0)
     """
+    from transformers import PreTrainedTokenizerFast
+
     names = [*_PLAIN, *special_tokens]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {name: i for i, name in enumerate([*names, *alphabet])}
@@ -85,15 +59,27 @@ def chat_template(wrapped_image: str) -> str:
     )
 
 
-def _without_video(processor_class: type, **members: Any) -> type:
+def _images_of(folder: str, name: str, **settings: Any) -> Any:
+    """The image processor of a folder of transformers.models."""
+    module = importlib.import_module(f"transformers.models.{folder}.image_processing_pil_{folder}")
+    return getattr(module, f"{name}ImageProcessorPil")(**settings)
+
+
+def processor_class(folder: str, name: str) -> type:
+    """The processor of a folder of transformers.models."""
+    module = importlib.import_module(f"transformers.models.{folder}.processing_{folder}")
+    return getattr(module, f"{name}Processor")
+
+
+def _without_video(kind: type, **members: Any) -> type:
     """The class with an image processor and a tokenizer only, under its own name."""
 
     def get_attributes(cls: type) -> list[str]:
         return ["image_processor", "tokenizer"]
 
     return type(
-        processor_class.__name__,
-        (processor_class,),
+        kind.__name__,
+        (kind,),
         {"get_attributes": classmethod(get_attributes), **members},
     )
 
@@ -103,13 +89,16 @@ _GLM = ("<|begin_of_image|>", "<|end_of_image|>", "<|image|>", "<|video|>")
 _GLM_VIDEO = ("<|begin_of_video|>", "<|end_of_video|>")
 
 
-def qwen(processor_class: type, patch_size: int) -> Any:
+def qwen(kind: type, patch_size: int) -> Any:
     factor = 2 * patch_size
-    images = Qwen2VLImageProcessorPil(
-        patch_size=patch_size, size={"shortest_edge": factor**2, "longest_edge": 16 * factor**2}
+    images = _images_of(
+        "qwen2_vl",
+        "Qwen2VL",
+        patch_size=patch_size,
+        size={"shortest_edge": factor**2, "longest_edge": 16 * factor**2},
     )
     tokenizer = tiny_tokenizer(_QWEN, image_token=_QWEN[2], video_token=_QWEN[3])
-    return _without_video(processor_class)(
+    return _without_video(kind)(
         image_processor=images,
         tokenizer=tokenizer,
         chat_template=chat_template("".join([_QWEN[0], _QWEN[2], _QWEN[1]])),
@@ -117,9 +106,11 @@ def qwen(processor_class: type, patch_size: int) -> Any:
 
 
 def glm() -> Any:
-    images = Glm4vImageProcessorPil(size={"shortest_edge": 2 * 28**2, "longest_edge": 32 * 28**2})
+    images = _images_of(
+        "glm4v", "Glm4v", size={"shortest_edge": 2 * 28**2, "longest_edge": 32 * 28**2}
+    )
     tokenizer = tiny_tokenizer([*_GLM, *_GLM_VIDEO], image_token=_GLM[2], video_token=_GLM[3])
-    return _without_video(Glm4vProcessor)(
+    return _without_video(processor_class("glm4v", "Glm4v"))(
         image_processor=images,
         tokenizer=tokenizer,
         chat_template=chat_template("".join([_GLM[0], _GLM[2], _GLM[1]])),
@@ -127,8 +118,12 @@ def glm() -> Any:
 
 
 def internvl() -> Any:
-    images = GotOcr2ImageProcessorPil(
-        size={"height": TILE, "width": TILE}, crop_to_patches=True, max_patches=4
+    images = _images_of(
+        "got_ocr2",
+        "GotOcr2",
+        size={"height": TILE, "width": TILE},
+        crop_to_patches=True,
+        max_patches=4,
     )
     names = {
         "start_image_token": "<img>",
@@ -136,7 +131,7 @@ def internvl() -> Any:
         "context_image_token": "<IMG_CONTEXT>",
         "video_token": "<video>",
     }
-    return _without_video(InternVLProcessor)(
+    return _without_video(processor_class("internvl", "InternVL"))(
         image_processor=images,
         tokenizer=tiny_tokenizer(list(names.values()), **names),
         image_seq_length=4,
@@ -145,11 +140,14 @@ def internvl() -> Any:
 
 
 def llava_onevision() -> Any:
-    images = LlavaOnevisionImageProcessorPil(
-        size={"height": TILE, "width": TILE}, image_grid_pinpoints=PINPOINTS
+    images = _images_of(
+        "llava_onevision",
+        "LlavaOnevision",
+        size={"height": TILE, "width": TILE},
+        image_grid_pinpoints=PINPOINTS,
     )
     names = {"image_token": "<image>", "video_token": "<video>"}
-    return _without_video(LlavaOnevisionProcessor)(
+    return _without_video(processor_class("llava_onevision", "LlavaOnevision"))(
         image_processor=images,
         tokenizer=tiny_tokenizer(list(names.values()), **names),
         num_image_tokens=16,
@@ -159,12 +157,14 @@ def llava_onevision() -> Any:
 
 
 def llava_next() -> Any:
-    images = LlavaNextImageProcessorPil(
+    images = _images_of(
+        "llava_next",
+        "LlavaNext",
         size={"shortest_edge": TILE},
         crop_size={"height": TILE, "width": TILE},
         image_grid_pinpoints=PINPOINTS,
     )
-    return LlavaNextProcessor(
+    return processor_class("llava_next", "LlavaNext")(
         image_processor=images,
         tokenizer=tiny_tokenizer(["<image>"], image_token="<image>"),
         patch_size=14,
@@ -180,8 +180,8 @@ _IDEFICS_SIZES = {"size": {"longest_edge": 2 * TILE}, "max_image_size": {"longes
 
 
 def idefics3() -> Any:
-    return Idefics3Processor(
-        image_processor=Idefics3ImageProcessorPil(**_IDEFICS_SIZES),
+    return processor_class("idefics3", "Idefics3")(
+        image_processor=_images_of("idefics3", "Idefics3", **_IDEFICS_SIZES),
         tokenizer=tiny_tokenizer([*_IDEFICS, *_ROWS]),
         image_seq_len=4,
         chat_template=chat_template("<image>"),
@@ -197,9 +197,10 @@ def smolvlm() -> Any:
     # Only texts about videos call num2words.
     # Its chat template method reads two settings of the video processor.
     video = SimpleNamespace(num_frames=1, fps=1)
-    with mock.patch.object(processing_smolvlm, "num2words", str):
-        return _without_video(processing_smolvlm.SmolVLMProcessor, video_processor=video)(
-            image_processor=SmolVLMImageProcessorPil(**_IDEFICS_SIZES),
+    kind = processor_class("smolvlm", "SmolVLM")
+    with mock.patch(f"{kind.__module__}.num2words", str):
+        return _without_video(kind, video_processor=video)(
+            image_processor=_images_of("smolvlm", "SmolVLM", **_IDEFICS_SIZES),
             tokenizer=tiny_tokenizer([*_IDEFICS, *_ROWS, "<video>"], **names),
             video_processor=None,
             image_seq_len=4,
@@ -213,8 +214,8 @@ def gemma3() -> Any:
         "eoi_token": "<end_of_image>",
         "image_token": "<image_soft_token>",
     }
-    return Gemma3Processor(
-        image_processor=Gemma3ImageProcessorPil(size={"height": TILE, "width": TILE}),
+    return processor_class("gemma3", "Gemma3")(
+        image_processor=_images_of("gemma3", "Gemma3", size={"height": TILE, "width": TILE}),
         tokenizer=tiny_tokenizer(list(names.values()), **names),
         image_seq_length=4,
         chat_template=chat_template("<start_of_image>"),
@@ -222,9 +223,9 @@ def gemma3() -> Any:
 
 
 def paligemma() -> Any:
-    images = SiglipImageProcessorPil(size={"height": TILE, "width": TILE})
+    images = _images_of("siglip", "Siglip", size={"height": TILE, "width": TILE})
     images.image_seq_length = 16
-    return PaliGemmaProcessor(
+    return processor_class("paligemma", "PaliGemma")(
         image_processor=images,
         tokenizer=tiny_tokenizer(["<image>"], image_token="<image>"),
         chat_template=chat_template("<image>"),
@@ -232,8 +233,8 @@ def paligemma() -> Any:
 
 
 def mllama() -> Any:
-    return MllamaProcessor(
-        image_processor=MllamaImageProcessorPil(size={"height": TILE, "width": TILE}),
+    return processor_class("mllama", "Mllama")(
+        image_processor=_images_of("mllama", "Mllama", size={"height": TILE, "width": TILE}),
         tokenizer=tiny_tokenizer(["<|image|>", "<|python_tag|>"], image_token="<|image|>"),
         chat_template=chat_template("<|image|>"),
     )
@@ -241,14 +242,10 @@ def mllama() -> Any:
 
 def with_grids(name: str, folder: str, tokens: Sequence[str], **attributes: str) -> Any:
     """A processor of a family that is not in the table, by the prefix of its classes."""
-    package = f"transformers.models.{folder}"
-    images = importlib.import_module(f"{package}.image_processing_pil_{folder}")
-    texts = importlib.import_module(f"{package}.processing_{folder}")
     factor = 28
-    return _without_video(getattr(texts, f"{name}Processor"))(
-        image_processor=getattr(images, f"{name}ImageProcessorPil")(
-            size={"shortest_edge": factor**2, "longest_edge": 16 * factor**2}
-        ),
+    size = {"shortest_edge": factor**2, "longest_edge": 16 * factor**2}
+    return _without_video(processor_class(folder, name))(
+        image_processor=_images_of(folder, name, size=size),
         tokenizer=tiny_tokenizer(tokens, **attributes),
     )
 
@@ -269,12 +266,16 @@ video_llama = partial(with_grids, "VideoLlama3", "video_llama_3", _QWEN, **_QWEN
 def ovis2() -> Any:
     """Its ids have another placeholder than the one that the processor names."""
     ends = ["<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>"]
-    return Ovis2Processor(
-        image_processor=Ovis2ImageProcessorPil(size={"height": TILE, "width": TILE}),
+    return processor_class("ovis2", "Ovis2")(
+        image_processor=_images_of("ovis2", "Ovis2", size={"height": TILE, "width": TILE}),
         tokenizer=tiny_tokenizer(["<image>", "<IMG_ATOM>", *ends]),
         image_seq_length=16,
     )
 
 
-qwen2 = partial(qwen, Qwen2VLProcessor, 14)
-qwen3 = partial(qwen, Qwen3VLProcessor, 16)
+def qwen2() -> Any:
+    return qwen(processor_class("qwen2_vl", "Qwen2VL"), 14)
+
+
+def qwen3() -> Any:
+    return qwen(processor_class("qwen3_vl", "Qwen3VL"), 16)

@@ -75,7 +75,7 @@ def test_images_of_a_model_that_is_not_in_the_table() -> None:
         tokenizer = SimpleNamespace(pad_token_id=0)
 
     assert len(PaddedCollator(Unknown())([TEXT])) == 1
-    message = "example 1 has pixel_values, which is no image field of other models (none is known)"
+    message = "example 1 has pixel_values, which is not an image field of other models (none is "
     with pytest.raises(DataError, match=re.escape(message)):
         PaddedCollator(Unknown())([TEXT, GEMMA])
 
@@ -95,7 +95,11 @@ def test_token_types_of_paligemma_must_be_given() -> None:
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: VisionLayout("qwen", 9), ValueError, "'qwen' is unknown; known are qwen2_vl, "),
+        (
+            lambda: VisionLayout("qwen", 9),
+            ValueError,
+            "'qwen' is unknown; known families are qwen2_vl, ",
+        ),
         (lambda: VisionLayout("gemma3", 9, pixel_dtype="uint8"), ValueError, "got 'uint8'"),
         (lambda: VisionLayout("mllama", 9), ValueError, "mllama models are not supported: a tok"),
         (lambda: VisionLayout.of("gemma3"), TypeError, "a processor with an image_processor, got"),

@@ -120,7 +120,7 @@ def test_images_of_neighbours_that_touch_are_one_block_without_our_mask() -> Non
     batch = collate(examples)
     check("gemma3", inputs := inputs_of("gemma3", batch))
     del inputs["attention_mask"]
-    joined = r"leaks into.*takes images that touch for one block.*mask=\"block\""
+    joined = r"leaks into.*treats images that touch as one block.*mask=\"block\""
     message = (
         joined if TRANSFORMERS < (5, 24) else r"differs from .*and loses them; .*mask=\"block\""
     )

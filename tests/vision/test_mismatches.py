@@ -18,12 +18,14 @@ from torch_collate_kit.vision import VisionLayout
 @pytest.mark.parametrize(
     ("processor", "config", "message"),
     [
-        ("qwen2_5_vl", "internvl", "image_grid_thw, and internvl models take pixel_values; load"),
-        ("llava_next", "llava_onevision", "models take pixel_values, image_sizes, batch_num_imag"),
+        ("qwen2_5_vl", "internvl", "image_grid_thw, and internvl models read pixel_values; load"),
+        ("llava_next", "llava_onevision", "models read pixel_values, image_sizes, batch_num_imag"),
         ("qwen2_5_vl", "qwen3_vl", "patch_size=14, the qwen3_vl config says patch_size=16; load"),
     ],
 )
-def test_processor_and_config_of_two_models(processor: str, config: str, message: str) -> None:
+def test_processor_and_config_of_two_models_are_refused(
+    processor: str, config: str, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         VisionLayout.of(FAMILIES[processor].processor(), FAMILIES[config].model().config)
 

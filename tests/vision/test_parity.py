@@ -176,7 +176,7 @@ def test_pixels_in_half_are_what_the_model_would_cast_them_to(
 
 
 REFUSED = {
-    "paligemma": "examples of paligemma models are not packed: it takes the prefixes",
+    "paligemma": "examples of paligemma models are not packed: it treats the prefixes",
 }
 
 

@@ -16,8 +16,8 @@ from tests.chat_images.truth import chat, image, text
 from tests.vision.families import FAMILIES
 from tests.vision.images import draw
 from torch_collate_kit import tokenize_chat
+from torch_collate_kit.vision import families as module
 from torch_collate_kit.vision import is_vision_language, load_processor
-from torch_collate_kit.vision import processors as module
 
 HAS_TORCHVISION = importlib.util.find_spec("torchvision") is not None
 _DEMANDS_TORCHVISION = type(transformers.Idefics3ImageProcessorPil).__name__ == "DummyObject"
@@ -98,7 +98,9 @@ def test_a_model_without_processor_gives_its_tokenizer(tmp_path: Path) -> None:
 
 
 def test_nothing_there(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match=r"'.*' is no folder and no name of the hub with a processor"):
+    with pytest.raises(
+        OSError, match=r"'.*' is neither a folder nor a name on the hub with a processor"
+    ):
         load_processor(tmp_path / "nothing")
     with pytest.raises(OSError, match=r"the folder .* holds no processor or tokenizer that can be"):
         load_processor(tmp_path)

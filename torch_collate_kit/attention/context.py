@@ -1,4 +1,4 @@
-"""Attention over context ranks, and what the ranks computed joined to whole rows."""
+"""Attention over context ranks, and joins of the ranks' results to whole rows."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_collate_kit.attention.kernels import Segments, attend, same_dtype
+from torch_collate_kit.attention.kernels import SegmentBounds, attend, same_dtype
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.batch.context_group import (
+from torch_collate_kit.batch.paths import (
     all_gather,
     check_group,
     check_one_batch,
     content_of,
     gathered_ints,
+    places_in_ranks,
     reduce_scatter,
 )
-from torch_collate_kit.batch.context_paths import places_in_ranks
 
 
 def context_attention(
@@ -36,7 +36,7 @@ def context_attention(
     scale: float | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Attend causally from the cells of this rank to those of all ranks: new, ``[B, T, H, D]``.
+    """Attend causally from this rank's cells to those of all ranks: a new tensor, ``[B, T, H, D]``.
 
     Keys and values are gathered from all ranks of the group; their gradients are added up over the
     ranks. Nothing of size T x T is built on a GPU. ``attn_implementation="torch_varlen"`` calls
@@ -60,7 +60,7 @@ def context_attention(
     Models" (2024), section 3.3.2.
     """
     query, key, value = gathered(query, key, value, context_group)
-    segments = Segments(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+    segments = SegmentBounds(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
     return attend(query, key, value, segments, path_cells=path_cells, scale=scale, window=window)
 
 
@@ -102,13 +102,13 @@ def context_join(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Return values of the shards of all context ranks as those of the batch, in its order.
+    """Join values from the shards of all context ranks, in the order of the batch.
 
     Of cells, ``[R, W / cp_size, ...]`` per rank, such as logits or entropies, the result is
     ``[R, W, ...]``. Of trained tokens, ``[n]`` per rank, as ``token_logps`` returns, it is ``[N]``,
     as ``token_logps`` of the batch: what ``segment_sums`` and losses of sequences read. A value of
     the cell that predicts a token stays there, so ``joined[:, :-1]`` is ``[R, W - 1]``, one for
-    each predicted token, as ``unpack`` takes it.
+    each predicted token, as ``unpack`` accepts it.
 
     In a controller pass what all ranks returned and their shards, in the order of the ranks. On the
     ranks themselves pass the rank's own, and the ``group``: every rank gets the whole, and must
@@ -116,7 +116,7 @@ def context_join(
     then add up over the ranks, as those of ``token_loss`` do. It waits for the device.
 
     Raises:
-        ValueError: batches that are no shards, of other ranks or of different batches; values of
+        ValueError: batches that are not shards, or of other ranks or different batches; values of
             other cells.
         TypeError: values that are not tensors.
 
@@ -133,7 +133,7 @@ def context_join(
     known: list[Any] = [placement.shard for placement in placements]
     if group is None:
         _check_ranks(parts, known)
-        check_one_batch([content_of(of) for of in known])
+        check_one_batch([content_of(shard) for shard in known])
     elif len(parts) != 1 or len(given) != 1:
         raise ValueError(
             f"with a group each rank passes its own values and shard, got {len(parts)} tensors and "
@@ -157,7 +157,7 @@ def _placement_of(batch: Any) -> Any:
     if placement is None or placement.shard is None:
         raise ValueError(
             "context_join() needs the shards that batch.context_shard() returned, got "
-            f"{type(batch).__name__ if not isinstance(batch, Batch) else 'a Batch that is none'}"
+            f"{'a whole Batch' if isinstance(batch, Batch) else type(batch).__name__}"
         )
     return placement
 
@@ -173,7 +173,7 @@ def _check_ranks(parts: list[Tensor], shards: list[Any]) -> None:
 
 
 def _in_cells(values: Any, shard: Batch) -> Tensor:
-    """Return values per cell as they are, and those of trained tokens in the cells of a shard."""
+    """Return values per cell unchanged, and place values of trained tokens in a shard's cells."""
     if not isinstance(values, Tensor):
         raise TypeError(f"values must be tensors, got {type(values).__name__}")
     shape = shard["loss_mask"].shape

@@ -28,7 +28,7 @@ _CACHES = ("past_key_values", "cache", "cache_params", "state")
 _CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")  # of transformers, and of torch
 
 
-class _Segments:
+class _SegmentGroups:
     """The segments of the rows ``[R, W]`` of one call, and which of them have the same length."""
 
     def __init__(self, bounds: list[int], rows: int, width: int) -> None:
@@ -93,9 +93,9 @@ def _run_with(segments: Any, function: Callable[..., Any], *args: Any, **kwargs:
 
 
 class _Forward:
-    """A ``forward`` that calls the one before it: of the class, or that somebody set.
+    """A ``forward`` that calls the one before it: of the class, or set on the module.
 
-    An object, and no bound function, so that copies and pickles of the module have their own.
+    A callable object, not a bound method, so that a copied or pickled module gets its own.
     """
 
     module: nn.Module
@@ -143,7 +143,7 @@ class _MixerForward(_Forward):
         return segments.join(results)
 
 
-def _refuse_other_rows(name: str, segments: _Segments, values: list[Any]) -> None:
+def _refuse_other_rows(name: str, segments: _SegmentGroups, values: list[Any]) -> None:
     shape = next((value.shape[:2] for value in values if isinstance(value, Tensor)), None)
     if shape != (segments.rows, segments.width):
         raise ValueError(
@@ -168,7 +168,7 @@ class _ModelForward(_Forward):
             return self.before(*args, **kwargs)
 
     def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the segments of a call, and the keywords of which its forward knows."""
+        """Return the segments of a call, and the keywords that its forward accepts."""
         parameters = self.__signature__.parameters
         segments = self._segments_of({**dict(zip(parameters, args, strict=False)), **kwargs})
         for module in self.module.modules():  # checkpointing may have begun after the last call
@@ -178,7 +178,7 @@ class _ModelForward(_Forward):
             kwargs = {name: value for name, value in kwargs.items() if name not in extra}
         return segments, kwargs
 
-    def _segments_of(self, inputs: Mapping[str, Any]) -> _Segments | None:
+    def _segments_of(self, inputs: Mapping[str, Any]) -> _SegmentGroups | None:
         given = (inputs.get(name) for name in ("cu_seqlens_cpu", "cu_seq_lens_q"))
         bounds = next((each for each in given if each is not None), None)
         masked = is_2d(inputs.get("attention_mask"))
@@ -201,10 +201,10 @@ class _ModelForward(_Forward):
             )
         tokens = inputs.get("input_ids")
         rows, width = (inputs["inputs_embeds"] if tokens is None else tokens).shape[:2]
-        return _Segments(torch.as_tensor(bounds).tolist(), rows, width)
+        return _SegmentGroups(torch.as_tensor(bounds).tolist(), rows, width)
 
     def _refuse_unknown(self, inputs: Mapping[str, Any], known: bool) -> None:
-        """Refuse rows of which nobody knows whether they are packed."""
+        """Refuse rows that may be packed without boundaries."""
         looks_packed = self.module.training or inputs.get("position_ids") is not None
         if looks_packed and not known:
             mode = "training" if self.module.training else "evaluation with position_ids"
@@ -216,7 +216,7 @@ class _ModelForward(_Forward):
 
 @functools.cache
 def _keep_out_of_graphs() -> None:
-    """Disable compilation of what reads boundaries; on first use, since it loads the compiler."""
+    """Disable compilation of calls that read boundaries; on first use: it loads the compiler."""
     compiler: Any = torch.compiler  # whose functions have no types
     reason = "isolate_mixers cuts rows by boundaries in host memory"
     whole = [(_MixerForward, "__call__", True), (_ModelForward, "_read", True)]
@@ -279,10 +279,10 @@ def isolate_mixers(model: nn.Module, *, undo: bool = False) -> None:
     positions, such as ``torch_varlen``. Changed in place: ``forward`` of the mixers and of the
     models that hold them; weights, ``state_dict``, ``save_pretrained`` and copies are as before.
 
-    The model takes what ``batch.model_inputs(model)`` returns: ``cu_seq_lens_q`` ``[S + 1]``,
-    flat over the rows, and the same as ``cu_seqlens_cpu`` in host memory, without which a GPU is
-    waited for once per call. Padded batches with a 2-D ``attention_mask``, and ``generate()``, run
-    as before. It works with several rows, gradient checkpointing, autocast, LoRA, DDP and FSDP2;
+    The model accepts what ``batch.model_inputs(model)`` returns: ``cu_seq_lens_q`` ``[S + 1]``,
+    flat over the rows, and the same as ``cu_seqlens_cpu`` in host memory, without which every call
+    waits for the GPU once. Padded batches with a 2-D ``attention_mask``, and ``generate()``, run as
+    before. It works with several rows, gradient checkpointing, autocast, LoRA, DDP and FSDP2;
     ``torch.compile`` has one graph break per mixer, which itself is not compiled.
 
     Args:
@@ -293,7 +293,7 @@ def isolate_mixers(model: nn.Module, *, undo: bool = False) -> None:
     Raises:
         IsolationError: The model stays wrong with isolated mixers (GLM-5-Next), or has layers that
             carry state and is not in the table of families.
-        ValueError: The model has no such layers; with ``undo``, somebody has replaced ``forward``
+        ValueError: The model has no such layers; with ``undo``, ``forward`` was replaced
             since. In the model's forward: training without boundaries and without a 2-D mask;
             evaluation with ``position_ids`` and without boundaries, mask or cache; boundaries
             beside a cache or a 2-D mask, or that do not fit the rows; a mixer called outside of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from threading import Timer
 from typing import Any, NamedTuple
 
@@ -14,12 +14,25 @@ import torch
 from torch import Tensor, nn
 
 from torch_collate_kit.attention.gradients import NoGradientError, groups_of, largest_gradients
-from torch_collate_kit.attention.models import logits_of, lowest_precision, vocabulary
-from torch_collate_kit.attention.packed_inputs import PackedInputs, RowSegments
-from torch_collate_kit.attention.part import read_part
-from torch_collate_kit.attention.reasons import reason_of_difference, reason_of_leak
+from torch_collate_kit.attention.models import (
+    is_2d,
+    logits_of,
+    lowest_precision,
+    mask_shape,
+    uses_mrope,
+    vocabulary,
+)
+from torch_collate_kit.attention.packed_inputs import (
+    PackedInputs,
+    RowSegments,
+    find_segments,
+    read_part,
+)
 from torch_collate_kit.batch import Batch
+from torch_collate_kit.batch.model_inputs import block_mask
+from torch_collate_kit.batch.model_kind import ModelKind, config_of
 from torch_collate_kit.errors import IsolationError
+from torch_collate_kit.families import attention_of, sliding_window
 from torch_collate_kit.vision import VisionLayout
 
 _logger = logging.getLogger("torch_collate_kit.attention")
@@ -32,6 +45,10 @@ _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-3, tor
 # Rows of another shape are rounded differently: by 5e-6, 7e-3 and 5e-2 (bfloat16) with 32 layers.
 # Matrix products in TF32, which a GPU may use for float32, have the precision of float16.
 _ALONE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+_IMAGE_BLOCKS = (
+    'pass Batch.model_inputs("sdpa", mask="block", '
+    "sliding_window=model.config.text_config.sliding_window)"
+)
 
 
 def check_isolation(
@@ -43,28 +60,17 @@ def check_isolation(
 ) -> None:
     """Check that packed examples do not change each other's logits, and equal each run alone.
 
-    1. Changed are the tokens of the first segment of each row, the middle one and the last one, and
-       the pixels of an image in the first segment with images of each row and in the last one. This
-       finds leaks by a choice, such as of experts, which have no gradient.
+    1. The tokens of some segments, and the pixels of some images, are changed, and others must not
+       move. This finds leaks by a choice, such as of experts, which has no gradient.
     2. The gradient of the logits of any segment at the embeddings and pixels of any other one must
        be exactly 0. This finds leaks that are smaller than any tolerance. Where the model has no
-       such gradient (a kernel without a backward pass, embeddings that are not called, NaN), a
-       warning says so, and the gradient is not compared.
+       such gradient, a warning says so, and the gradient is not compared.
     3. Each example is run alone, as a batch of one, and compared.
 
-    Of rows that share prefixes the branches of their trees take the place of segments: one sees
-    those on its path and no other, and each path is run alone.
-
-    Of a large batch a part is checked that shows the same: two rows of two or three segments, cut
-    to 72 tokens, or to a little more than windows and chunks of the model. Rows with images or
-    shared prefixes and padded rows are not cut, nor are those of models with chunked attention or
-    rope that depends on the length; model inputs that are not as the kit makes them are whole. A
-    part takes less time than a training step of the batch. After 5 s a line is logged.
-
-    A call takes about ``rows + 3`` forward passes without gradients, about as many again for
-    images, ``2 * ceil(log2(segments))`` passes (one for each branch) with a backward pass to the
-    embeddings, all of them twice in training mode, because some leaks exist in one mode only; and a
-    pass of one example for each segment.
+    In rows that share prefixes the branches of their trees are compared: one sees those on its path
+    and no other, and each path is run alone. From a large batch a part is run that shows the same,
+    in less time than a training step (docs/isolation.md); after 5 s a line is logged. In training
+    mode 1 and 2 run in both modes, because some leaks exist in one mode only.
 
     Args:
         model: run in eval mode, and in training mode too if it is in training mode, with the same
@@ -130,7 +136,7 @@ def check_isolation(
 
 
 class _Change(NamedTuple):
-    """Other inputs for one segment, and its cells [R, W], of which one must react."""
+    """Changed inputs of one segment, and its cells [R, W], one of which must react."""
 
     segment: int
     what: str
@@ -227,7 +233,7 @@ def _check_gradients(model: nn.Module, packed: PackedInputs) -> None:
 
 
 def _groups(segments: RowSegments) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield targets, and sources that none of them may see, until every such pair was there."""
+    """Yield groups of targets and of sources that they must not see, covering every pair."""
     every = range(len(segments.rows))
     if segments.sees is None:
         for targets in groups_of(len(every)):
@@ -272,7 +278,7 @@ def _movement(
     largest = moved_RW.new_zeros(len(segments.rows))
     largest.scatter_reduce_(0, segments.ids_RW[real], moved_RW[real], "amax")
     allowed = segments.seeing(change.segment)
-    others = {s: of for s, of in enumerate(largest.tolist()) if s not in allowed}
+    others = {s: moved for s, moved in enumerate(largest.tolist()) if s not in allowed}
     return float(moved_RW[change.own_RW].max()), others
 
 
@@ -289,7 +295,7 @@ def _change_tokens(model: nn.Module, ids_RW: Tensor) -> Tensor:
 def _check_alone(
     model: nn.Module, packed: PackedInputs, logits: Tensor, tolerance: float | None
 ) -> None:
-    """Check that the packed ``logits`` [R, W, V] are those of each segment alone."""
+    """Check that the packed ``logits`` [R, W, V] equal those of each segment alone."""
     segments = packed.segments
     precision = lowest_precision(model, logits)
     if precision == torch.float32 and logits.is_cuda:
@@ -310,3 +316,124 @@ def _check_alone(
             f"is allowed; {len(differences)} of {len(segments.rows)} segments differ. Likely "
             f"reason: {reason_of_difference(packed, worst)}"
         )
+
+
+def reason_of_leak(
+    model: nn.Module, packed: PackedInputs, leaks: Callable[[PackedInputs], bool]
+) -> str:
+    """Return the likely reason; ``leaks`` returns whether other inputs leak in the same way."""
+    attention, mask = ModelKind.of(model).attention, packed.inputs.get("attention_mask")
+    if is_2d(mask):
+        return (
+            "a 2-D attention_mask is passed, and any 2-D mask switches packed isolation off in "
+            "transformers; leave it out"
+        )
+    if mask is not None:
+        return (
+            f'the attention_mask {mask_shape(mask)} itself, or attention "{attention}" misusing it'
+        )
+    return (
+        _lost_boundaries(model, packed, attention)
+        or _joined_images(packed)
+        or _blind_mask(model, packed, leaks)
+        or "a layer of the model mixes positions; look for layers other than attention"
+    )
+
+
+def _lost_boundaries(model: nn.Module, packed: PackedInputs, attention: str) -> str | None:
+    """Return the reason, if this attention cannot find the segments in the inputs."""
+    inputs, segments, _ = packed
+    boundaries, positions = inputs.get("cu_seq_lens_q"), inputs.get("position_ids")
+    if attention == "torch_varlen" or attention.startswith("flash"):
+        if boundaries is not None:
+            return None
+        return (
+            f'attention "{attention}" needs cu_seq_lens_q; pass what Batch.model_inputs() returns'
+        )
+    if inputs.get("use_cache") is not False:
+        return (
+            "use_cache is not False (the default of the config is True), and with a cache "
+            "transformers ignores restarting position_ids; pass use_cache=False"
+        )
+    if positions is not None and uses_mrope(model) and positions.shape[:-2] != (4,):
+        return (
+            f"position_ids are {list(positions.shape)}, and this model separates packed examples "
+            f"by {[4, *inputs['input_ids'].shape]} only, with text positions that restart first; "
+            "pass the processor to the collator in place of the tokenizer"
+        )
+    if boundaries is not None:
+        unread = inputs | {"cu_seq_lens_q": None}
+        if positions is None or not torch.equal(find_segments(unread).ids_RW, segments.ids_RW):
+            return f'attention "{attention}" ignores cu_seq_lens, and position_ids do not restart'
+    return None
+
+
+def _joined_images(packed: PackedInputs) -> str | None:
+    """Return the reason, if the model makes its blocks of images from the types of tokens."""
+    types = "" if packed.images is None else packed.images.layout.family.token_types
+    if not types or types not in packed.inputs:
+        return None
+    return (
+        "transformers up to 5.23 treats images that touch as one block, also where one example "
+        f"ends and the next begins; {_IMAGE_BLOCKS}"
+    )
+
+
+def _blind_mask(
+    model: nn.Module, packed: PackedInputs, leaks: Callable[[PackedInputs], bool]
+) -> str | None:
+    """Return the reason, if a block mask stops the leak: the model's mask ignores position_ids."""
+    # so do afmoe, biogpt, bloom, falcon, gpt_oss, mpt, opt and xglm in transformers 5.23
+    attention = attention_of(config_of(model))
+    if attention not in ("sdpa", "eager"):
+        return None
+    mask = block_mask(packed.segments.ids_RW, attention)
+    masked = packed._replace(inputs=packed.inputs | {"attention_mask": mask})
+    blind = "the model builds its mask without position_ids, so they do not separate examples"
+    try:
+        if leaks(masked):
+            return None
+    except IsolationError as error:
+        return f"perhaps {blind}, and a block mask does not help: {error}"
+    window, _ = sliding_window(config_of(model))
+    option = "" if window is None else f", sliding_window={window}"
+    return (
+        f"{blind} (gpt-oss, opt and falcon do so in transformers 5.23); a block mask keeps the "
+        f'segments apart: pass Batch.model_inputs("{attention}", mask="block"{option})'
+    )
+
+
+def reason_of_difference(packed: PackedInputs, segment: int) -> str:
+    """Return the likely reason why a segment differs from a run alone."""
+    inputs, segments, images = packed
+    mask, given = inputs.get("attention_mask"), packed.positions_of(segment)
+    if given is not None:
+        own = packed.alone(segment)["position_ids"]
+        if given.shape != own.shape:
+            return (
+                f"position_ids are {list(inputs['position_ids'].shape)}, but rows with images need "
+                f"{[len(own), *segments.ids_RW.shape]}; pass what Batch.model_inputs() returns"
+            )
+        if not torch.equal(given, own):
+            return (
+                "its position_ids differ from those alone; pass what Batch.model_inputs() returns"
+            )
+    types = "" if images is None else images.layout.family.token_types
+    if types and types not in inputs:
+        return f"{types} is not passed; pass what Batch.model_inputs() returns"
+    if types and mask is None:
+        return (
+            "the model makes blocks of images from positions that restart, and loses them; "
+            + _IMAGE_BLOCKS
+        )
+    if mask is not None and not is_2d(mask):
+        return f"the attention_mask {mask_shape(mask)} lets tokens see too much or too little"
+    if isinstance(mask, Tensor) and is_2d(mask) and not mask[segments.rows[segment], 0]:
+        return (
+            "the model reads the pads on the left as tokens (so do RecurrentGemma, RWKV and xLSTM "
+            'in transformers 5.23); pass padding_side="right" to PaddedCollator'
+        )
+    return (
+        "a part of the model depends on the place of an example in its row, or on the length of "
+        "the others; use PaddedCollator for this model"
+    )

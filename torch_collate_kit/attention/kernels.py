@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-class Segments(NamedTuple):
+class SegmentBounds(NamedTuple):
     """Boundaries flat over the rows, int32 [S + 1], and upper bounds of the segment lengths."""
 
     cu_q: Tensor
@@ -26,7 +26,7 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    segments: Segments,
+    segments: SegmentBounds,
     *,
     path_cells: Tensor | None = None,
     scale: float | None = None,
@@ -135,12 +135,7 @@ _one_op.register_autograd(_backward, setup_context=_keep_inputs)
 
 
 def _segment_lengths(
-    cu_q: Tensor,
-    cu_k: Tensor,
-    path_cells: Tensor | None,
-    num_rows: int,
-    width: int,
-    num_keys: int,
+    cu_q: Tensor, cu_k: Tensor, path_cells: Tensor | None, num_rows: int, width: int, num_keys: int
 ) -> tuple[list[int], list[int]]:
     """Return the lengths of queries and keys on the host, checked against the rows."""
     bounds: list[int] = cu_q.tolist()
@@ -207,9 +202,9 @@ def _sdpa_by_segment(
         key, value = (x.index_select(0, path_cells) for x in (key, value))
     per_tensor = ((query, lengths), (key, of_keys), (value, of_keys))
     if len(set(lengths)) == len(set(of_keys)) == 1:  # all as one batch: one call for all of them
-        q, k, v = (x.view(len(of), of[0], *x.shape[1:]) for x, of in per_tensor)
+        q, k, v = (x.view(len(sizes), sizes[0], *x.shape[1:]) for x, sizes in per_tensor)
         return _causal_sdpa(q, k, v, scale, window).flatten(0, 1)
-    pieces = zip(*(torch.split(x, of) for x, of in per_tensor), strict=True)
+    pieces = zip(*(torch.split(x, sizes) for x, sizes in per_tensor), strict=True)
     outputs = [_causal_sdpa(q[None], k[None], v[None], scale, window)[0] for q, k, v in pieces]
     return torch.cat(outputs)
 
@@ -257,7 +252,7 @@ class _Kernel:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        segments: Segments,
+        segments: SegmentBounds,
         scale: float | None,
         window: int | None,
     ) -> Tensor:

@@ -14,7 +14,7 @@ from torch_collate_kit.batch.model_kind import ModelKind, config_of, inside, unw
 from torch_collate_kit.errors import IsolationError
 from torch_collate_kit.families import sliding_window
 from torch_collate_kit.vision import VisionLayout
-from torch_collate_kit.vision.families import OTHER, family_of
+from torch_collate_kit.vision.families import OTHER, vision_family_of
 
 _MEDIA = {"image", "video", "audio", "vision", "boi", "eoi"}
 _BY_PRECISION = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -27,7 +27,7 @@ def keep_random_state() -> AbstractContextManager[None]:
 
 def uses_mrope(model: nn.Module) -> bool:
     """Check whether a token has three positions, of time, height and width."""
-    return family_of(config=config_of(model)).positions == "mrope"
+    return vision_family_of(config=config_of(model)).positions == "mrope"
 
 
 def vocabulary(model: nn.Module, ids_RW: Tensor) -> tuple[int, Tensor]:
@@ -49,7 +49,7 @@ def refuse_packed_images(
     model: nn.Module, inputs: Mapping[str, Any], vision: VisionLayout | None
 ) -> None:
     """Refuse rows with several examples and images, if the model's family is not packed."""
-    family = family_of(config=config_of(model))
+    family = vision_family_of(config=config_of(model))
     if family is OTHER and vision is not None:
         family = vision.family
     reason = family.not_packed or family.refused
@@ -98,7 +98,7 @@ def logits_of(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
             if isinstance(mask, Mapping):
                 hint = "no dict of masks, leave sliding_window out"
             raise IsolationError(
-                f"the model fails with the attention_mask {shape_of(mask)} "
+                f"the model fails with the attention_mask {mask_shape(mask)} "
                 f"({type(error).__name__}: {error}); if it accepts {hint}"
             ) from error
     of_model = getattr(output, "logits", getattr(output, "last_hidden_state", None))
@@ -145,6 +145,6 @@ def is_2d(mask: Any) -> bool:
     return isinstance(mask, Tensor) and mask.ndim == 2
 
 
-def shape_of(mask: Any) -> str:
+def mask_shape(mask: Any) -> str:
     """Describe the shape of a mask, or the names of a dict of masks."""
     return f"dict of {sorted(mask)}" if isinstance(mask, Mapping) else str(list(mask.shape))

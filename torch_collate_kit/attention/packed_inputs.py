@@ -1,31 +1,32 @@
-"""Model inputs of ``check_isolation``, with their segments and images."""
+"""Model inputs of ``check_isolation``, their segments and images, and the part that it runs."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torch_collate_kit.attention.models import (
-    is_2d,
-    refuse_lost_window,
-    refuse_packed_images,
-)
-from torch_collate_kit.attention.tree_segments import branches_of
+from torch_collate_kit.attention.models import is_2d, refuse_lost_window, refuse_packed_images
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.context_shards import refuse_shard
 from torch_collate_kit.batch.dense import mrope_positions
 from torch_collate_kit.batch.model_kind import ModelKind, config_of
-from torch_collate_kit.batch.trees import shares_prefixes
+from torch_collate_kit.batch.unpacking import shares_prefixes
+from torch_collate_kit.families import length_to_check
 from torch_collate_kit.vision import VisionLayout
 from torch_collate_kit.vision.families import PIXEL_FIELDS
 from torch_collate_kit.vision.layout import ImageUnits
 
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "cu_seqlens_cpu")
+_LENGTH = 72  # linear attention works in chunks of 64 tokens, and convolutions are narrower
+_LONGEST = ("max_length_q", "max_length_k")
+_KNOWN = {"input_ids", "position_ids", "use_cache", "cu_seq_lens_q", "cu_seq_lens_k", *_LONGEST}
 
 
 class PackedInputs(NamedTuple):
@@ -166,7 +167,7 @@ class RowSegments(NamedTuple):
         return [segment] if self.sees is None else np.flatnonzero(self.sees[:, segment]).tolist()
 
     def ends(self) -> list[int]:
-        """Return the segments that no other one may see: of a tree its leaves."""
+        """Return the segments that no other segment sees: the leaves of a tree."""
         return [s for s in range(len(self.rows)) if len(self.seeing(s)) == 1]
 
     def cells_of(self, segment: int) -> Tensor:
@@ -318,7 +319,7 @@ class RowImages:
                 three = mrope_positions(is_placeholder, grids, length, self.layout.merge_size)
             own = torch.cat([own, three])[:, None]
             if images and given is not None and given.shape == own.shape:
-                # pads that align a segment go on counting in all four
+                # pads that align a segment continue to count in all four
                 is_after = is_placeholder.int().flip(0).cumsum(0).flip(0) == 0
                 own = torch.where(is_after & (given == given[:1]).all(0), given, own)
         inputs = {**images, "position_ids": own}
@@ -336,3 +337,159 @@ def _is_image(ids: Tensor, layout: VisionLayout) -> Tensor:
     """Return which ids are placeholders of images: bool."""
     token = layout.image_token_id
     return torch.zeros_like(ids, dtype=torch.bool) if token is None else torch.eq(ids, token)
+
+
+def branches_of(batch: Batch) -> tuple[Tensor, list[int], np.ndarray]:
+    """Return the branch of each cell [R, W], -1 at pads, their rows, and which see which.
+
+    A branch has cells between which no path divides. The last is bool [S, S], whether a branch
+    sees another.
+    """
+    placement, column = batch.placement, batch.stored().columns.values["tree_cells"]
+    assert placement is not None
+    cells = column.values.cpu().numpy().astype(np.int64)
+    lengths = placement.segments["lengths"].values
+    before = np.full(len(batch) * placement.tree_width, -1)  # the cell before; -2: none
+    ends = np.cumsum(lengths)
+    rows = placement.rows()
+    for row, start, end in zip(
+        rows.tolist(), (ends - lengths).tolist(), ends.tolist(), strict=True
+    ):
+        path = cells[start:end] + row * placement.tree_width
+        before[path] = np.append(-2, path[:-1])[: len(path)]
+    num_after = np.bincount(before[before >= 0], minlength=len(before))
+    branches = np.full(len(before), -1)
+    above: list[list[int]] = []
+    of_rows: list[int] = []
+    for cell in np.flatnonzero(before != -1).tolist():  # a path leads to later cells
+        earlier = int(before[cell])
+        if earlier >= 0 and num_after[earlier] == 1:
+            branches[cell] = branches[earlier]
+            continue
+        branches[cell] = len(above)
+        above.append([*(above[branches[earlier]] if earlier >= 0 else []), len(above)])
+        of_rows.append(cell // placement.tree_width)
+    sees = np.zeros((len(above), len(above)), dtype=bool)
+    for branch, path in enumerate(above):
+        sees[branch, path] = True
+    ids = torch.from_numpy(branches).view(len(batch), -1)
+    return ids.to(column.values.device), of_rows, sees
+
+
+def read_part(
+    model: nn.Module, batch: Batch | Mapping[str, Any], vision: VisionLayout | None
+) -> PackedInputs:
+    """Return the inputs of two rows, with two or three short segments each, that show the same.
+
+    Two, since attention may separate the segments of one row, and not those of more. Rows with
+    images or shared prefixes, padded rows, and those of models for which every length counts are
+    chosen, and not cut. Inputs that are not as the kit makes them are whole.
+    """
+    packed = read_inputs(model, batch, vision)
+    inputs, segments, images = packed
+    num_rows, mask = len(segments.ids_RW), inputs.get("attention_mask")
+    if segments.ids_RW.numel() <= 6 * _LENGTH or not _counts_from_0(packed):
+        return packed
+    lengths = torch.bincount(segments.ids_RW[segments.ids_RW >= 0]).tolist()
+    length = length_to_check(config_of(model), _LENGTH, max(lengths))
+    rows = _rows(packed, lengths, length or _LENGTH)
+    can_cut = length is not None and images is None and segments.sees is None and not is_2d(mask)
+    if can_cut and (isinstance(batch, Batch) or _is_known(inputs, max(lengths))):
+        return _cut(packed, rows, length or _LENGTH)
+    if not isinstance(batch, Batch) or len(batch) != num_rows or len(rows) == num_rows:
+        return packed
+    found = read_inputs(model, batch.select(rows), vision)
+    names = [
+        segments.name(s) for row in rows for s, other in enumerate(segments.rows) if other == row
+    ]
+    return found._replace(segments=found.segments._replace(names=names))
+
+
+def _counts_from_0(packed: PackedInputs) -> bool:
+    """Return whether positions [R, W] begin at 0 in every segment, as alone."""
+    ids, positions = packed.segments.ids_RW, packed.inputs.get("position_ids")
+    if positions is None or positions.shape != ids.shape or packed.segments.sees is not None:
+        return True
+    cells, real = torch.arange(ids.numel(), device=ids.device).view(ids.shape), ids >= 0
+    firsts = cells.new_full((len(packed.segments.rows),), ids.numel())
+    firsts.scatter_reduce_(0, ids[real], cells[real], "amin")
+    return torch.equal(positions[real], cells[real] - firsts[ids[real]])
+
+
+def _is_known(inputs: Mapping[str, Any], longest: int) -> bool:
+    """Return whether model inputs hold only what follows from their segments."""
+    values = [inputs[name] for name in ("input_ids", "position_ids") if name in inputs]
+    bounds = [inputs[name] for name in ("cu_seq_lens_q", "cu_seq_lens_k") if name in inputs]
+    numbers = [inputs.get(name, longest) == longest for name in _LONGEST]
+    equal = [torch.equal(bounds[0], each) for each in bounds]
+    return inputs.keys() <= _KNOWN and values[0].shape == values[-1].shape and all(numbers + equal)
+
+
+def _rows(packed: PackedInputs, lengths: list[int], length: int) -> list[int]:
+    """Return two rows: with images, several segments, a long one; of padded rows both ends."""
+    segments, images = packed.segments, packed.images
+    numbers, longest = Counter(segments.rows), dict.fromkeys(segments.rows, 0)
+    for row, number in zip(segments.rows, lengths, strict=True):
+        longest[row] = max(longest[row], number)
+    if images is None and len(segments.rows) == len(numbers):  # one segment a row
+        best = sorted(numbers, key=longest.__getitem__)
+        return sorted({best[0], best[-1]})
+    shown = set() if images is None else {segments.rows[s] for s in images.segments}
+    return sorted(
+        sorted(
+            numbers, key=lambda r: (r not in shown, numbers[r] < 2, -min(longest[r], length), r)
+        )[:2]
+    )
+
+
+def _cut(packed: PackedInputs, rows: list[int], length: int) -> PackedInputs:
+    """Return some segments of the rows, from their beginnings, in rows of one width."""
+    inputs, segments, _ = packed
+    flat, number = segments.ids_RW.flatten(), 3 if length <= 4 * _LENGTH else 2
+    found: list[dict[int, Tensor]] = []
+    for row in rows:
+        own = {
+            s: (flat == s).nonzero()[:, 0] for s, other in enumerate(segments.rows) if other == row
+        }
+        longest = max(own, key=lambda s: len(own[s]))
+        others = [s for s in own if s != longest][: number - 1]
+        kept = {s: own[s][:_LENGTH] for s in others}
+        rest = max(length, 3 * _LENGTH - sum(map(len, kept.values())))
+        found.append(dict(sorted((kept | {longest: own[longest][:rest]}).items())))
+    width = min(sum(map(len, cells.values())) for cells in found)
+    for cells in found:
+        while sum(map(len, cells.values())) > width:
+            longest = max(cells, key=lambda s: len(cells[s]))
+            cells[longest] = cells[longest][:-1]
+    lengths = [len(cells) for row_cells in found for cells in row_cells.values()]
+    cells_RW = torch.stack([torch.cat([*cells.values()]) for cells in found])
+    numbers = torch.arange(len(lengths), device=flat.device)
+    part = RowSegments(
+        numbers.repeat_interleave(torch.tensor(lengths, device=flat.device)).view(cells_RW.shape),
+        [row for row, cells in enumerate(found) for _ in cells],
+        names=[segments.name(s) for cells in found for s in cells],
+    )
+    cut = {name: _value(name, value, lengths, cells_RW, segments) for name, value in inputs.items()}
+    return PackedInputs(cut, part, None)
+
+
+def _value(
+    name: str, value: Any, lengths: list[int], cells_RW: Tensor, segments: RowSegments
+) -> Any:
+    """Return a model input at the cells: per cell, a mask, boundaries, or for the whole batch."""
+    shape = segments.ids_RW.shape
+    if name in BOUNDARIES:
+        return value.new_tensor([0, *accumulate(lengths)])
+    if name in _LONGEST:
+        return max(lengths)
+    if isinstance(value, Mapping):
+        return {k: _value(name, mask, lengths, cells_RW, segments) for k, mask in value.items()}
+    if not isinstance(value, Tensor):
+        return value
+    if name == "attention_mask":  # [R, 1, W, W]
+        return torch.stack(
+            [value[c[0] // shape[1]][:, c % shape[1]][..., c % shape[1]] for c in cells_RW]
+        )
+    if value.shape[-2:] == shape:
+        return value.flatten(-2)[..., cells_RW]
+    return value.flatten(0, 1)[cells_RW] if value.shape[:2] == shape else value

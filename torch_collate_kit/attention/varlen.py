@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from torch_collate_kit._checks import needed_package
 from torch_collate_kit.attention.context import gathered
-from torch_collate_kit.attention.kernels import Segments, attend, load_kernel, same_dtype
+from torch_collate_kit.attention.kernels import SegmentBounds, attend, load_kernel, same_dtype
 from torch_collate_kit.batch.model_kind import config_of
 from torch_collate_kit.families import sliding_window
 
@@ -191,7 +191,7 @@ def _attention_forward(
     cu_seq_lens_k = cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
     _refuse_beside_boundaries(query, key, attention_mask, sliding_window)
     width = query.shape[2]
-    segments = Segments(
+    segments = SegmentBounds(
         cu_seq_lens_q,
         cu_seq_lens_k,
         width if max_length_q is None else int(max_length_q),
@@ -240,8 +240,8 @@ def _refuse_beside_boundaries(
     if isinstance(attention_mask, _DeferredMask):
         if attention_mask.unknown_parts:
             raise ValueError(
-                f"{_NAME} knows causal and sliding-window attention only, but the model's mask is "
-                f'built from {attention_mask.unknown_parts}; use attn_implementation="sdpa", '
+                f"{_NAME} supports causal and sliding-window attention only, but the model's mask "
+                f'is built from {attention_mask.unknown_parts}; use attn_implementation="sdpa", '
                 f"{_PROVE}"
             )
         if attention_mask.windows != ({sliding_window} - {None}):

@@ -14,26 +14,25 @@ import torch
 from torch import Tensor, nn
 
 from torch_collate_kit._checks import checked_int
-from torch_collate_kit.batch import rows
-from torch_collate_kit.batch.buffer import tensor_of, version_of
-from torch_collate_kit.batch.columns import Columns
-from torch_collate_kit.batch.context import ContextParallel, is_shard
-from torch_collate_kit.batch.context_shards import instead_of
+from torch_collate_kit.batch.context_shards import instead_of, is_shard, shard_of
 from torch_collate_kit.batch.counts import Counted
-from torch_collate_kit.batch.dense import make_field
-from torch_collate_kit.batch.fields import Field
+from torch_collate_kit.batch.dense import cells_of_shard, make_field
+from torch_collate_kit.batch.fields import Field, equal_values, take_rows
 from torch_collate_kit.batch.model_inputs import model_inputs
 from torch_collate_kit.batch.placement import Placement
 from torch_collate_kit.batch.row_changes import changed_rows, joined, padded
-from torch_collate_kit.batch.showing.displayed import Displayed
-from torch_collate_kit.batch.storage import Storage
+from torch_collate_kit.batch.showing.drawing import described, html_of
+from torch_collate_kit.batch.showing.explanation import Explanation, explained
+from torch_collate_kit.batch.showing.plot import draw_rows
+from torch_collate_kit.batch.storage import Columns, Storage, tensor_of, version_of
 from torch_collate_kit.ragged import Ragged, row_indices
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from torch.distributed import ProcessGroup
 
 
-class Batch(Counted, ContextParallel, Displayed, Mapping[str, Field]):
+class Batch(Counted, Mapping[str, Field]):
     """A training batch: fields with one entry per row, ``row_metadata`` and ``metadata``.
 
     ``batch["input_ids"]`` is a field, a tensor ``[R, ...]`` or a :class:`Ragged` with R rows;
@@ -97,7 +96,7 @@ class Batch(Counted, ContextParallel, Displayed, Mapping[str, Field]):
             )
         if (step := key.indices(len(self))[2]) < 1:
             raise ValueError(f"rows cannot be sliced with step {step}; use batch.select(indices)")
-        return Batch.of_storage(changed_rows(self.stored(), lambda of: of[key]))
+        return Batch.of_storage(changed_rows(self.stored(), lambda rows: rows[key]))
 
     if not TYPE_CHECKING:  # a type checker would take every name for an attribute
 
@@ -139,8 +138,8 @@ class Batch(Counted, ContextParallel, Displayed, Mapping[str, Field]):
         """Return the names of the fields; TypeError in ``model(**batch)`` of packed rows."""
         placement, frame = self.placement, sys._getframe(1)
         is_row = "cu_seq_lens" in self if placement is None else placement.is_packed
-        at = frame.f_code.co_code[frame.f_lasti] if is_row or is_shard(self) else 0
-        if dis.opname[at] == "DICT_MERGE":
+        operation = frame.f_code.co_code[frame.f_lasti] if is_row or is_shard(self) else 0
+        if dis.opname[operation] == "DICT_MERGE":
             raise TypeError(
                 "model(**batch) would pass a mask with which a packed row is one text; call "
                 "model(**batch.model_inputs(model)), or your own function as f(**dict(batch))"
@@ -162,7 +161,7 @@ class Batch(Counted, ContextParallel, Displayed, Mapping[str, Field]):
         if not isinstance(other, Batch):
             return NotImplemented
         same = self.stored().equals(other.stored())
-        return all(rows.equal(self[n], other[n]) for n in self) if same is None else same
+        return all(equal_values(self[n], other[n]) for n in self) if same is None else same
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -240,7 +239,7 @@ class Batch(Counted, ContextParallel, Displayed, Mapping[str, Field]):
         picked = row_indices(indices)
         if picked.ndim != 1 or ((picked < 0) | (picked >= len(self))).any():
             raise IndexError(f"rows {picked.tolist()} of a batch with {len(self)} rows")
-        return Batch.of_storage(changed_rows(self.stored(), lambda of: rows.take(of, picked)))
+        return Batch.of_storage(changed_rows(self.stored(), lambda rows: take_rows(rows, picked)))
 
     @classmethod
     def cat(cls, batches: Sequence[Batch], metadata: Mapping[str, Any] | None = None) -> Batch:
@@ -253,7 +252,7 @@ class Batch(Counted, ContextParallel, Displayed, Mapping[str, Field]):
         [0, 1, 2, 3]
         """
         return cls.of_storage(
-            joined([of.stored() for of in batches], batches, dict(metadata or {}))
+            joined([batch.stored() for batch in batches], batches, dict(metadata or {}))
         )
 
     def pad_rows(self, *, multiple_of: int) -> Batch:
@@ -269,7 +268,9 @@ class Batch(Counted, ContextParallel, Displayed, Mapping[str, Field]):
     def stored(self) -> Storage:
         """Return all that is stored, with the dense fields that were changed in place."""
         storage = replace(self._storage, row_metadata=self.row_metadata, metadata=self.metadata)
-        changed = {k: of for k, (of, at) in self._made.items() if version_of(of) != at}
+        changed = {
+            k: field for k, (field, version) in self._made.items() if version_of(field) != version
+        }
         return storage.with_given(changed)
 
     @property
@@ -351,3 +352,105 @@ class Batch(Counted, ContextParallel, Displayed, Mapping[str, Field]):
             sliding_window=sliding_window,
             context_group=context_group,
         )
+
+    def context_shard(
+        self,
+        cp_rank: int,
+        cp_size: int,
+        *,
+        layout: Literal["zigzag", "contiguous", "head_tail"] = "zigzag",
+    ) -> Batch:
+        """Return the cells of each row that one of ``cp_size`` context ranks computes: a copy.
+
+        The shard is a Batch of the same rows, ``W / cp_size`` cells wide, in their order:
+
+        - "zigzag" (TransformerEngine, Megatron-Core, ring-flash-attn) gives each rank two parts of
+          every segment, as far from its start as from its end, so attention costs all the same;
+        - "head_tail" (torch, Accelerate) does so with whole rows, "contiguous" (Ulysses, DeepSpeed)
+          gives each rank one part of a row.
+
+        ``input_ids``, ``position_ids`` (those in the segment), ``mrope_position_ids`` and masks are
+        of its cells. ``targets``, int64 ``[R, W / cp_size]``, are the ids that they predict,
+        shifted before the rows were cut: -100 where that is not trained, or the segment ends.
+        ``loss_mask``, ``response_mask`` and all declared fields per token are with the cell that
+        predicts, in that shape. Fields per example, images and row metadata stay whole, and so does
+        ``metadata["num_loss_tokens"]``. ``metadata["cu_seq_lens"]``, int32 ``[S + 1]``, bounds the
+        segments of the batch flat over its rows, ``"cu_seq_lens_local"`` their parts in the shard.
+        :attr:`cells` says which cells these are. Cut rows before, not after: a shard has no slices.
+
+        Raises:
+            ValueError: segments or rows that the ranks do not divide; a batch that is a shard, was
+                built from tensors, or whose segments share prefixes.
+
+        >>> from torch_collate_kit import PackedCollator, ParallelLayout
+        >>> collate = PackedCollator(0, max_tokens=8, parallel=ParallelLayout(cp=2))
+        >>> batch = collate([{"input_ids": [5, 6, 7, 8]}, {"input_ids": [3, 4, 9]}])
+        >>> shard = batch.context_shard(1, 2)
+        >>> shard["input_ids"].tolist(), shard["position_ids"].tolist()
+        ([[6, 7, 4, 9]], [[1, 2, 1, 2]])
+        >>> shard["targets"].tolist(), shard.cells.tolist()
+        ([[7, 8, 9, -100]], [1, 2, 5, 6])
+        """
+        return self.of_storage(shard_of(self.stored(), cp_rank, cp_size, layout))
+
+    @property
+    def cells(self) -> Tensor:
+        """Cells of the batch that a shard has, ``row * W + column``: int64, in its order.
+
+        Raises:
+            ValueError: the batch is not a shard.
+        """
+        columns = self.stored().columns
+        if columns.placement is None or columns.placement.shard is None:
+            raise ValueError(
+                "the batch is not a shard, so its cells are all of them; cut it with "
+                "batch.context_shard(cp_rank, cp_size)"
+            )
+        if "cells of the batch" not in self._shared:
+            self._shared["cells of the batch"] = cells_of_shard(columns)
+        return self._shared["cells of the batch"]
+
+    def explain(
+        self,
+        row: int | None = None,
+        tokenizer: Any = None,
+        *,
+        example: int | None = None,
+        start: int | None = None,
+        stop: int | None = None,
+        max_tokens: int | None = 60,
+    ) -> Explanation:
+        """Show a row token by token: ids, text, positions, labels, weights and the other fields.
+
+        ``tokenizer`` (or a processor) adds the text. ``example`` shows that example alone (without
+        ``row``, in the first row with a piece of it), ``start`` and ``stop`` these cells. A table
+        shows the first and last of more than ``max_tokens``.
+
+        Raises:
+            IndexError, ValueError: no such row; an example that is not there; no ``input_ids``.
+        """
+        return explained(self, row, tokenizer, example, slice(start, stop), max_tokens)
+
+    def plot(self, *, max_rows: int = 40, ax: Axes | None = None) -> Axes:
+        """Draw the first ``max_rows`` rows with matplotlib, on ``ax`` or a new figure.
+
+        Examples are blocks, or their segments where these share cells; trained is dark. Call
+        ``plt.show()``.
+
+        Raises:
+            ValueError: no rows, or no ``input_ids`` ``[R, W]`` in host memory.
+            ImportError: matplotlib is not installed.
+
+        >>> from torch_collate_kit import PackedCollator
+        >>> PackedCollator(0, max_tokens=8)([{"input_ids": [5, 6, 7]}]).plot().get_title()
+        '1 row of 3 cells: 3 tokens, 0.0% padding, 2 trained'
+        """
+        most = checked_int("max_rows", max_rows)
+        stored = self.stored()
+        return draw_rows(stored.change(lambda rows: rows[:most]), stored.num_rows, ax)
+
+    def __repr__(self) -> str:
+        return described(self.stored())
+
+    def _repr_html_(self) -> str:
+        return html_of(self.stored())

@@ -1,6 +1,6 @@
 """Context shards: the part of a batch that one of several ranks computes, with targets.
 
-Legend: R rows of W cells over C ranks; K runs of neighbouring cells of one segment, ``slices``.
+Legend: R rows of W cells over C ranks; K ``slices``: neighbouring cells of one segment.
 """
 
 from __future__ import annotations
@@ -13,45 +13,129 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_collate_kit._checks import checked_int
-from torch_collate_kit.batch.columns import Columns
+from torch_collate_kit._checks import checked_choice, checked_int
 from torch_collate_kit.batch.dense import make_field
-from torch_collate_kit.batch.fields import (
-    IGNORE_INDEX,
-    PerExample,
-    PerImage,
-    PerTarget,
-    PerToken,
-)
+from torch_collate_kit.batch.fields import IGNORE_INDEX, PerExample, PerImage, PerTarget, PerToken
 from torch_collate_kit.batch.placement import Placement, Shard
-from torch_collate_kit.batch.storage import Storage
-from torch_collate_kit.packing.context import local_bounds, slices_of_rank
+from torch_collate_kit.batch.storage import Columns, Storage
 from torch_collate_kit.ragged import Ragged, span_indices
+
+# Sources of the layouts: the zigzag of each segment is the partition of TransformerEngine's ``thd``
+# format, that of each row torch's head-tail load balancer, and both are the "striped in two" order
+# of H. Zhu's ring-flash-attention; contiguous parts are those of S. A. Jacobs et al., "DeepSpeed
+# Ulysses" (2023).
+
+LAYOUTS = ("zigzag", "contiguous", "head_tail")
+
+
+class Slices(NamedTuple):
+    """The cells of one rank: slices within segments, as long as can be, ascending. int64 each."""
+
+    segments: np.ndarray
+    begins: np.ndarray
+    """First cell of each run, counted over all rows."""
+    ends: np.ndarray
+
+
+def slices_of_rank(bounds: np.ndarray, num_rows: int, rank: int, size: int, layout: str) -> Slices:
+    """Return the cells of rank ``rank`` of ``size``.
+
+    ``bounds`` int64 ``[S + 1]`` are those of the segments, flat over rows of one width, from 0 on.
+    "zigzag" cuts every segment, "head_tail" every row, into ``2 * size`` equal parts, of which rank
+    ``r`` has the parts ``r`` and ``2 * size - 1 - r``; "contiguous" cuts every row into ``size``.
+
+    Raises:
+        ValueError: an unknown layout; segments or rows that do not divide.
+    """
+    checked_choice("layout", layout, LAYOUTS)
+    whole = np.asarray(bounds, dtype=np.int64)
+    if layout != "zigzag":
+        whole = np.arange(num_rows + 1) * (int(whole[-1]) // max(num_rows, 1))
+    lengths = np.diff(whole)
+    parts = _num_parts(size, layout)
+    _check_divides(lengths, parts, layout, size)
+    part = per_run = lengths // parts
+    taken = [rank] if parts == size else [rank, parts - 1 - rank]
+    if parts > size and rank == size - 1:  # neighbours in the middle
+        taken, per_run = [rank], 2 * part
+    begins = (whole[:-1, None] + part[:, None] * np.array(taken)).ravel()
+    ends = begins + np.repeat(per_run, len(taken))
+    if layout != "zigzag":
+        begins, ends = _cut_at(np.asarray(bounds, dtype=np.int64), begins, ends)
+    kept = ends > begins
+    begins, ends = begins[kept], ends[kept]
+    return Slices(np.searchsorted(bounds, begins, side="right") - 1, begins, ends)
+
+
+def _num_parts(size: int, layout: str) -> int:
+    """Return how many parts a segment or row is cut into: none for one rank, which has all."""
+    return size if layout == "contiguous" or size == 1 else 2 * size
+
+
+def _check_divides(lengths: np.ndarray, parts: int, layout: str, size: int) -> None:
+    wrong = np.flatnonzero(lengths % parts)
+    if not len(wrong):
+        return
+    found = int(lengths[wrong[0]])
+    what, way_out = f"segment {wrong[0]} has {found} cells", ""
+    if layout != "zigzag":
+        what, way_out = (
+            f"rows have {found} cells",
+            f", or padded rows with pad_to_multiple_of={parts}",
+        )
+    raise ValueError(
+        f"{what}, which {layout} does not divide into {parts} equal parts for {size} context "
+        f"ranks; collate with parallel=ParallelLayout(cp={size}){way_out}"
+    )
+
+
+def _cut_at(
+    bounds: np.ndarray, begins: np.ndarray, ends: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the slices, which ascend and do not overlap, cut where segments end."""
+    edges = np.unique(np.concatenate([bounds, begins, ends]))
+    run = np.searchsorted(begins, edges[:-1], side="right") - 1
+    inside = (run >= 0) & (edges[:-1] < ends[run])
+    return edges[:-1][inside], edges[1:][inside]
+
+
+def local_bounds(segments: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Return the boundaries of the segments' parts among a rank's own cells, int64 [P + 1]."""
+    is_first = np.diff(segments, prepend=-1) != 0
+    before = np.cumsum(sizes) - sizes
+    return np.append(before[is_first], sizes.sum())
+
 
 _DROPPED = ("labels", "sub_seq_lengths", "cu_seq_lens", "mrope_position_ids")
 _INPUTS = {
     *("input_ids", "position_ids", "attention_mask", "inputs_embeds", "router_padding_mask"),
     *("token_type_ids", "mm_token_type_ids", "rollout_expert_indices"),
 }
-"""Fields that a model reads cell by cell; all others are with the cell that predicts."""
+"""Inputs stay in their cell; targets move to the cell that predicts them."""
+
+
+def is_shard(batch: Any) -> bool:
+    """Return whether the batch is the part of one that a context rank has."""
+    placement = getattr(batch, "placement", None)
+    return placement is not None and placement.shard is not None
 
 
 def shard_of(storage: Storage, rank: int, size: int, layout: str) -> Storage:
     """Return the content of ``Batch.context_shard``: copies of a rank's entries."""
     _check(storage, rank, size)
     placement = storage.columns.placement
-    runs = _Runs.of(placement, storage.num_rows, rank, size, layout)
-    columns = _columns_of(storage, runs)
-    given = _given_of(storage, runs)
+    slices = _ShardSlices.of(placement, storage.num_rows, rank, size, layout)
+    columns = _columns_of(storage, slices)
+    given = _given_of(storage, slices)
     if "mrope_position_ids" in storage.names and "mrope_position_ids" not in given:
         whole: Any = make_field("mrope_position_ids", storage.columns, {}, storage.metadata)
-        given["mrope_position_ids"] = _cells_of(whole, runs, of_axis=2)
+        given["mrope_position_ids"] = _cells_of(whole, slices, of_axis=2)
     shard = Shard(
         rank,
         size,
         layout,
         placement.width,
-        tuple(runs.bounds.tolist()),
+        tuple(slices.bounds.tolist()),
         _checksum(storage),
         None if "loss_mask" in given else _num_trained(columns),
         placement.has_left_pads,
@@ -59,10 +143,10 @@ def shard_of(storage: Storage, rank: int, size: int, layout: str) -> Storage:
     columns = replace(columns, placement=replace(columns.placement, shard=shard))
     row_metadata = {k: v for k, v in storage.row_metadata.items() if k != "num_trained"}
     boundaries = {
-        "cu_seq_lens": torch.from_numpy(runs.bounds.astype(np.int32)),
-        "cu_seq_lens_local": torch.from_numpy(runs.local.astype(np.int32)),
+        "cu_seq_lens": torch.from_numpy(slices.bounds.astype(np.int32)),
+        "cu_seq_lens_local": torch.from_numpy(slices.local.astype(np.int32)),
     }
-    metadata = {**storage.metadata, **boundaries, "response_length": runs.width}
+    metadata = {**storage.metadata, **boundaries, "response_length": slices.width}
     return Storage(columns, given, row_metadata, metadata)
 
 
@@ -111,7 +195,7 @@ def instead_of(name: str, storage: Storage) -> str:
     return f"; a context shard has {_INSTEAD[name]}" if is_shard and name in _INSTEAD else ""
 
 
-class _Runs(NamedTuple):
+class _ShardSlices(NamedTuple):
     """The slices of a rank, and the tokens they hold and predict: int64 [K] each."""
 
     bounds: np.ndarray
@@ -136,7 +220,9 @@ class _Runs(NamedTuple):
     """Cells of a row of the shard."""
 
     @classmethod
-    def of(cls, placement: Placement, num_rows: int, rank: int, size: int, layout: str) -> _Runs:
+    def of(
+        cls, placement: Placement, num_rows: int, rank: int, size: int, layout: str
+    ) -> _ShardSlices:
         width = placement.width
         firsts, lengths = placement.first_cells(), _count(placement, "lengths")
         edges = firsts if placement.is_packed else np.arange(num_rows) * width
@@ -192,9 +278,9 @@ def _count(placement: Placement, name: str) -> np.ndarray:
     return placement.segments[name].values.astype(np.int64)
 
 
-def _columns_of(storage: Storage, runs: _Runs) -> Columns:
+def _columns_of(storage: Storage, slices: _ShardSlices) -> Columns:
     columns, num_rows = storage.columns, storage.num_rows
-    offsets = np.searchsorted(runs.rows, np.arange(num_rows + 1))
+    offsets = np.searchsorted(slices.rows, np.arange(num_rows + 1))
     specs: dict[str, Any] = {}
     values: dict[str, Any] = {}
     placement = columns.placement
@@ -208,8 +294,8 @@ def _columns_of(storage: Storage, runs: _Runs) -> Columns:
             continue
         if isinstance(spec, PerToken) and name not in inputs:
             specs[name] = PerTarget(spec.dtype, spec.pad, spec.shape)
-        values[name] = _picked(column.values, runs, placement, specs[name].count, offsets)
-    _add_targets(columns, runs, specs, values)
+        values[name] = _picked(column.values, slices, placement, specs[name].count, offsets)
+    _add_targets(columns, slices, specs, values)
     names = [_TARGETS_FOR.get(name, name) for name in columns.names]
     if "targets" not in names:
         names.insert(names.index("loss_mask") if "loss_mask" in names else 1, "targets")
@@ -217,9 +303,9 @@ def _columns_of(storage: Storage, runs: _Runs) -> Columns:
         ids = columns.values["input_ids"].values
         names.append("target_ids")
         specs["target_ids"] = PerTarget(torch.int64)
-        values["target_ids"] = _picked(ids, runs, placement, "targets", offsets)
+        values["target_ids"] = _picked(ids, slices, placement, "targets", offsets)
     kept = tuple(name for name in dict.fromkeys(names) if name not in _DROPPED)
-    local = _placement_of(storage, runs, offsets)
+    local = _placement_of(storage, slices, offsets)
     return Columns.of(values, specs, kept, local, device=columns.segments["num_segments"].device)
 
 
@@ -227,9 +313,9 @@ _TARGETS_FOR = {"labels": "targets"}
 
 
 def _picked(
-    values: Tensor, runs: _Runs, placement: Placement, count: str, offsets: np.ndarray
+    values: Tensor, slices: _ShardSlices, placement: Placement, count: str, offsets: np.ndarray
 ) -> Ragged:
-    starts, counts = runs.picks(placement, count)
+    starts, counts = slices.picks(placement, count)
     places = torch.from_numpy(span_indices(starts, counts))
     taken = values.index_select(0, places.to(values.device, non_blocking=True))
     return Ragged(taken, np.append(0, np.cumsum(counts))[offsets])
@@ -237,7 +323,7 @@ def _picked(
 
 def _add_targets(
     columns: Columns,
-    runs: _Runs,
+    slices: _ShardSlices,
     specs: dict[str, Any],
     values: dict[str, Any],
 ) -> None:
@@ -252,9 +338,9 @@ def _add_targets(
         return
     weights, spec = values["loss_weights"], specs["loss_weights"]
     ids = columns.values["input_ids"].values
-    starts, counts = runs.picks(columns.placement, "targets")
+    starts, counts = slices.picks(columns.placement, "targets")
     if spec.count == "responses":
-        starts, counts = starts + runs.targets - runs.responses, runs.responses
+        starts, counts = starts + slices.targets - slices.responses, slices.responses
     places = torch.from_numpy(span_indices(starts, counts)).to(ids.device, non_blocking=True)
     taken = ids.index_select(0, places)
     taken = taken if taken.dtype.is_signed else taken.long()
@@ -263,24 +349,24 @@ def _add_targets(
     values["targets"] = Ragged(taken, weights.offsets)
 
 
-def _placement_of(storage: Storage, runs: _Runs, offsets: np.ndarray) -> Placement:
+def _placement_of(storage: Storage, slices: _ShardSlices, offsets: np.ndarray) -> Placement:
     placement = storage.columns.placement
     counts = {
-        "starts": runs.starts,
-        "lengths": runs.tokens,
-        "targets": runs.targets,
-        "responses": runs.responses,
-        "depths": runs.skipped,
-        "columns": runs.begins - runs.rows * placement.width,
-        "cells": runs.sizes,
+        "starts": slices.starts,
+        "lengths": slices.tokens,
+        "targets": slices.targets,
+        "responses": slices.responses,
+        "depths": slices.skipped,
+        "columns": slices.begins - slices.rows * placement.width,
+        "cells": slices.sizes,
     }
     if "routed" in placement.segments:
-        counts["routed"] = runs.picks(placement, "routed")[1]
-    segments = {name: Ragged(of.astype(np.int32), offsets) for name, of in counts.items()}
-    return replace(placement, width=runs.width, response_length=runs.width, segments=segments)
+        counts["routed"] = slices.picks(placement, "routed")[1]
+    segments = {name: Ragged(numbers.astype(np.int32), offsets) for name, numbers in counts.items()}
+    return replace(placement, width=slices.width, response_length=slices.width, segments=segments)
 
 
-def _given_of(storage: Storage, runs: _Runs) -> dict[str, Any]:
+def _given_of(storage: Storage, slices: _ShardSlices) -> dict[str, Any]:
     """Return the dense fields that were given or changed: cells, or with the predicting cell."""
     given: dict[str, Any] = {}
     placement, specs = storage.columns.placement, storage.columns.specs
@@ -288,55 +374,61 @@ def _given_of(storage: Storage, runs: _Runs) -> dict[str, Any]:
     field: Any
     for name, field in storage.given.items():
         if name == "mrope_position_ids":
-            given[name] = _cells_of(field, runs, of_axis=2)
+            given[name] = _cells_of(field, slices, of_axis=2)
         elif name in _DROPPED and name != "labels":
             continue
         elif isinstance(field, Ragged) or field.ndim < 2:
             given[name] = field
         elif name in inputs:
-            given[name] = _cells_of(field, runs, of_axis=1)
+            given[name] = _cells_of(field, slices, of_axis=1)
         elif field.shape[1] in (placement.width, placement.response_length):
             pad = IGNORE_INDEX if name == "labels" else getattr(specs.get(name), "pad", 0)
-            given[_TARGETS_FOR.get(name, name)] = _with_predicting(field, runs, pad, placement)
+            given[_TARGETS_FOR.get(name, name)] = _with_predicting(field, slices, pad, placement)
         else:
             given[name] = field
     return given
 
 
-def _cells_of(field: Tensor, runs: _Runs, *, of_axis: int) -> Tensor:
+def _cells_of(field: Tensor, slices: _ShardSlices, *, of_axis: int) -> Tensor:
     """Return the entries of a rank's cells along an axis of W cells: a copy."""
-    columns = span_indices(runs.begins - runs.rows * field.shape[of_axis], runs.sizes)
-    index = torch.from_numpy(columns.reshape(len(field), runs.width))
+    columns = span_indices(slices.begins - slices.rows * field.shape[of_axis], slices.sizes)
+    index = torch.from_numpy(columns.reshape(len(field), slices.width))
     index = index.to(field.device, non_blocking=True)
     shape = [len(field), *[1] * (field.ndim - 1)]
-    shape[of_axis] = runs.width
+    shape[of_axis] = slices.width
     sizes = list(field.shape)
-    sizes[of_axis] = runs.width
+    sizes[of_axis] = slices.width
     return field.gather(of_axis, index.view(shape).expand(sizes))
 
 
-def _with_predicting(field: Tensor, runs: _Runs, pad: float, placement: Placement) -> Tensor:
+def _with_predicting(
+    field: Tensor, slices: _ShardSlices, pad: float, placement: Placement
+) -> Tensor:
     """Return a field ``[R, C, ...]``, right-aligned, where each entry is with what predicts it."""
     hidden = placement.width - field.shape[1]
-    columns = runs.skipped + placement.segments["starts"].values[runs.owners] + 1 - hidden
-    missing = np.clip(-columns, 0, runs.targets)  # before the first column
-    counts = runs.targets - missing
-    begins = runs.rows * field.shape[1] + columns + missing
-    places = runs.rows * runs.width + runs.starts + missing
+    columns = slices.skipped + placement.segments["starts"].values[slices.owners] + 1 - hidden
+    missing = np.clip(-columns, 0, slices.targets)  # before the first column
+    counts = slices.targets - missing
+    begins = slices.rows * field.shape[1] + columns + missing
+    places = slices.rows * slices.width + slices.starts + missing
     both = np.stack([span_indices(begins, counts), span_indices(places, counts)])
     index = torch.from_numpy(both).to(field.device, non_blocking=True)
-    dense = field.new_full((len(field) * runs.width, *field.shape[2:]), pad)
+    dense = field.new_full((len(field) * slices.width, *field.shape[2:]), pad)
     dense = dense.index_copy(0, index[1], field.flatten(0, 1).index_select(0, index[0]))
-    return dense.view(len(field), runs.width, *field.shape[2:])
+    return dense.view(len(field), slices.width, *field.shape[2:])
 
 
 def _checksum(storage: Storage) -> int:
     """Return a checksum of where segments lie, what is trained and, in host memory, of the ids."""
     found = 0
     counts = [storage.columns.placement.segments[name] for name in ("starts", "lengths")]
-    counts += [of for of in (storage.row_metadata.get("num_trained"),) if isinstance(of, Ragged)]
-    for of in counts:
-        found = zlib.crc32(np.asarray(of.values).tobytes(), found)
+    counts += [
+        column
+        for column in (storage.row_metadata.get("num_trained"),)
+        if isinstance(column, Ragged)
+    ]
+    for column in counts:
+        found = zlib.crc32(np.asarray(column.values).tobytes(), found)
     ids = storage.columns.values["input_ids"].values
     return zlib.crc32(ids.numpy().tobytes(), found) if ids.device.type == "cpu" else found
 

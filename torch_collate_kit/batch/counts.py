@@ -17,10 +17,10 @@ OF_A_STEP = ("step_num_tokens", "step_num_cells", "step_num_filled_cells")
 
 
 class StepCounts:
-    """Tokens, cells and padding of a whole step, over all ranks, as every rank knows them.
+    """Tokens, cells and padding of a whole step, over all ranks, the same on every rank.
 
     Raises:
-        ValueError: a count is read that the batch does not know.
+        ValueError: a count is read that the batch does not have.
 
     >>> StepCounts({"step_num_tokens": 6, "step_num_cells": 8}).padding
     0.25
@@ -103,7 +103,7 @@ class Counted:
         """``num_tokens``, ``num_cells`` and ``padding`` of the whole step, over all ranks.
 
         Known without communication where all its rows were planned or collated together.
-        docs/contract.md says where that is; elsewhere they raise ValueError.
+        docs/contract.md lists where that is; elsewhere they raise ValueError.
         """
         return StepCounts(self.metadata)
 

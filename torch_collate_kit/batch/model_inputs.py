@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from torch_collate_kit._checks import checked_bool, checked_int
-from torch_collate_kit.batch.context_paths import shard_inputs
 from torch_collate_kit.batch.model_kind import ModelKind
+from torch_collate_kit.batch.paths import shard_inputs, tree_inputs
 from torch_collate_kit.batch.placement import MAX_WIDTH
 from torch_collate_kit.batch.storage import Storage
-from torch_collate_kit.batch.tree_paths import tree_inputs
 from torch_collate_kit.ragged import Ragged
 
 

@@ -39,7 +39,7 @@ _PAD_ON_THE_RIGHT = 'use PaddedCollator(..., padding_side="right")'
 
 @dataclass(frozen=True)
 class ModelKind:
-    """Properties of a model; of the name of an attention alone, no family and no window."""
+    """Properties of a model; the name of an attention alone has no family and no window."""
 
     attention: str
     family: Family = NO_FAMILY

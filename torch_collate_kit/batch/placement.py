@@ -34,7 +34,7 @@ class Shard:
     content: int
     """Checksum of the batch, the same for all ranks."""
     num_trained: int | None
-    """Trained targets of the shard; None if the device would have to be asked."""
+    """Trained targets of the shard; None if that needs a wait for the device."""
     has_left_pads: bool
     """Whether a row of the batch begins with pads."""
 
@@ -145,7 +145,7 @@ def padded(counts: dict[str, np.ndarray], width: int, *, padding_side: str) -> d
     starts = width - lengths if padding_side == "left" else np.zeros_like(lengths)
     offsets = np.arange(len(lengths) + 1, dtype=np.int64)
     values = {"starts": starts, **counts}
-    return {name: unchecked(of.astype(np.int32), offsets) for name, of in values.items()}
+    return {name: unchecked(numbers.astype(np.int32), offsets) for name, numbers in values.items()}
 
 
 def packed(

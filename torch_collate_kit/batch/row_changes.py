@@ -10,20 +10,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_collate_kit.batch.columns import Columns
 from torch_collate_kit.batch.context_shards import refuse_shard
 from torch_collate_kit.batch.counts import OF_A_STEP, num_cells
 from torch_collate_kit.batch.dense import make_field
 from torch_collate_kit.batch.fields import (
     IGNORE_INDEX,
     Field,
+    PackedValues,
     PerImage,
     PerResponseToken,
     PerToken,
+    cat_rows,
+    equal_values,
+    take_rows,
 )
 from torch_collate_kit.batch.placement import Placement
-from torch_collate_kit.batch.rows import PackedValues, cat, equal, take
-from torch_collate_kit.batch.storage import Storage
+from torch_collate_kit.batch.storage import Columns, Storage
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.vision.families import IMAGE_FIELDS
 
@@ -58,8 +60,8 @@ def joined(
     names = [name for name in first.names if not columns or name in stored]
     return Storage(
         columns,
-        {name: cat([of[name] for of in fields]) for name in names},
-        {key: cat([part.row_metadata[key] for part in parts]) for key in first.row_metadata},
+        {name: cat_rows([given[name] for given in fields]) for name in names},
+        {key: cat_rows([part.row_metadata[key] for part in parts]) for key in first.row_metadata},
         {k: v for k, v in first.metadata.items() if k != _OF_A_PART} | overrides,
     )
 
@@ -68,14 +70,18 @@ def _with_one_step(parts: Sequence[Storage], collated_apart: str | None) -> list
     """Return the parts without counts of the step that are not those of all of them."""
     of_parts = [part.metadata for part in parts]
     unknown = {
-        key for key in OF_A_STEP if collated_apart or len({of.get(key) for of in of_parts}) > 1
+        key
+        for key in OF_A_STEP
+        if collated_apart or len({given.get(key) for given in of_parts}) > 1
     }
-    kept = [{k: v for k, v in of.items() if k not in unknown} for of in of_parts]
-    return [replace(part, metadata=of) for part, of in zip(parts, kept, strict=True)]
+    kept = [{k: v for k, v in given.items() if k not in unknown} for given in of_parts]
+    return [replace(part, metadata=given) for part, given in zip(parts, kept, strict=True)]
 
 
 def _check_fields(index: int, part: Storage, first: Storage) -> None:
-    shares = [bool(of.columns and of.columns.placement.tree_width) for of in (first, part)]
+    shares = [
+        bool(storage.columns and storage.columns.placement.tree_width) for storage in (first, part)
+    ]
     if shares[0] != shares[1]:
         does, does_not = (0, index) if shares[0] else (index, 0)
         raise ValueError(
@@ -117,7 +123,7 @@ def _check_metadata(
             raise ValueError(f"only one of batch 0 and batch {index} has the {kind} {sorted(odd)}")
     pairs = {key: (value, part.metadata[key]) for key, value in first.metadata.items()}
     pairs.pop(_OF_A_PART, None)
-    differ = {key: pair for key, pair in pairs.items() if not equal(*pair)}
+    differ = {key: pair for key, pair in pairs.items() if not equal_values(*pair)}
     if "loss_mask_divisor" in differ:
         mine, theirs = differ["loss_mask_divisor"]
         raise ValueError(
@@ -139,8 +145,10 @@ def _collated_apart(parts: Sequence[Storage]) -> str | None:
         found.append([part.row_metadata.get(key) for part in parts])
         if not all(isinstance(column, Ragged) for column in found[-1]):
             return None
-    examples, starts = (np.concatenate([of.to("cpu").values for of in key]) for key in found)
-    owners = np.repeat(np.arange(len(parts)), [len(of.values) for of in found[0]])
+    examples, starts = (
+        np.concatenate([column.to("cpu").values for column in key]) for key in found
+    )
+    owners = np.repeat(np.arange(len(parts)), [len(column.values) for column in found[0]])
     order = np.lexsort((owners, starts, examples))
     examples, starts, owners = examples[order], starts[order], owners[order]
     is_same = (np.diff(examples) == 0) & (np.diff(starts) == 0) & (np.diff(owners) != 0)
@@ -183,7 +191,7 @@ def _padded_metadata(storage: Storage, added: int) -> dict[str, Any]:
 
 def _repeated(value: Any, added: int) -> Any:
     """Return a copy with row 0 repeated ``added`` times at the end."""
-    return take(value, np.append(np.arange(len(value)), np.zeros(added, dtype=np.int64)))
+    return take_rows(value, np.append(np.arange(len(value)), np.zeros(added, dtype=np.int64)))
 
 
 def _with_empty_rows(ragged: Ragged, added: int) -> Ragged:
@@ -311,8 +319,8 @@ def trimmed(storage: Storage, *, multiple_of: int = 1) -> Storage:
         longest = width
     response_length = max(0, min(longest, kept, width - 1))  # nothing predicts the first cell
 
-    def moved(name: str, of: Any) -> Any:
-        return Ragged(of.values - first, of.offsets) if name == "starts" else of
+    def moved(name: str, value: Any) -> Any:
+        return Ragged(value.values - first, value.offsets) if name == "starts" else value
 
     cells, of_responses = slice(first, stop), slice(kept - response_length, kept)
     return Storage(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any, Literal, TypeVar, cast
 
@@ -12,9 +11,7 @@ from torch import Tensor
 
 from torch_collate_kit.batch.batch import Batch
 from torch_collate_kit.batch.context_shards import refuse_shard
-from torch_collate_kit.batch.dense import cells_of_responses
-from torch_collate_kit.batch.fields import IGNORE_INDEX
-from torch_collate_kit.batch.trees import cells_of_rows, token_width
+from torch_collate_kit.batch.dense import cells_of_responses, cells_of_tokens
 from torch_collate_kit.ragged import Ragged, span_indices
 
 Count = Literal["responses", "tokens", "predicted"]
@@ -23,7 +20,7 @@ Values = TypeVar("Values", bound=Tensor | np.ndarray)
 _NEEDED = ("example_indices", "example_starts", "num_actions")
 
 
-def unpack(values: Values, batch: Batch | Mapping[str, Any]) -> list[Values]:
+def unpack(values: Values, batch: Batch) -> list[Values]:
     """Return values of the cells of a batch's rows as one tensor (or array) per example.
 
     ``values`` ``[R, W, ...]`` have an entry per cell, such as logits or predicted ids: entry ``t``
@@ -33,21 +30,15 @@ def unpack(values: Values, batch: Batch | Mapping[str, Any]) -> list[Values]:
     a Batch as one, are read as ``[R, W, ...]``. What lies at padding, and in rows that fill up a
     batch, is left out. The results are parts of one copy, on the same device; gradients flow.
 
-    Of a Batch the list has ``metadata["num_examples"]`` entries, in the order in which the examples
-    were given to the collator; of examples with several segments one for each segment. The pieces
-    of a split example are joined. An example that was dropped, or whose rows are elsewhere
+    The list has ``metadata["num_examples"]`` entries, in the order in which the examples were given
+    to the collator, or an entry per segment if examples have several. The pieces of a split example
+    are joined. An example that was dropped, or whose rows are elsewhere
     (``batch.chunk``, slices), has empty entries.
-
-    Of model inputs in a mapping, with ``labels`` ``[R, W]``, and ``position_ids`` ``[R, W]`` or
-    ``cu_seq_lens_q``, the list has an entry for every segment in which something is trained, in
-    the order of the rows. A pad tail cannot be told from an example in which nothing is trained, so
-    both are left out. Pads that alignment put after an example stay with it. Cells that
-    ``transformers.Trainer`` adds to rows (-100) are left out, too.
 
     Raises:
         ValueError: other rows or columns than the batch has; rows that do not say where examples
             lie.
-        TypeError: values that are neither a tensor nor an array; neither a Batch nor a mapping.
+        TypeError: values that are neither a tensor nor an array; something other than a Batch.
 
     >>> from torch_collate_kit import PackedCollator
     >>> batch = PackedCollator(0, max_tokens=8)([{"input_ids": [5, 6]}, {"input_ids": [7, 8, 9]}])
@@ -58,23 +49,18 @@ def unpack(values: Values, batch: Batch | Mapping[str, Any]) -> list[Values]:
     """
     if not isinstance(values, Tensor | np.ndarray):
         raise TypeError(f"values must be a tensor or an array, got {type(values).__name__}")
-    if not isinstance(batch, Mapping):
+    if not isinstance(batch, Batch):
         raise TypeError(
-            "unpack() needs the Batch, or a mapping with labels and position_ids, got "
-            f"{type(batch).__name__}"
+            "unpack() needs the Batch that the collator returned, which says where examples lie, "
+            f"got {type(batch).__name__}"
         )
-    if isinstance(batch, Batch):
-        width = _checked_width(batch)
-        values = in_rows(values, len(batch), batch["input_ids"].shape[1])
-        if batch.placement is not None and batch.placement.tree_width:
-            values = _of_tokens(values, batch)
-        _check_shape(values, len(batch), width)
-        count: Count = "tokens" if values.shape[1] == width else "predicted"
-        cells = cells_of_every_example(batch, values.shape[1], count)
-    else:
-        labels = _array(batch, "labels")
-        _check_shape(values, *labels.shape)
-        cells = _cells_of_inputs(batch, labels, values.shape[1])
+    width = _checked_width(batch)
+    values = in_rows(values, len(batch), batch["input_ids"].shape[1])
+    if batch.placement is not None and batch.placement.tree_width:
+        values = _of_tokens(values, batch)
+    _check_shape(values, len(batch), width)
+    count: Count = "tokens" if values.shape[1] == width else "predicted"
+    cells = cells_of_every_example(batch, values.shape[1], count)
     flat: Any = values.reshape(-1, *values.shape[2:])
     is_tensor = isinstance(flat, Tensor)
     picked = flat[torch.from_numpy(cells.values).to(flat.device) if is_tensor else cells.values]
@@ -87,8 +73,7 @@ def _checked_width(batch: Batch) -> int:
     if not all(isinstance(batch.row_metadata.get(name), Ragged) for name in _NEEDED):
         raise ValueError(
             "the batch was built without the row metadata of a collator, so it does not say where "
-            "examples lie; pass the Batch that the collator returned, or to unpack() "
-            '{"labels": batch["labels"], "position_ids": batch["position_ids"]}'
+            "examples lie; pass the Batch that the collator returned"
         )
     return token_width(batch)
 
@@ -196,8 +181,8 @@ def _pieces(batch: Batch, num_pieces: np.ndarray) -> tuple[np.ndarray, np.ndarra
             found = Ragged(batch["attention_mask"].argmax(1), np.arange(len(batch) + 1))
         starts = found.to("cpu")
     first, length = (
-        np.asarray(of.values, dtype=np.int64)[span_indices(of.offsets[:-1], num_pieces)]
-        for of in (starts, lengths)
+        np.asarray(column.values, dtype=np.int64)[span_indices(column.offsets[:-1], num_pieces)]
+        for column in (starts, lengths)
     )
     return first, length
 
@@ -214,62 +199,6 @@ def cells_of_spans(
             f"{num_columns} columns; take the values of at least the last A cells"
         )
     return span_indices((rows + 1) * num_columns - from_end, counts)
-
-
-def _cells_of_inputs(inputs: Mapping[str, Any], labels: np.ndarray, num_columns: int) -> Ragged:
-    """Return the cells of every segment with a trained token."""
-    begins = _begins(inputs, labels)
-    starts = np.flatnonzero(begins)
-    kept = np.logical_or.reduceat(labels.reshape(-1) != IGNORE_INDEX, starts)
-    starts, lengths = starts[kept], np.diff(starts, append=labels.size)[kept]
-    width = labels.shape[1]
-    if num_columns < width:  # the first of a row has no column
-        starts, lengths = starts - starts // width, lengths - 1
-    return Ragged.from_lengths(span_indices(starts, lengths), lengths)
-
-
-def _begins(inputs: Mapping[str, Any], labels: np.ndarray) -> np.ndarray:
-    """Return where segments begin, bool [R * W]; cells that Trainer adds are segments, too."""
-    begins = np.zeros(labels.shape, dtype=bool)
-    begins[:, :1] = True
-    if "position_ids" in inputs:
-        positions = _array(inputs, "position_ids")
-        if positions.shape != labels.shape:
-            raise ValueError(
-                f"position_ids have shape {list(positions.shape)}, labels {list(labels.shape)}; "
-                "give those of the same rows, [R, W]"
-            )
-        begins[:, 1:] = np.diff(positions, axis=1) != 1
-        return begins.reshape(-1)
-    if "cu_seq_lens_q" not in inputs:
-        raise ValueError(
-            f"neither position_ids nor cu_seq_lens_q is given, got {', '.join(inputs)}; pass what "
-            "the collator returned, or with Trainer set "
-            'TrainingArguments(label_names=["labels", "position_ids"])'
-        )
-    edges = _array(inputs, "cu_seq_lens_q", ndim=1)
-    if len(edges) < 1 or edges[-1] != labels.size:
-        raise ValueError(
-            f"cu_seq_lens_q ends at {edges[-1] if len(edges) else 'nothing'}, labels have "
-            f"{labels.size} cells; give those of the same rows"
-        )
-    flat = begins.reshape(-1)
-    flat[edges[:-1][np.diff(edges) > 0]] = True
-    return flat
-
-
-def _array(inputs: Mapping[str, Any], name: str, *, ndim: int = 2) -> np.ndarray:
-    if name not in inputs:
-        raise ValueError(
-            f"no {name} in the mapping, got {', '.join(inputs)}; they tell which cells belong to "
-            "examples: pass what the collator returned"
-        )
-    value = inputs[name]
-    array = value.detach().cpu().numpy() if isinstance(value, Tensor) else np.asarray(value)
-    if array.ndim != ndim:
-        shape = "[R, W]" if ndim == 2 else "[S + 1]"
-        raise ValueError(f"{name} must be {shape}, got shape {list(array.shape)}")
-    return array
 
 
 def values_of_cells(values: Tensor, cells: Ragged, dtype: torch.dtype) -> Ragged:
@@ -293,3 +222,50 @@ def response_cells(batch: Batch) -> Tensor | None:
     if not stored.columns or "loss_mask" in stored.given:
         return None
     return cells_of_responses(stored.columns, batch._shared)
+
+
+def shares_prefixes(batch: Any) -> bool:
+    """Return whether rows of the batch have fewer cells than tokens, since segments share them."""
+    placement = getattr(batch, "placement", None)
+    return placement is not None and placement.tree_width > 0
+
+
+def token_width(batch: Batch) -> int:
+    """Return the tokens of a row, pads included; the cells of one without shared prefixes.
+
+    Raises:
+        ValueError: fields per token and per cell without the placement, which relates them.
+    """
+    if (placement := batch.placement) is not None:
+        return placement.width
+    width, mask = int(batch["input_ids"].shape[1]), batch.get("loss_mask")
+    if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] >= max(width, 1):
+        raise ValueError(
+            f"loss_mask has {mask.shape[1]} columns, rows have {width} cells: of rows that share "
+            "prefixes (share_prefixes) tensors alone do not say where tokens lie; pass the Batch "
+            f"that the collator returned, otherwise a loss_mask of at most {width - 1} columns"
+        )
+    return width
+
+
+def cells_of_rows(batch: Batch) -> Tensor:
+    """Return the cell of every token, int64 [R, U] over all rows of cells; 0 at pads."""
+    made, stored = batch._shared, batch.stored()
+    if "cells of tokens" not in made:
+        placement = stored.columns.placement
+        with torch.inference_mode(False):
+            places = torch.from_numpy(placement.cells("lengths"))
+            cells = cells_of_tokens(stored.columns)
+            dense = cells.new_zeros(stored.num_rows * placement.width)
+            dense.scatter_(0, places.to(cells.device, non_blocking=True), cells)
+        made["cells of tokens"] = dense.view(stored.num_rows, placement.width)
+    return made["cells of tokens"]
+
+
+def before_and_at(batch: Batch, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the cells that predict tokens, and those of the tokens: int64 [K] each.
+
+    ``tokens`` int64 [K] count the columns of ``[R, U - 1]``, of which the first token has none.
+    """
+    cells = cells_of_rows(batch)
+    return cells[:, :-1].flatten()[tokens], cells[:, 1:].flatten()[tokens]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("torch_collate_kit.chat")
 
-_BATCH_SIZE = 256
+BATCH_SIZE = 256
 _PIXELS_BATCH_SIZE = 16  # an example may have tens of megabytes
 # Part of the fingerprint of the `datasets` cache: increase it when the output of a record changes.
 _CACHE_VERSION = 6
@@ -39,7 +39,7 @@ def tokenize_chat_dataset(
     """Tokenize every record of a ``datasets.Dataset`` as :func:`tokenize_chat` does.
 
     Args:
-        dataset: records in one of the forms that ``tokenize_chat`` reads. Arrow gives each struct
+        dataset: records in one of the forms that ``tokenize_chat`` reads. In Arrow each struct has
             the keys of all others, so keys that are None are removed from tool arguments; those in
             JSON strings and in values of ``datasets.Json`` are kept.
         tokenizer: a transformers tokenizer with a chat template; or a processor, for images.
@@ -48,7 +48,7 @@ def tokenize_chat_dataset(
         num_proc: the number of processes; None for this one.
 
     Returns a new dataset of the kept examples, in order, and a Counter of the ``skip_reason`` of
-    the others, which is also logged ("bad_tool_arguments": no JSON object). The columns are
+    the others, which is also logged ("bad_tool_arguments": not a JSON object). The columns are
     ``input_ids`` (int32) and ``loss_mask`` (int8), or with ``labels=True`` ``labels`` (int32);
     ``weight`` (float32) is kept, other columns are not. ``overflow="truncate"`` adds
     ``num_cut_tokens`` (int64, 0 for whole examples), and ``train_on="each"`` the ``record_index``
@@ -124,7 +124,7 @@ def bars_of_rank_0(hide: bool = False) -> Iterator[None]:
 def without_skipped(
     tokenized: Any, removed: Sequence[str], needed: str, num_conversations: int | None = None
 ) -> tuple[Any, Counter[str]]:
-    """Return the kept examples, and how many have each ``skip_reason``; DataError if all have one.
+    """Return the kept examples, and the count of each ``skip_reason``. DataError if all have one.
 
     ``needed`` is the way out then. Given ``num_conversations``, rows are segments of them.
     """
@@ -150,39 +150,49 @@ def without_skipped(
     return tokenized, skips
 
 
-@bars_of_rank_0()
 def _map(dataset: Any, setup: ChatSetup, num_proc: int | None) -> Any:
     import datasets
 
     features = _features(setup)
     if "weight" in dataset.column_names:
         features["weight"] = datasets.Value("float32")
-    if len(dataset) == 0:  # map would return no columns at all
-        return datasets.Dataset.from_dict({name: [] for name in features}, features=features)
     has_images, has_pixels = setup.images is not None, "pixel_values" in features
-    batch_size = _PIXELS_BATCH_SIZE if has_pixels else _BATCH_SIZE
+    batch_size = _PIXELS_BATCH_SIZE if has_pixels else BATCH_SIZE
     encoded = [name for name in dataset.features if _is_encoded(dataset.features, name)]
     is_table = has_images and bool(encoded)
-    mapped = dataset.with_format("arrow" if is_table else None).map(
+    # Relative paths of images start at the working directory.
+    version = (_CACHE_VERSION, os.getcwd() if has_images else "")
+    return mapped(
+        dataset.with_format("arrow" if is_table else None),
         _tokenize_rows,
-        with_indices=True,
-        batched=True,
+        features,
+        {"setup": setup, "is_table": is_table, "version": version},
         batch_size=batch_size,
         writer_batch_size=batch_size if has_pixels else None,
-        fn_kwargs={
-            "setup": setup,
-            "names": list(features),
-            "features": dataset.features,
-            "is_table": is_table,
-            # Relative paths of images start at the working directory.
-            "version": (_CACHE_VERSION, os.getcwd() if has_images else ""),
-        },
-        remove_columns=dataset.column_names,
-        features=features,
         num_proc=num_proc,
         desc="Tokenizing chats",
     )
-    return mapped.with_format(None)
+
+
+@bars_of_rank_0()
+def mapped(
+    dataset: Any, function: Any, features: Any, arguments: dict[str, Any], **options: Any
+) -> Any:
+    """Return the columns ``features`` that ``function`` makes of batches of records."""
+    import datasets
+
+    if len(dataset) == 0:  # map would return no columns at all
+        return datasets.Dataset.from_dict({name: [] for name in features}, features=features)
+    found = dataset.map(
+        function,
+        with_indices=True,
+        batched=True,
+        fn_kwargs={"names": list(features), "features": dataset.features, **arguments},
+        remove_columns=dataset.column_names,
+        features=features,
+        **options,
+    )
+    return found.with_format(None)
 
 
 def _features(setup: ChatSetup) -> Any:

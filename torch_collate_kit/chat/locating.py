@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from torch_collate_kit.chat.content_parts import IMAGE_TYPES, other_parts
+from torch_collate_kit.chat.record_forms import IMAGE_TYPES, other_parts
 from torch_collate_kit.chat.records import REASONING, Conversation
 from torch_collate_kit.chat.template import ChatTemplate, Messages, Refusal
 
@@ -23,7 +23,7 @@ _SOLID = re.compile(r"\S(?:[^\n]*\S)?")  # for a text of quotes, backslashes or 
 _THINK_END = "</think>"
 
 
-class Part(NamedTuple):
+class MarkedPart(NamedTuple):
     """One text of one message: the characters that the marked copy replaces by a mark.
 
     ``marked`` is ``core`` in the marked copy. ``before`` and ``after`` are the characters around it
@@ -43,7 +43,7 @@ class Part(NamedTuple):
 class Occurrence(NamedTuple):
     """A place of a part in the rendered text."""
 
-    part: Part
+    part: MarkedPart
     start: int
     end: int
 
@@ -61,7 +61,7 @@ class MarkedCopy:
         self._pieces: list[str] = []  # of the template, and between them one for each part
         self._order: list[int] = []
 
-    def locate(self, text: str, parts: list[Part]) -> tuple[list[Occurrence], dict[Any, Any]]:
+    def locate(self, text: str, parts: list[MarkedPart]) -> tuple[list[Occurrence], dict[Any, Any]]:
         """Return the places of ``parts``, and the known turns if only they differ."""
         pieces, ordered = self._pieces.copy(), [parts[i] for i in self._order]
         pieces[1::2] = [part.core for part in ordered]
@@ -81,7 +81,7 @@ class MarkedCopy:
 
 def locate_parts(
     template: ChatTemplate, conversation: Conversation, messages: Messages, text: str
-) -> tuple[list[Part], list[Occurrence], dict[Any, Any]]:
+) -> tuple[list[MarkedPart], list[Occurrence], dict[Any, Any]]:
     """Return the texts of ``messages``, their places in ``text``, and the known turns."""
     marker = _Marker(template.tags)
     marked = [marker.message(message, i) for i, message in enumerate(messages)]
@@ -107,7 +107,7 @@ class _Marker:
 
     def __init__(self, tags: re.Pattern[str]) -> None:
         self._tags = tags
-        self.parts: list[Part] = []
+        self.parts: list[MarkedPart] = []
 
     def copy(self, value: Any, message: int, where: str, kind: str) -> Any:
         """Return ``value`` with every string in it replaced; keys of mappings are kept."""
@@ -182,7 +182,7 @@ class _Marker:
         # (`trim`, `tojson`), and at what looks like one of their tags: these stay as they are.
         pieces = self._tags.split(text) if "<" in text or "[" in text else [text]
         if len(pieces) == 1 and text.strip(_EDGE) == text:  # most texts
-            self.parts.append(Part(message, kind, where, text, mark))
+            self.parts.append(MarkedPart(message, kind, where, text, mark))
             return mark
         for i in range(0, len(pieces), 2):
             if core := pieces[i].strip(_EDGE):
@@ -194,12 +194,14 @@ class _Marker:
         before, after = marked[:first], marked[last:]
         core = text[first : len(text) - len(after)]
         self.parts.append(
-            Part(message, kind, where, core, marked[first:last], before.lstrip(), after.rstrip())
+            MarkedPart(
+                message, kind, where, core, marked[first:last], before.lstrip(), after.rstrip()
+            )
         )
         return marked
 
 
-def _locate(text: str, marked: str, parts: list[Part]) -> list[Occurrence]:
+def _locate(text: str, marked: str, parts: list[MarkedPart]) -> list[Occurrence]:
     """Return the places of ``parts``, in the order of the text, by its ``marked`` rendering."""
     found: list[Occurrence] = []
     end = known = 0  # what is located: of the text, and of the marked one
@@ -221,7 +223,7 @@ def _locate(text: str, marked: str, parts: list[Part]) -> list[Occurrence]:
 
 
 def _size(
-    text: str, marked: str, start: int, mark: int, part: Part, floor: int
+    text: str, marked: str, start: int, mark: int, part: MarkedPart, floor: int
 ) -> tuple[int, int, int] | None:
     """Return the characters before a part, from its start on, and in the marked text; or None."""
     for escaped in (False, True):
@@ -242,7 +244,7 @@ def _size(
     return None
 
 
-def _changed(parts: list[Part], found: list[Occurrence], text: str, place: int) -> Refusal:
+def _changed(parts: list[MarkedPart], found: list[Occurrence], text: str, place: int) -> Refusal:
     """Return the refusal of a text that cannot be aligned after ``place``."""
     seen = {id(occurrence.part) for occurrence in found}
     part = next((part for part in parts if id(part) not in seen), None)

@@ -39,8 +39,8 @@ class ChatOptions:
     """The most tokens of an example; None for no limit."""
     overflow: Literal["raise", "truncate", "drop"] | None = None
     """Treatment of a longer example: "raise"; "truncate" keeps its first ``max_length`` tokens, so
-    that its last answer may have no end; "drop" skips it. None: "drop" for a whole dataset, which
-    one long chat must not end, and "raise" otherwise."""
+    that its last answer may have no end; "drop" skips it. None: "drop" for a whole dataset, so
+    that one long chat does not stop it, and "raise" otherwise."""
     allow_empty: bool = False
     """Train answers without text and tool calls, which teach the model to say nothing. They are
     refused by default."""

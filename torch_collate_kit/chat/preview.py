@@ -114,7 +114,7 @@ def load_tokenizer(name: str) -> Any:
             return transformers.AutoTokenizer.from_pretrained(name)
         except (OSError, ValueError) as error:
             raise OSError(
-                f"{name!r} is no .jinja file, and no tokenizer can be loaded from it: {error}"
+                f"{name!r} is not a .jinja file, and a tokenizer cannot be loaded from it: {error}"
             ) from error
     if not Path(name).is_file():
         raise FileNotFoundError(f"{name} does not exist")

@@ -1,15 +1,14 @@
-"""Messages and images of a record, in any of the forms in which people write them."""
+"""The forms of records: columns, texts, images, and contents that are lists of parts."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from torch_collate_kit.chat.content_parts import IMAGE_TYPES
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.reading.entries import weights_of_examples
 from torch_collate_kit.reading.keys import check_no_other_weight
@@ -28,6 +27,7 @@ _SHAREGPT_ROLES = {
 _MARKER = "<image>"
 _KEYS = ("image", "path", "url", "image_url", "base64")
 _OTHER_MEDIA = ("video", "audio")
+IMAGE_TYPES = ("image", "image_url")
 
 
 def check_columns(example: Mapping[str, Any]) -> None:
@@ -35,7 +35,7 @@ def check_columns(example: Mapping[str, Any]) -> None:
     for name in ("chosen", "rejected"):
         if example.get(name) is not None:
             raise DataError(
-                f"`{name}` is a column of preference data, which are no SFT data; pass the dataset "
+                f"`{name}` is a column of preference data, not of SFT data; pass the dataset "
                 "to preference.tokenize_preferences, or for SFT keep the good answers as `prompt` "
                 "and `completion`, or as `messages`, and remove the columns `chosen` and `rejected`"
             )
@@ -112,7 +112,8 @@ def _read_sharegpt(found: Any, where: str) -> Any:
     role = _SHAREGPT_ROLES.get(speaker) if isinstance(speaker, str) else None
     if role is None:
         raise DataError(
-            f"{where} is from {speaker!r}, which is none of {', '.join(_SHAREGPT_ROLES)}; rename it"
+            f"{where} is from {speaker!r}, which is not one of {', '.join(_SHAREGPT_ROLES)}; "
+            "rename it"
         )
     if not isinstance(value, str):
         raise DataError(f"{where} `value` must be text, got {value!r:.60}; convert or rename it")
@@ -123,7 +124,7 @@ def _read_sharegpt(found: Any, where: str) -> Any:
         loaded = json.loads(value)
     except ValueError as error:
         raise DataError(
-            f"{where} is a function_call, but its value {value!r:.60} is no JSON ({error}); "
+            f"{where} is a function_call, but its value {value!r:.60} is not JSON ({error}); "
             "fix it, or give it as text from gpt"
         ) from error
     functions = loaded if isinstance(loaded, list) else [loaded]
@@ -171,7 +172,7 @@ def num_images(messages: Sequence[Mapping[str, Any]]) -> int:
     return sum(_is_image(part) for content in contents for part in content)
 
 
-def read_images(
+def images_of_record(
     messages: Sequence[dict[str, Any]], example: Mapping[str, Any]
 ) -> tuple[list[dict[str, Any]], list[ImageSource]]:
     """Return messages with ``{"type": "image"}`` for each image, and the images in order.
@@ -255,3 +256,88 @@ def _source(part: Mapping[str, Any], where: str) -> ImageSource | None:
     if key == "base64" and isinstance(image, str) and not image.startswith("data:"):
         image = decoded_base64(image, where)
     return ImageSource(where, image)
+
+
+def read_parts(content: list[Any], where: str) -> tuple[list[Any], str | None]:
+    """Return the parts after the thinking, and the thinking, which comes first, or None."""
+    parts: list[Any] = []
+    thinking = None
+    for i, part in enumerate(content):
+        place = f"{where} content[{i}]"
+        if isinstance(part, str):
+            part = {"type": "text", "text": part}
+        if _type_of(part) == "thinking":
+            if thinking is not None or parts:
+                raise DataError(
+                    f"{place} is thinking after {'other thinking' if not parts else 'other parts'}"
+                    "; give all thinking of a message as one part, the first of its content"
+                )
+            thinking = text_of(part.get("thinking", part.get("text")))
+            if not isinstance(thinking, str):
+                raise DataError(f"{place} `thinking` must be text, got {thinking!r:.60}")
+            continue
+        if _type_of(part) == "text" and not _is_text(part):
+            others = [name for name in part if name not in ("type", "text")]
+            raise DataError(
+                f"{place} is a text part without a string `text`, got {dict(part)!r:.60}; "
+                + (f"rename {others[0]!r} to `text`" if others else "give one, or remove the part")
+            )
+        parts.append(part)
+    return parts, thinking
+
+
+def text_of(content: Any) -> Any:
+    """Return parts that are only text as one string; anything else as it is."""
+    if isinstance(content, list) and all(map(_is_text, content)):
+        return "".join(part["text"] for part in content)
+    return content
+
+
+def other_parts(content: Any) -> list[tuple[str, Any]]:
+    """Return the parts other than text, thinking and images, each with its name for errors."""
+    if not isinstance(content, list):
+        return []
+    return [
+        (f"{part_type} part content[{i}]" if part_type else f"part content[{i}]", part)
+        for i, part in enumerate(content)
+        if (part_type := _type_of(part)) not in ("text", "thinking", *IMAGE_TYPES)
+    ]
+
+
+def lost_part(part: Any, text: str) -> bool:
+    """Return whether a part says nothing, or has a number or bool that is not in ``text``."""
+    said = (
+        {key: value for key, value in part.items() if key != "type"}
+        if isinstance(part, Mapping)
+        else part
+    )
+    values = [leaf for name, leaf in leaves(said) if name == "value" and leaf not in (None, "")]
+    return not values or not all(isinstance(v, str) or is_written(v, text) for v in values)
+
+
+def is_written(value: Any, text: str) -> bool:
+    """Return whether ``text`` has a value as JSON or as Python writes it."""
+    return json.dumps(value) in text or str(value) in text
+
+
+def leaves(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield every key and leaf of a value: ("key", of a mapping), ("value", anything else)."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield "key", key
+            yield from leaves(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from leaves(item)
+    else:
+        yield "value", value
+
+
+def _type_of(part: Any) -> Any:
+    if not isinstance(part, Mapping):
+        return None
+    return part.get("type", "text" if "text" in part else None)
+
+
+def _is_text(part: Any) -> bool:
+    return _type_of(part) == "text" and isinstance(part.get("text"), str)

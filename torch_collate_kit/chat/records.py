@@ -9,9 +9,15 @@ from functools import lru_cache
 from typing import Any
 
 from torch_collate_kit._checks import respelt
-from torch_collate_kit.chat.content_parts import read_parts, text_of
 from torch_collate_kit.chat.options import ChatSetup
-from torch_collate_kit.chat.record_forms import ImageSource, find_messages, num_images, read_images
+from torch_collate_kit.chat.record_forms import (
+    ImageSource,
+    find_messages,
+    images_of_record,
+    num_images,
+    read_parts,
+    text_of,
+)
 from torch_collate_kit.errors import DataError
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -51,7 +57,7 @@ def read_record(example: Mapping[str, Any], setup: ChatSetup, from_arrow: bool) 
     messages = [_read_message(m, f"messages[{i}]", from_arrow) for i, m in enumerate(listed)]
     images: list[ImageSource] = []
     if setup.images is not None:
-        messages, images = read_images(messages, example)
+        messages, images = images_of_record(messages, example)
     elif num_images(messages):
         raise DataError(
             "the messages have images, which a tokenizer alone does not read; pass "
@@ -125,14 +131,15 @@ def _is_selected(message: Mapping[str, Any], turn: int) -> bool:
     of_content = content if isinstance(content, (list, tuple)) else ()
     parts = [part if isinstance(part, Mapping) else {} for part in of_content]
     values, *of_parts = (
-        {key: of[key] for key in _SELECTORS if of.get(key) is not None} for of in (message, *parts)
+        {key: part[key] for key in _SELECTORS if part.get(key) is not None}
+        for part in (message, *parts)
     )
-    if any(of != of_parts[0] for of in of_parts):
+    if any(flags != of_parts[0] for flags in of_parts):
         raise DataError(
             f"messages[{turn}] has parts of which {of_parts} says what is trained, but a turn is "
             "trained in full or not at all; give the message one flag, or split it"
         )
-    values |= {f"{key} of its parts": of for key, of in (of_parts or [{}])[0].items()}
+    values |= {f"{key} of its parts": value for key, value in (of_parts or [{}])[0].items()}
     for key, value in values.items():
         if value not in (0, 1):  # True is 1
             raise DataError(
@@ -274,11 +281,11 @@ def without_padding(records: Any, from_arrow: Any) -> tuple[Any, bool]:
         return records, from_arrow is True
 
     def bare(value: Any, feature: Any, is_inside: bool) -> Any:
-        if isinstance(value, Mapping) and isinstance(feature, Mapping):  # a struct, and no Json
+        if isinstance(value, Mapping) and isinstance(feature, Mapping):  # a struct, not Json
             return {
-                k: bare(of, feature.get(k), is_inside or k == "arguments")
-                for k, of in value.items()
-                if of is not None or not is_inside
+                k: bare(item, feature.get(k), is_inside or k == "arguments")
+                for k, item in value.items()
+                if item is not None or not is_inside
             }
         inner = getattr(feature, "feature", None)
         return [bare(v, inner, is_inside) for v in value] if inner and _is_list(value) else value
@@ -287,7 +294,7 @@ def without_padding(records: Any, from_arrow: Any) -> tuple[Any, bool]:
 
 
 def drop_none(value: Any) -> Any:
-    """Return a copy without None: Arrow gives each struct the keys of all others."""
+    """Return a copy without None: in Arrow each struct has the keys of all others."""
     if isinstance(value, Mapping):
         return {key: drop_none(item) for key, item in value.items() if item is not None}
     if isinstance(value, (list, tuple)):

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch_collate_kit._checks import computed_once
-from torch_collate_kit.chat.content_parts import lost_part, other_parts
-from torch_collate_kit.chat.locating import Occurrence, Part, has_marks, locate_parts
-from torch_collate_kit.chat.record_forms import num_images
+from torch_collate_kit.chat.locating import MarkedPart, Occurrence, has_marks, locate_parts
+from torch_collate_kit.chat.record_forms import lost_part, num_images, other_parts
 from torch_collate_kit.chat.records import Conversation
 from torch_collate_kit.chat.template import (
     FORMS,
@@ -52,7 +51,7 @@ class Rendering:
     style: Style
     text: str
     tagged: Spans | None
-    parts: list[Part]
+    parts: list[MarkedPart]
     occurrences: list[Occurrence]
     known_turns: dict[Any, Any]
     """Places of turns, filled by the texts that differ from this one in nothing but their parts."""
@@ -105,7 +104,7 @@ class Rendering:
         return Counter(id(occurrence.part) for occurrence in self.occurrences)
 
     @computed_once
-    def missing(self) -> list[Part]:
+    def missing(self) -> list[MarkedPart]:
         """The parts that are not in the text."""
         return [] if self._in_order else [p for p in self.parts if id(p) not in self.times]
 
@@ -158,12 +157,12 @@ def render_conversation(
             return _render(template, conversation, trained, style)
         except Refusal as refusal:
             refusals.append(refusal)
-    told = next((refusal for refusal in refusals if refusal.rendered), refusals[0])
-    raise _named(told, conversation.messages[: trained[-1] + 1])
+    shown = next((refusal for refusal in refusals if refusal.rendered), refusals[0])
+    raise _named(shown, conversation.messages[: trained[-1] + 1])
 
 
 def _named(refusal: Refusal, messages: Messages) -> Refusal:
-    """Return the refusal with the part that is no text, if it may be the cause."""
+    """Return the refusal, naming a part other than text if that may be the cause."""
     for i, message in enumerate(messages):
         may_be = not refusal.rendered or f"messages[{i}]" in refusal.reason
         for name, _ in other_parts(message["content"]) if may_be else ():
@@ -257,13 +256,13 @@ def _check_images(text: str, messages: Messages, placeholder: str) -> None:
 
 
 def _check_parts(rendering: Rendering) -> None:
-    """Refuse a text that lacks a part that is no text, such as the pages of a document."""
+    """Refuse a text that lacks a part other than text, such as the pages of a document."""
     for i, message in enumerate(rendering.messages):
         for name, part in other_parts(message.get("content")):
             text = rendering.text_of(i)
             if lost_part(part, text):
-                of = f"messages[{i}] {name} of the role {message['role']!r}"
-                raise Refusal(f"the chat template drops {of}", _CHANGE_TEMPLATE)
+                lost = f"messages[{i}] {name} of the role {message['role']!r}"
+                raise Refusal(f"the chat template drops {lost}", _CHANGE_TEMPLATE)
             printed = (repr(part), json.dumps(part, ensure_ascii=False))
             if message["role"] == "assistant" and any(form in text for form in printed):
                 raise Refusal(f"{_AS_LIST.format(i)}, with its {name}", "give it as a string")
@@ -275,8 +274,8 @@ def _check_context(rendering: Rendering, trained: set[int]) -> None:
         role = "" if part.message < 0 else rendering.messages[part.message]["role"]
         may_miss = role == "assistant" and part.kind in ("content", "thinking")
         if part.message not in trained and not may_miss:
-            of = f"messages[{part.message}] {part.where} of the role {role!r}"
-            where = part.where if part.message < 0 else of
+            named = f"messages[{part.message}] {part.where} of the role {role!r}"
+            where = part.where if part.message < 0 else named
             raise Refusal(f"the chat template drops {where}", _CHANGE_TEMPLATE)
     has_parts = [isinstance(message.get("content"), list) for message in rendering.messages]
     for part, start, end in rendering.occurrences:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from torch_collate_kit._checks import needed_package, respelt
-from torch_collate_kit.chat.content_parts import is_written, leaves, text_of
+from torch_collate_kit.chat.record_forms import is_written, leaves, text_of
 from torch_collate_kit.chat.records import REASONING
 from torch_collate_kit.errors import DataError
 
@@ -46,7 +46,7 @@ class Refusal(DataError):
 
 
 class ChatTemplate:
-    """A template as the tokenizer renders it, with the facts found about it so far."""
+    """A template as the tokenizer renders it, with the facts known about it so far."""
 
     @classmethod
     def of(cls, tokenizer: Any, kwargs: Mapping[str, Any], tools: Any) -> ChatTemplate:
@@ -103,7 +103,7 @@ class ChatTemplate:
             return False
         asked = {"role": "user", "content": "Q"}
         try:
-            texts = (self.render([asked, {**asked, "role": of}]) for of in (role, "assistant"))
+            texts = (self.render([asked, {**asked, "role": name}]) for name in (role, "assistant"))
             return len({*texts}) > 1
         except Refusal:
             return True  # the record is refused, too, if it is for the role
@@ -240,7 +240,7 @@ def _as_parts(content: Any) -> list[Any]:
 
 
 def decoded_arguments(arguments: str) -> dict[str, Any] | None:
-    """Return the mapping in a JSON string, repeated keys included; None if there is none."""
+    """Return the mapping in a JSON string, repeated keys included; None for anything else."""
 
     def mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found: dict[str, Any] = {}

@@ -13,7 +13,7 @@ def _collate_once() -> None:
     """Make a batch of every layout: 5 ms.
 
     Each operator of torch is set up by its first call, under a lock. A process that is forked while
-    another thread is in there, such as a DataLoader's worker, would wait for that lock for ever.
+    another thread is in there, such as a DataLoader's worker, would deadlock on that lock.
     """
     sft = [{"input_ids": [1, 2], "loss_mask": [0.0, 1.0]}, {"input_ids": [1], "loss_mask": [1.0]}]
     rollout = {"prompt_ids": [1, 2], "response_ids": [3], "rewards": 1.0, "loss_mask": [1]}

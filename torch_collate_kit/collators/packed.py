@@ -8,10 +8,12 @@ from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
+import torch
 
 from torch_collate_kit._checks import checked_bool
 from torch_collate_kit._reprs import call_repr, changed_settings
 from torch_collate_kit.batch import Batch
+from torch_collate_kit.batch.fields import PackedValues, PerToken
 from torch_collate_kit.batch.placement import (
     MAX_WIDTH,
     Placement,
@@ -19,33 +21,24 @@ from torch_collate_kit.batch.placement import (
     packed,
     too_wide,
 )
-from torch_collate_kit.batch.rows import PackedValues
-from torch_collate_kit.collators.collator import Collator
-from torch_collate_kit.collators.packed_checks import (
-    check_ends,
-    check_rollouts,
-    eos_token_id_of,
-    refuse_unpacked,
-)
-from torch_collate_kit.collators.trainer import ForTrainer, check_targets
-from torch_collate_kit.collators.tree_rows import (
-    atoms_of,
-    check_planned,
-    first_cells,
-    place_in_trees,
-)
+from torch_collate_kit.collators.collator import Collator, ForTrainer, check_targets
+from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing import PackingOptions, PackingPlan, RankPlan
-from torch_collate_kit.packing.atoms import Patches, image_sizes
-from torch_collate_kit.packing.fitting import Cuts
-from torch_collate_kit.packing.mixed_examples import counts_by_source
+from torch_collate_kit.packing.atoms import Atoms, Patches, image_sizes
 from torch_collate_kit.packing.options import Overflow, ParallelLayout, Strategy, common_options
-from torch_collate_kit.packing.planner import pack, plan_rows
-from torch_collate_kit.packing.rank_plan import PlannedExamples, joined_rows, named_in_errors
+from torch_collate_kit.packing.planner import Cuts, pack, plan_rows
+from torch_collate_kit.packing.rank_plan import (
+    PlannedExamples,
+    counts_by_source,
+    joined_rows,
+    named_in_errors,
+)
 from torch_collate_kit.packing.rows import row_sums, running_sum
-from torch_collate_kit.ragged import unchecked
-from torch_collate_kit.reading.entries import DeclaredFields
-from torch_collate_kit.reading.examples import ExampleColumns
-from torch_collate_kit.reading.keys import KNOWN, ROLLOUT_KEYS
+from torch_collate_kit.packing.trees import is_shared
+from torch_collate_kit.ragged import Ragged, take_spans, unchecked
+from torch_collate_kit.reading.entries import DeclaredFields, joined
+from torch_collate_kit.reading.examples import ExampleColumns, RowColumns
+from torch_collate_kit.reading.keys import KNOWN, ROLLOUT_KEYS, unknown_images
 from torch_collate_kit.reading.reader import read_columns
 from torch_collate_kit.reading.source import Examples
 from torch_collate_kit.vision import VisionLayout
@@ -131,14 +124,14 @@ class PackedCollator(Collator, ForTrainer):
             self.packing = replace(self.packing, strategy="balanced")
         self.eos_token_id = None
         if self.packing.strategy == "wrapped":
-            self.eos_token_id = eos_token_id_of(tokenizer)
+            self.eos_token_id = _eos_token_id_of(tokenizer)
         if self.vision is not None:
             if self.packing.share_prefixes:
                 raise ValueError(
                     "share_prefixes is for text: equal placeholders of images may stand for "
                     "different pixels; leave it out"
                 )
-            refuse_unpacked(self.vision)
+            _refuse_unpacked(self.vision)
             if not self.packing.dummy_image_tokens:
                 tokens = self.vision.smallest_tokens
                 self.packing = replace(self.packing, dummy_image_tokens=tokens)
@@ -175,7 +168,7 @@ class PackedCollator(Collator, ForTrainer):
         else:
             columns = self._read(examples, rollouts=None)
             patches, cuts = self._patches(columns)
-            atoms = atoms_of(columns, self.packing, patches)
+            atoms = _atoms_of(columns, self.packing, patches)
             part = RankPlan(plan := plan_rows(atoms, self.packing, cuts))
             part.metadata = counts_by_source(examples, plan.atoms.examples, plan.atoms.tokens)
         if for_trainer:
@@ -191,14 +184,14 @@ class PackedCollator(Collator, ForTrainer):
             vision=self.vision,
         )
         if columns.are_rollouts:
-            check_rollouts(columns, self.packing, has_vision=self.vision is not None)
+            _check_rollouts(columns, self.packing, has_vision=self.vision is not None)
             if self.train_all:
                 raise ValueError(
                     "train_all=True is for examples with input_ids; rollouts mark trained tokens "
                     "with loss_mask; remove train_all"
                 )
         if self.eos_token_id is not None:
-            check_ends(columns, self.eos_token_id)
+            _check_ends(columns, self.eos_token_id)
         return columns
 
     def _read_part(self, part: RankPlan, examples: Examples) -> ExampleColumns:
@@ -207,10 +200,12 @@ class PackedCollator(Collator, ForTrainer):
             columns = self._read(examples)
         else:
             columns = ExampleColumns.of_none(self.fields, self.vision)
-        check_planned(columns, part, self.packing)
+        _check_planned(columns, part, self.packing)
         is_limited = part.plan.packing.max_patches is not None or part.plan.rows_multiple_of > 1
         if columns.images is not None and is_limited:
-            part.check_patches(np.array([sum(of) for of in columns.patches()], dtype=np.int64))
+            part.check_patches(
+                np.array([sum(numbers) for numbers in columns.patches()], dtype=np.int64)
+            )
         return columns
 
     def _check_part(self, part: RankPlan, *, normalize_loss: bool) -> None:
@@ -267,7 +262,7 @@ class PackedCollator(Collator, ForTrainer):
             columns, pieces = columns.with_dummy_images(pieces, part.needs_dummy_image)
         indices = unchecked(plan.atoms.examples[part.numbers], part.pieces.row_offsets)
         if plan.atoms.are_lists:
-            pieces = columns.opened(pieces)
+            pieces = columns.in_segments(pieces)
             per_piece = plan.atoms.segments[part.numbers]
             offsets = running_sum(per_piece)[indices.offsets]
             indices = unchecked(np.repeat(indices.values, per_piece), offsets)
@@ -280,13 +275,13 @@ class PackedCollator(Collator, ForTrainer):
             indices = unchecked(firsts, pieces.row_offsets)
         placed = columns.place(pieces)
         if plan.atoms.share:
-            first = first_cells(plan.atoms.cells[part.numbers], part.pieces.row_offsets)
+            first = _first_cells(plan.atoms.cells[part.numbers], part.pieces.row_offsets)
             first = np.repeat(first, per_piece)
-            per_row["shared_lengths"] = place_in_trees(placed, columns, first)
+            per_row["shared_lengths"] = _place_in_trees(placed, columns, first)
         if self.vision is not None:
             placed.counts["examples"] = (placed.examples < num_examples).astype(np.int64)
         names = [*_FIELDS, *self._of_images, *columns.names, "sub_seq_lengths"]
-        tree_width, align = 0, plan.align
+        tree_width, align = 0, plan.packing.parallel.align
         if plan.atoms.share:  # a row of tokens, and where they are in a row of cells
             per_row_tokens = row_sums(pieces.lengths, pieces.row_offsets)
             tree_width, width, align = width, max(1, int(per_row_tokens.max(initial=1))), 1
@@ -326,7 +321,7 @@ class PackedCollator(Collator, ForTrainer):
             metadata["vision_cost_per_rank"] = tuple(images.tolist())
             metadata["num_dummy_images"] = int(np.count_nonzero(plan.needs_dummy_image))
         if plan.atoms.are_lists:
-            metadata["num_segments"] = tuple(plan.segments_per_example.tolist())
+            metadata["num_segments"] = tuple(_segments_per_example(plan).tolist())
             if plan.atoms.share:
                 metadata["step_num_filled_cells"] = int(plan.atoms.cells.sum())
         return metadata | (part.metadata or {})
@@ -343,3 +338,129 @@ class PackedCollator(Collator, ForTrainer):
         common = {"max_tokens", "strategy", "overflow", "parallel", "max_patches", "isolate"}
         common.add("share_prefixes")
         return {**(changed if changed.keys() <= common else {"packing": packing}), **own}
+
+
+def checked_collator(collate: Any) -> PackedCollator:
+    """Return the PackedCollator that ``collate`` is, or that it holds and calls."""
+    found = collate
+    while not isinstance(found, PackedCollator):
+        found = getattr(found, "collate", getattr(found, "collator", None))
+        if found is None:
+            raise TypeError(
+                f"collate must be a PackedCollator, got a {type(collate).__name__}: it says how "
+                "rows are packed; for batches without packing use a PrefetchingSampler"
+            )
+    return found
+
+
+def _check_ends(columns: ExampleColumns, eos_token_id: int) -> None:
+    """Check that every document ends with the end token, which separates it from the next."""
+    if columns.are_rollouts:
+        raise DataError('strategy="wrapped" joins documents with input_ids, not rollouts')
+    ids = joined(columns.input_ids)
+    without = np.flatnonzero(ids.values[ids.offsets[1:] - 1] != eos_token_id)
+    if len(without):
+        i = int(without[0])
+        raise DataError(
+            f"example {i} ends with token {int(ids.values[ids.offsets[i + 1] - 1])}, not with "
+            f"the end token {eos_token_id} of the tokenizer, which parts documents with "
+            f'strategy="wrapped" ({len(without)} of {len(ids)} examples); append it to every '
+            "document"
+        )
+
+
+def _check_rollouts(rollouts: ExampleColumns, packing: PackingOptions, *, has_vision: bool) -> None:
+    """Check that rollouts fit in a row whole, and that their images are understood."""
+    if rollouts.images is not None and not has_vision:
+        raise unknown_images(f"example {min(rollouts.images.units)}")
+    capacity, max_tokens = packing.capacity, packing.max_tokens
+    too_long = np.flatnonzero(rollouts.lengths > capacity)
+    if len(too_long) and packing.overflow != "drop":
+        i = int(too_long[0])
+        raise DataError(
+            f"example {i} is a rollout of {rollouts.lengths[i]} tokens, more "
+            f"than the {capacity} that fit in a row with max_tokens={max_tokens}, and a "
+            'rollout is never cut; raise max_tokens, or pass overflow="drop"'
+        )
+
+
+def _eos_token_id_of(tokenizer: Any) -> int:
+    """Return the end token of a tokenizer, which must have one."""
+    found = getattr(tokenizer, "eos_token_id", None)
+    if not isinstance(found, int | np.integer):
+        raise ValueError(
+            f'strategy="wrapped" joins documents with the end token of the tokenizer, and '
+            f"{type(tokenizer).__name__} has eos_token_id={found!r}; pass a tokenizer, no pad id"
+        )
+    return int(found)
+
+
+def _refuse_unpacked(vision: VisionLayout) -> None:
+    """Refuse models whose examples cannot be packed exactly, or whose family is ambiguous."""
+    if vision.family.not_packed:
+        raise ValueError(
+            f"examples of {vision.family_name} models are not packed: "
+            f"{vision.family.not_packed}; use PaddedCollator"
+        )
+    if vision.shared_by:
+        raise ValueError(
+            "rows are packed by the rules of one model, and the processor is that of several: "
+            f"{', '.join(vision.shared_by)}; pass the model's config: "
+            "vision=VisionLayout.of(processor, model.config), or config=model.config to "
+            "VisionLanguageCollator (PaddedCollator needs none)"
+        )
+
+
+def _segments_per_example(plan: PackingPlan) -> np.ndarray:
+    """Return the number of segments of each example, dropped ones included: int64 [N]."""
+    examples = np.append(plan.atoms.examples, plan.left_out.examples)
+    counts = np.zeros(int(examples.max(initial=-1)) + 1, dtype=np.int64)
+    counts[examples] = np.append(plan.atoms.segments, plan.left_out.segments)
+    return counts
+
+
+def _atoms_of(columns: ExampleColumns, packing: PackingOptions, patches: Patches | None) -> Atoms:
+    """Return the atoms of the examples."""
+    depths, are_lists = None, columns.segment_offsets is not None
+    if are_lists and packing.share_prefixes:
+        found = columns.trees.depths
+        depths = found if is_shared(packing, columns.lengths, found) else None
+    return Atoms.of(columns.lengths, columns.segment_offsets, packing, patches, depths=depths)
+
+
+def _check_planned(columns: ExampleColumns, part: RankPlan, packing: PackingOptions) -> None:
+    """Check that the examples are those that were planned.
+
+    Raises:
+        DataError: they have other tokens, segments or prefixes.
+    """
+    if (offsets := columns.segment_offsets) is None:
+        return part.check_lengths(columns.lengths)
+    part.check_lengths(row_sums(columns.lengths, offsets), are_lists=True)
+    depths = columns.trees.depths if part.plan.atoms.share else None
+    found = Atoms.of(columns.lengths, offsets, packing, depths=depths).take(part.pieces.examples)
+    part.check_segments(found.cells, found.segments)
+
+
+def _first_cells(cells: np.ndarray, row_offsets: np.ndarray) -> np.ndarray:
+    """Return the first cell in its row of each tree, int64 [P]; ``cells`` are those of each."""
+    before = running_sum(cells)
+    return before[:-1] - np.repeat(before[row_offsets[:-1]], np.diff(row_offsets))
+
+
+def _place_in_trees(placed: RowColumns, columns: ExampleColumns, first: np.ndarray) -> Ragged:
+    """Add the cell of every token, and the cells of its own of every segment.
+
+    ``first`` int64 [S] is the first cell in its row of the tree of each segment. Returns the tokens
+    that each segment shares, those of each row.
+    """
+    trees, pieces = columns.trees, placed.pieces
+    starts = joined(columns.input_ids).offsets[:-1][pieces.examples]
+    cells = take_spans(trees.cells, starts, pieces.lengths)
+    cells = cells + np.repeat(first.astype(np.int32), pieces.lengths)
+    offsets = running_sum(pieces.lengths)[pieces.row_offsets]
+    placed.columns["tree_cells"] = unchecked(torch.from_numpy(cells), offsets)
+    placed.specs["tree_cells"] = PerToken(torch.int32)
+    placed.counts["own"] = trees.own[pieces.examples]
+    placed.counts["firsts"] = first + trees.firsts[pieces.examples]
+    return unchecked(trees.depths[pieces.examples], pieces.row_offsets.copy())

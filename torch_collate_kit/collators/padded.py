@@ -9,6 +9,7 @@ import numpy as np
 from torch_collate_kit._checks import checked_bool, checked_choice, checked_optional_int
 from torch_collate_kit._reprs import plural
 from torch_collate_kit.batch import Batch
+from torch_collate_kit.batch.fields import PackedValues
 from torch_collate_kit.batch.placement import (
     MAX_WIDTH,
     Placement,
@@ -16,15 +17,13 @@ from torch_collate_kit.batch.placement import (
     too_wide,
     whole_examples,
 )
-from torch_collate_kit.batch.rows import PackedValues
-from torch_collate_kit.collators.collator import Collator
-from torch_collate_kit.collators.trainer import ForTrainer, check_targets
+from torch_collate_kit.collators.collator import Collator, ForTrainer, check_targets
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.packing.mixed_examples import counts_by_source
+from torch_collate_kit.packing.rank_plan import counts_by_source
 from torch_collate_kit.packing.rows import Pieces, row_sums
 from torch_collate_kit.ragged import span_indices
 from torch_collate_kit.reading.entries import DeclaredFields
-from torch_collate_kit.reading.examples import ExampleColumns, PlacedColumns
+from torch_collate_kit.reading.examples import ExampleColumns, RowColumns
 from torch_collate_kit.reading.keys import KNOWN, ROLLOUT_KEYS
 from torch_collate_kit.reading.reader import read_columns
 from torch_collate_kit.reading.source import Examples
@@ -76,10 +75,12 @@ class _OneExamplePerRow(Collator):
         per_example: dict[str, Any] = examples.per_example
         metadata: dict[str, Any] = {"num_examples": len(examples.example_lengths)}
         if examples.segment_offsets is not None:
-            per_example = {k: _at_first(of, placed) for k, of in per_example.items()}
+            per_example = {k: _at_first(values, placed) for k, values in per_example.items()}
             metadata["num_segments"] = tuple(np.diff(examples.segment_offsets).tolist())
         elif len(dropped):
-            per_example = {k: [of[i] for i in pieces.examples] for k, of in per_example.items()}
+            per_example = {
+                k: [values[i] for i in pieces.examples] for k, values in per_example.items()
+            }
         metadata |= counts_by_source(given, placed.examples, pieces.lengths)
         return self._batch(
             placed,
@@ -139,7 +140,7 @@ class _OneExamplePerRow(Collator):
         return whole._replace(lengths=lengths), none, too_long
 
 
-def _at_first(values: list[Any], placed: PlacedColumns) -> list[PackedValues]:
+def _at_first(values: list[Any], placed: RowColumns) -> list[PackedValues]:
     """Return the value of each example in the row of its first segment, as a tuple per row."""
     assert placed.segment_numbers is not None
     pairs = zip(placed.examples.tolist(), placed.segment_numbers.tolist(), strict=True)

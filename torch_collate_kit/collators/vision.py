@@ -13,14 +13,13 @@ from torch_collate_kit._reprs import call_repr, changed_settings
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.chat.options import DEFAULT_OPTIONS, ChatOptions, ChatSetup
 from torch_collate_kit.chat.tokenize import tokenize_records
+from torch_collate_kit.collators.collator import ForTrainer
 from torch_collate_kit.collators.packed import PackedCollator
 from torch_collate_kit.collators.padded import PaddedCollator
-from torch_collate_kit.collators.trainer import ForTrainer
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing import PackingOptions
-from torch_collate_kit.packing.mixed_examples import MixedExamples
 from torch_collate_kit.packing.options import Overflow
-from torch_collate_kit.packing.rank_plan import PlannedExamples, named_in_errors
+from torch_collate_kit.packing.rank_plan import MixedExamples, PlannedExamples, named_in_errors
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.entries import DeclaredFields
 from torch_collate_kit.reading.keys import is_other_weight
@@ -32,7 +31,7 @@ _RECORDS_AT_A_TIME = 1000
 _DROPPED = ("too_long", "nothing_left_after_truncation")  # by max_length
 
 
-class ExampleSizes(NamedTuple):
+class VisionSizes(NamedTuple):
     """Sizes of conversations, from which ``PackedBatchSampler`` plans rows."""
 
     lengths: np.ndarray
@@ -168,7 +167,7 @@ class VisionLanguageCollator(ForTrainer):
         _count_lost(batch, processed, np.array(kept))
         return batch
 
-    def sizes(self, examples: Examples) -> ExampleSizes:
+    def sizes(self, examples: Examples) -> VisionSizes:
         """Return what a plan needs, from the text and the headers of image files; decodes no image.
 
         ``examples`` are records in any form that collators accept; a dataset is read in parts.
@@ -187,7 +186,7 @@ class VisionLanguageCollator(ForTrainer):
                 patches.append(self.vision.patches(example))
                 is_trained = example.get("weight", 1) != 0
                 num_loss_tokens.append(sum(example["loss_mask"][1:]) if is_trained else 0)
-        return ExampleSizes(
+        return VisionSizes(
             np.array(lengths, dtype=np.int64), patches, np.array(num_loss_tokens, dtype=np.int64)
         )
 
@@ -200,7 +199,7 @@ class VisionLanguageCollator(ForTrainer):
             setup = ChatSetup(self._processor, replace(self.chat, pixels=False))
         records = texts = source.records(0, len(source))
         if declared := {key for key in self.fields if is_other_weight(key)}:  # no weights then
-            texts = [{k: of for k, of in row.items() if k not in declared} for row in records]
+            texts = [{k: value for k, value in row.items() if k not in declared} for row in records]
         tokenized = tokenize_records(
             texts, setup, from_arrow=getattr(source.data, "features", source.is_arrow)
         )

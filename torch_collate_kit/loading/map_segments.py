@@ -12,8 +12,8 @@ from torch import Tensor
 
 from torch_collate_kit._checks import checked_int
 from torch_collate_kit.batch import Batch
+from torch_collate_kit.collators.packed import checked_collator
 from torch_collate_kit.loading.dataset import TokenizedDataset
-from torch_collate_kit.loading.orders.checks import checked_collator
 from torch_collate_kit.loading.sampler import PackedBatchSampler
 from torch_collate_kit.packing import PackingOptions
 from torch_collate_kit.ragged import Ragged

@@ -1,10 +1,14 @@
-"""The loss of a batch, log-probs of its tokens, sums over its segments, and what to divide by."""
+"""The loss of a batch and its divisors, log-probs of tokens, and sums over segments."""
 
-from torch_collate_kit.losses.loss_tokens import global_num_examples, global_num_loss_tokens
-from torch_collate_kit.losses.model_with_loss import ModelWithLoss
 from torch_collate_kit.losses.segments import segment_ends, segment_sums, sums_by
 from torch_collate_kit.losses.token_logps import token_logps, trained_values
-from torch_collate_kit.losses.token_loss import PerTokenOutputs, token_loss
+from torch_collate_kit.losses.token_loss import (
+    ModelWithLoss,
+    PerTokenOutputs,
+    global_num_examples,
+    global_num_loss_tokens,
+    token_loss,
+)
 
 __all__ = [
     "ModelWithLoss",

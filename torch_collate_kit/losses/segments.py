@@ -16,10 +16,13 @@ from torch import Tensor
 from torch_collate_kit._checks import checked_bool, checked_choice
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.context_shards import refuse_shard
-from torch_collate_kit.batch.trees import cells_of_rows, shares_prefixes, token_width
-from torch_collate_kit.batch.unpacking import segment_spans
-from torch_collate_kit.losses.model_outputs import check_floats, widened
-from torch_collate_kit.losses.token_logps import check_batch, trained_cells
+from torch_collate_kit.batch.unpacking import (
+    cells_of_rows,
+    segment_spans,
+    shares_prefixes,
+    token_width,
+)
+from torch_collate_kit.losses.token_logps import check_batch, check_floats, trained_cells, widened
 from torch_collate_kit.ragged import Ragged
 
 _HINT = "pass one value for each trained token, as token_logps returns"
@@ -36,7 +39,7 @@ def segment_sums(
 
     Args:
         values: ``[n]``, one for each trained token, as :func:`token_logps` returns.
-        batch: the Batch that these are of.
+        batch: the Batch of these values.
         weights: ``[n]``, factors of the values.
         mean: divide by the segment's trained tokens, or by the sum of its weights. A segment
             without trained tokens has 0.
@@ -46,7 +49,7 @@ def segment_sums(
     Raises:
         ValueError: other numbers of values or weights than the batch has trained tokens; a Batch
             that does not say where its segments are.
-        TypeError: values that are not a tensor of floats; no Batch.
+        TypeError: values that are not a tensor of floats; not a Batch.
 
     >>> from torch_collate_kit import PackedCollator, segment_sums
     >>> batch = PackedCollator(0, max_tokens=8)([{"input_ids": [1, 2]}, {"input_ids": [3, 1, 2]}])
@@ -60,8 +63,8 @@ def segment_sums(
     check_batch(batch)
     segments, num_segments = _segments_of_trained(batch)
     given = {"values": values} if weights is None else {"values": values, "weights": weights}
-    for name, of in given.items():
-        _check_shape(name, of, len(segments), "trained tokens")
+    for name, tensor in given.items():
+        _check_shape(name, tensor, len(segments), "trained tokens")
     values = widened(values)
     if weights is not None:  # where() first: a token that weighs nothing may be infinite
         weights = weights.to(values.dtype)
@@ -83,7 +86,7 @@ def segment_ends(batch: Batch) -> Tensor:
 
     Raises:
         ValueError: a Batch that does not say where its segments are.
-        TypeError: no Batch.
+        TypeError: not a Batch.
 
     >>> from torch_collate_kit import PackedCollator
     >>> batch = PackedCollator(0, max_tokens=8)([{"input_ids": [1, 2]}, {"input_ids": [3, 1, 2]}])
@@ -115,7 +118,7 @@ def sums_by(
     Args:
         values: ``[n]``, one for each trained token, as :func:`token_logps` returns, or one such
             tensor for each micro-batch.
-        batches: the Batch that these are of, or the micro-batches.
+        batches: the Batch of these values, or the micro-batches.
         name: a declared ``PerExample`` field, of numbers or strings.
         per: "example" for values ``[P]``, one for each example in the order of the rows, as losses
             of pairs are.
@@ -123,7 +126,7 @@ def sums_by(
 
     Raises:
         ValueError: no such field; other numbers of values than trained tokens or examples.
-        TypeError: values that are not tensors; no Batch.
+        TypeError: values that are not tensors; not a Batch.
 
     >>> from torch_collate_kit import PackedCollator, PerExample
     >>> examples = [{"input_ids": [1, 2], "part": "a"}, {"input_ids": [3, 1, 2], "part": "b"}]
@@ -135,7 +138,7 @@ def sums_by(
     single = isinstance(batches, Batch)
     given: Any = ([values], [batches]) if single else (values, batches)
     parts: list[Any] = [
-        _sums_by_key(of, batch, name, per) for of, batch in zip(*given, strict=True)
+        _sums_by_key(own, batch, name, per) for own, batch in zip(*given, strict=True)
     ]
     if dist.is_available() and dist.is_initialized():
         of_ranks: list[Any] = [None] * dist.get_world_size(group)
@@ -160,7 +163,7 @@ def _sums_by_key(values: Any, batch: Any, name: str, per: str) -> list[tuple[Any
     else:
         segments, num_segments = _segments_of_trained(batch)
         _check_shape("values", values, len(segments), "trained tokens")
-        of_segments = torch.stack([_added(of, segments, num_segments) for of in (values, ones)])
+        of_segments = torch.stack([_added(part, segments, num_segments) for part in (values, ones)])
         to = torch.from_numpy(examples).to(values.device)
         sums = of_segments.new_zeros(2, len(keys)).index_add(1, to, of_segments)
     return list(zip(keys, *sums.tolist(), strict=True))
@@ -201,14 +204,15 @@ def _segments_of_trained(batch: Batch) -> tuple[Tensor, int]:
 
 
 def _added(values: Tensor, segments: Tensor, num_segments: int) -> Tensor:
-    """Return the sum of each segment, [S]; one more is for tokens of a mask of your own in pads."""
+    """Return the sum of each segment, [S], leaving out trained pads of a replaced mask."""
     return values.new_zeros(num_segments + 1).index_add(0, segments, values)[:num_segments]
 
 
-def _check_shape(name: str, values: Any, number: int, of: str) -> None:
+def _check_shape(name: str, values: Any, number: int, unit: str) -> None:
     if not isinstance(values, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(values).__name__}")
     if tuple(values.shape) != (number,):
         raise ValueError(
-            f"{name} have shape {list(values.shape)}, the batch has {number} {of}; pass [{number}]"
+            f"{name} have shape {list(values.shape)}, the batch has {number} {unit}; pass "
+            f"[{number}]"
         )

@@ -1,39 +1,45 @@
-"""Token-mean loss, from logits or through the head, and per-token outputs."""
+"""The token-mean loss, its divisors, and a model and its loss in one module."""
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, overload
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from torch_collate_kit._checks import checked_bool
 from torch_collate_kit.batch import IGNORE_INDEX, Batch
-from torch_collate_kit.batch.context import is_shard
-from torch_collate_kit.batch.trees import shares_prefixes
+from torch_collate_kit.batch.context_shards import is_shard, refuse_shard
+from torch_collate_kit.batch.model_kind import config_of, inside
 from torch_collate_kit.batch.unpacking import (
     cells_by_example,
     in_rows,
     response_cells,
+    shares_prefixes,
     values_of_cells,
 )
-from torch_collate_kit.losses.linear_nll import linear_nll
-from torch_collate_kit.losses.loss_tokens import check_labels
-from torch_collate_kit.losses.model_outputs import (
+from torch_collate_kit.families import text_config
+from torch_collate_kit.losses.token_logps import (
     check_fit,
     check_floats,
     check_head,
     ids_of_tokens,
-    is_number,
+    is_one_number,
+    linear_nll,
     predicting,
     widened,
 )
+from torch_collate_kit.ragged import Ragged
 
 _COUNT = "pass the loss tokens of the step, as global_num_loss_tokens(micro_batches) returns them"
+_SCALES = ("logit_scale", "logits_scaling", "output_multiplier", "lm_head_multiplier")
 
 
 @dataclass(frozen=True)
@@ -113,7 +119,7 @@ def token_loss(
             ``[1, R * W, V]`` of a model that gets all rows as one. With ``head`` hidden states of
             that shape, with the hidden size for V.
         batch_or_labels: the Batch (its ``loss_mask`` may hold weights, divided or not), or
-            unshifted labels ``[R, W]`` with -100 where nothing is trained. A context shard takes
+            unshifted labels ``[R, W]`` with -100 where nothing is trained. A context shard needs
             logits of its own cells; the losses of all context ranks add up to that of the batch.
         num_loss_tokens: a number, or a scalar tensor on the device of the logits; 0 divides by 1.
             A tensor that is negative or not finite makes the loss NaN: checking would wait for it.
@@ -226,10 +232,214 @@ def _checked_types(logits: Any, batch_or_labels: Any, num_loss_tokens: Any) -> f
         )
     if isinstance(batch_or_labels, Tensor):
         check_labels(batch_or_labels)
-    if not (isinstance(num_loss_tokens, Tensor) or is_number(num_loss_tokens)):
+    if not (isinstance(num_loss_tokens, Tensor) or is_one_number(num_loss_tokens)):
         found = type(num_loss_tokens).__name__
         raise TypeError(f"num_loss_tokens must be a number, got {found}; {_COUNT}")
     if isinstance(num_loss_tokens, Tensor) and num_loss_tokens.numel() != 1:
         shape = list(num_loss_tokens.shape)
         raise ValueError(f"num_loss_tokens must be one number, got shape {shape}; {_COUNT}")
     return num_loss_tokens
+
+
+def global_num_loss_tokens(
+    batches: Batch | Tensor | Iterable[Batch | Tensor], *, group: dist.ProcessGroup | None = None
+) -> Tensor:
+    """Count the loss tokens of an optimizer step, over its micro-batches and all ranks.
+
+    This is the divisor of :func:`token_loss`: the cells of ``loss_mask`` that are not 0, or the
+    trained labels. If ``torch.distributed`` is initialized, one all-reduce of 8 bytes sums over the
+    ranks; every rank must call it, a rank without rows with an empty list.
+
+    Args:
+        batches: this rank's micro-batches of the step: a Batch, unshifted labels ``[R, W]``, or any
+            number of these.
+        group: the data-parallel ranks, all ranks by default. Of context shards all ranks count;
+            of whole batches that they share, one rank of each context group does.
+
+    Returns:
+        A scalar int64 tensor on the device of the batches, or on one that the backend can reduce
+        on. Nothing waits for it.
+
+    Raises:
+        TypeError: neither a Batch nor labels.
+
+    >>> from torch_collate_kit import PackedCollator
+    >>> batch = PackedCollator(0, max_tokens=3)([{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}])
+    >>> micro_batches = [batch[i : i + 1] for i in range(len(batch))]
+    >>> global_num_loss_tokens(micro_batches)
+    tensor(3)
+    """
+    counts = [_num_loss_tokens(batch) for batch in _listed(batches)]
+    total = torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.int64)
+    return _over_ranks(total, group)
+
+
+def global_num_examples(
+    batches: Batch | Iterable[Batch], *, group: dist.ProcessGroup | None = None
+) -> Tensor:
+    """Count the examples of an optimizer step, over its micro-batches and all ranks.
+
+    This is the divisor of losses per example, such as those of pairs in
+    ``torch_collate_kit.preference``: an example of several segments counts once, one that was
+    split once, where it begins, and an added row not at all. If ``torch.distributed`` is
+    initialized, one all-reduce of 8 bytes sums over the ranks; every rank must call it, a rank
+    without rows with an empty list.
+
+    Args:
+        batches: this rank's micro-batches of the step: a Batch, or any number of these.
+        group: the data-parallel ranks, all ranks by default.
+
+    Returns:
+        A scalar int64 tensor in host memory, or on a device that the backend can reduce on. Nothing
+        waits for it. Where a step may have no example (all dropped), divide by ``.clamp(min=1)``.
+
+    Raises:
+        TypeError: not a Batch.
+        ValueError: a Batch without the row metadata of a collator.
+
+    >>> from torch_collate_kit import PackedCollator
+    >>> batch = PackedCollator(0, max_tokens=3)([{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}])
+    >>> global_num_examples([batch[0:1], batch[1:2]])
+    tensor(2)
+    """
+    total = sum(_num_examples(batch) for batch in _listed(batches))
+    return _over_ranks(torch.tensor(total, dtype=torch.int64), group)
+
+
+def _listed(batches: Any) -> Iterable[Any]:
+    is_single = isinstance(batches, Mapping | Tensor) or not isinstance(batches, Iterable)
+    return [batches] if is_single else batches
+
+
+def _over_ranks(total: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Return the sum over the ranks of the group, if there are any."""
+    if dist.is_available() and dist.is_initialized():
+        backends = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
+        devices = [part.partition(":")[0] for part in backends.split(",")]
+        if total.device.type not in devices:  # nccl has none for the host
+            total = total.to(devices[0])
+        dist.all_reduce(total, group=group)
+    return total
+
+
+def _num_loss_tokens(batch: Any) -> Tensor:
+    if isinstance(batch, Batch):
+        return torch.count_nonzero(batch["loss_mask"])
+    if isinstance(batch, Tensor):
+        check_labels(batch)
+        return torch.count_nonzero(batch[..., 1:] != IGNORE_INDEX)
+    raise TypeError(
+        "global_num_loss_tokens needs a Batch, labels or a list of these, got "
+        f"{type(batch).__name__}; pass the Batch that the collator returned, or its labels, "
+        'batch["labels"]'
+    )
+
+
+def _num_examples(batch: Any) -> int:
+    if not isinstance(batch, Batch):
+        raise TypeError(
+            f"global_num_examples needs a Batch or a list of these, got {type(batch).__name__}; "
+            "pass the Batch that the collator returned"
+        )
+    refuse_shard(batch.stored(), "counted by examples", "count the batch, group= its data ranks")
+    starts = batch.row_metadata.get("example_starts")
+    if not isinstance(starts, Ragged):
+        raise ValueError(
+            "the batch was built without the row metadata of a collator, so it does not say where "
+            "examples begin; pass the Batch that the collator returned"
+        )
+    begins = np.asarray(starts.values) == 0
+    if (numbers := batch.row_metadata.get("segment_numbers")) is not None:
+        begins &= np.asarray(numbers.values) == 0
+    return int(begins.sum())
+
+
+def check_labels(labels: Tensor) -> None:
+    """Refuse a mask under the name of labels, and unsigned labels, whose -100 is a token id."""
+    is_signed = labels.dtype in (torch.int8, torch.int16, torch.int32, torch.int64)
+    if not is_signed:
+        raise TypeError(
+            f"labels must be token ids or {IGNORE_INDEX}, got {labels.dtype}; pass the Batch, or "
+            'unshifted labels, batch["labels"]'
+        )
+
+
+class ModelWithLoss(nn.Module):
+    """A causal language model whose forward pass returns the loss of a batch, through the head.
+
+    Wrap this in DistributedDataParallel, FSDP2 or ``torch.compile``, and call what they return:
+    a part of a wrapped model that is called by itself (``ddp.module.model(...)``) exchanges no
+    gradients, and nothing says so. The model may have adapters of PEFT. With ``token_logps``, or a
+    function of yours around it, as the loss, losses of preferences follow from what is returned.
+
+    Args:
+        model: of transformers, with ``base_model`` and ``get_output_embeddings()``.
+        loss: ``loss(hidden, batch, *, head, **options)``; of a model that caps its logits (Gemma)
+            it gets ``logit_softcap``, too.
+
+    Raises:
+        TypeError: a model without a head.
+        ValueError: in forward passes, a model that scales its logits (Cohere, Granite), or prompts
+            that PEFT adds.
+
+    >>> import transformers
+    >>> from torch_collate_kit import PackedCollator
+    >>> config = transformers.LlamaConfig(
+    ...     vocab_size=11, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+    ...     num_attention_heads=2, attn_implementation="sdpa")
+    >>> trained = ModelWithLoss(transformers.LlamaForCausalLM(config))
+    >>> batch = PackedCollator(0, max_tokens=8)([{"input_ids": [1, 2]}, {"input_ids": [3, 4]}])
+    >>> trained(batch, num_loss_tokens=2).shape
+    torch.Size([])
+    """
+
+    def __init__(self, model: nn.Module, loss: Callable[..., Any] = token_loss) -> None:
+        super().__init__()
+        if (
+            not hasattr(inside(model), "base_model")
+            or inside(model).get_output_embeddings() is None
+        ):
+            raise TypeError(
+                f"{type(model).__name__} has no head (base_model and get_output_embeddings()), "
+                "through which the loss is computed; pass a causal language model of transformers"
+            )
+        _keep_out_of_graphs()
+        self.model, self.loss = model, loss
+        self._no_split_modules = getattr(model, "_no_split_modules", None)  # read for FSDP2
+
+    def forward(
+        self, batch: Batch, *, inputs: Mapping[str, Any] | None = None, **options: Any
+    ) -> Any:
+        """Return ``loss(hidden, batch, head=head, **options)``.
+
+        ``inputs`` stand for ``batch.model_inputs(model)``, such as those of a shard with its group.
+        """
+        if inputs is None:
+            inputs = _eager(batch.model_inputs, self.model, labels=False)
+        model, config = inside(self.model), text_config(config_of(self.model))
+        scales = [name for name in _SCALES if getattr(config, name, None) not in (None, 1)]
+        adapter = getattr(self.model, "active_peft_config", None)
+        if scales or getattr(adapter, "is_prompt_learning", False):
+            found = f"config.{scales[0]}" if scales else "prompts that PEFT adds"
+            raise ValueError(
+                f"the logits of the model are not those of its head alone ({found}); compute "
+                "token_loss(model(**batch.model_inputs(model)).logits, batch, ...) in a module of "
+                "your own"
+            )
+        cap = getattr(config, "final_logit_softcapping", None)
+        if cap is not None:
+            options = {"logit_softcap": cap, **options}
+        hidden = model.base_model(**inputs)[0]
+        return _eager(self.loss, hidden, batch, head=model.get_output_embeddings(), **options)
+
+
+def _eager(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Call a function that reads the batch in host memory, outside of compiled graphs."""
+    return function(*args, **options)
+
+
+@functools.cache
+def _keep_out_of_graphs() -> None:
+    """Disable compilation of such calls; on first use, since it loads the compiler."""
+    compiler: Any = torch.compiler  # whose functions have no types
+    globals()["_eager"] = compiler.disable(_eager)

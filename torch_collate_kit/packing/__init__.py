@@ -1,7 +1,10 @@
-"""Packing: from lengths to a plan of rows. Integers in, integers out; torch is never imported."""
+"""Packing: from lengths to a plan of rows. Integers in, integers out; torch is never imported.
 
-from torch_collate_kit.packing.cost import ModelCost
-from torch_collate_kit.packing.options import PackingOptions, ParallelLayout
+Legend: E examples, Q segments of all examples, S pieces (atoms), R rows, C cuts; int64 arrays with
+more than one plausible layout have the suffix. Offsets and bounds have one entry more.
+"""
+
+from torch_collate_kit.packing.options import ModelCost, PackingOptions, ParallelLayout
 from torch_collate_kit.packing.plan import PackingPlan
 from torch_collate_kit.packing.planner import pack
 from torch_collate_kit.packing.rank_plan import RankPlan

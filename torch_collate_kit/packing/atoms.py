@@ -12,15 +12,14 @@ from numpy.ma import MaskedArray
 
 from torch_collate_kit._checks import checked_lengths
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.packing.cost import ModelCost
-from torch_collate_kit.packing.options import PackingOptions
+from torch_collate_kit.packing.options import ModelCost, PackingOptions
 from torch_collate_kit.packing.rows import Ints, Sizes, row_sums
 
 _MOST_PATCHES = 2**28 - 1  # of an image; the cost of more would not fit int64
 _ZEROS, _ONES = (np.broadcast_to(np.int64(number), 1 << 48) for number in (0, 1))  # no memory
 
 Patches: TypeAlias = Any
-"""Ints [N], or for each example the ints of its images: a list of lists, or a Ragged."""
+"""Ints [E], or for each example the ints of its images: a list of lists, or a Ragged."""
 
 _HINT = (
     "pass one int per example, 0 without an image, or for each example the patches of its images, "
@@ -71,36 +70,36 @@ class Atoms:
         """Return an atom for each example.
 
         Args:
-            lengths: int64 [N], checked; of examples that are lists those of all segments [Q].
-            offsets: int64 [N + 1], the first segment of each example; None: they are not lists.
+            lengths: int64 [E], checked; of examples that are lists those of all segments [Q].
+            offsets: int64 [E + 1], the first segment of each example; None: they are not lists.
             packing: its alignment, cost and reserved cells count.
             patches: patches of the images; None where no example of the run has one.
             depths: int64 [Q], the tokens that each segment shares, if prefixes are shared.
         """
         align, cost = packing.parallel.align, packing.cost
         number = len(lengths) if offsets is None else len(offsets) - 1
-        segments = _ONES[:number]
-        tokens, cells = lengths, aligned(lengths, align)
+        segments_E = _ONES[:number]
+        tokens_E, cells_E = lengths, aligned(lengths, align)
         if offsets is None:
-            costs = cost.language(cells)
+            costs_E = cost.language(cells_E)
         elif depths is None:
-            segments, tokens = offsets[1:] - offsets[:-1], _sums(lengths, offsets)
-            costs = _sums(cost.language(cells), offsets)
-            cells = tokens if align == 1 else _sums(cells, offsets)
+            segments_E, tokens_E = offsets[1:] - offsets[:-1], _sums(lengths, offsets)
+            costs_E = _sums(cost.language(cells_E), offsets)
+            cells_E = tokens_E if align == 1 else _sums(cells_E, offsets)
         else:  # a token attends to its path, so own ones cost what they add to that
-            segments, tokens = offsets[1:] - offsets[:-1], _sums(lengths, offsets)
-            costs = _sums(cost.language(lengths) - cost.language(depths), offsets)
-            cells = aligned(_sums(lengths - depths, offsets), align)
+            segments_E, tokens_E = offsets[1:] - offsets[:-1], _sums(lengths, offsets)
+            costs_E = _sums(cost.language(lengths) - cost.language(depths), offsets)
+            cells_E = aligned(_sums(lengths - depths, offsets), align)
         images = _ZEROS[:number], _ZEROS[:number]
         if patches is not None:
             images = image_sizes(patches, number, cost)
         return cls(
             np.arange(number),
             _ZEROS[:number],
-            tokens,
-            cells,
-            costs,
-            segments,
+            tokens_E,
+            cells_E,
+            costs_E,
+            segments_E,
             *images,
             are_lists=offsets is not None,
             share=depths is not None,
@@ -138,7 +137,7 @@ class Atoms:
         return replace(self, tokens=tokens, cells=cells, costs=packing.cost.language(cells))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what another process is sent: of a column of one number that alone."""
+        """Return the state to pickle, in which a column of one number is that number."""
         columns = {k: v for k, v in vars(self).items() if k in _COLUMNS and len(v)}
         once = {k: int(v[0]) for k, v in columns.items() if v.strides == (0,)}
         return vars(self) | once
@@ -177,7 +176,7 @@ def _taken(column: Ints, order: Ints) -> Ints:
 
 
 def _sums(values: Ints, offsets: Ints) -> Ints:
-    """Sum the values of each example, from its offset on: int64 [N]; pairs the fastest."""
+    """Sum the values of each example, from its offset on: int64 [E]; pairs the fastest."""
     if len(values) == 2 * len(offsets) - 2 and (offsets[1:] - offsets[:-1] == 2).all():
         return values[::2] + values[1::2]
     return row_sums(values, offsets)
@@ -192,7 +191,7 @@ def are_nested(lengths: Any) -> bool:
 
 
 def checked_sizes(lengths: Any) -> tuple[Ints, Ints | None]:
-    """Return checked lengths as int64, and where those of each example begin if they are nested."""
+    """Return checked lengths, int64, and the offsets of examples; None if they are not nested."""
     if not are_nested(lengths):
         return checked_lengths(lengths), None
     if hasattr(lengths, "offsets"):
@@ -232,7 +231,7 @@ def place_of(segment: int, offsets: npt.NDArray[np.integer]) -> tuple[int, int]:
 
 
 def image_sizes(patches: Patches, num_examples: int, cost: ModelCost) -> Sizes:
-    """Return the patches of the images of each example, checked, and their cost: int64 [N]."""
+    """Return the patches of the images of each example, checked, and their cost: int64 [E]."""
     values, offsets = _patches_of_images(patches)
     number = len(values if offsets is None else offsets[1:])
     if number != num_examples:
@@ -247,7 +246,7 @@ def image_sizes(patches: Patches, num_examples: int, cost: ModelCost) -> Sizes:
 
 
 def _patches_of_images(patches: Any) -> tuple[npt.NDArray[Any], Ints | None]:
-    """Return the patches of all images, and each example's offset; None: one per example."""
+    """Return the patches of all images, and the offsets of examples; None: one per example."""
     kinds = set(map(type, patches)) if isinstance(patches, Sequence) else {type(patches)}
     if MaskedArray in kinds:
         raise TypeError("patches are a masked array, whose mask would be lost; pass .compressed()")

@@ -21,7 +21,7 @@ _SWAPS_PER_RANK = 16
 
 
 def weights_of(atoms: Atoms, packing: PackingOptions) -> Sizes:
-    """Return what is evened out: costs in the language model and the vision tower, or sizes."""
+    """Return the weights to even out: costs in the language model and vision tower, or sizes."""
     if packing.balance != "attention":
         return atoms.sizes
     has_tower = atoms.vision_costs.any()  # a model without one computes no image
@@ -34,12 +34,12 @@ def assign_ranks(rows: Rows, atoms: Atoms, packing: PackingOptions, *, num_ranks
         return rows
     if packing.balance is None:  # round robin
         return rows.take(np.arange(len(rows.offsets) - 1).reshape(-1, num_ranks).T.ravel())
-    costs, image_costs = weights_of(atoms, packing)
+    costs_S, image_costs_S = weights_of(atoms, packing)
     given = over_ranks(
-        rows.totals(costs),
+        rows.totals(costs_S),
         num_ranks,
         keep_order=packing.strategy == "sequential",
-        image_costs=rows.totals(image_costs) if atoms.patches.any() else None,
+        image_costs=rows.totals(image_costs_S) if atoms.patches.any() else None,
     )
     return rows.take(given)
 
@@ -53,7 +53,7 @@ def level_rows(
     num_rows: int,
     num_ranks: int,
 ) -> Rows:
-    """Even out filled rows over ``num_rows``, in the way of the strategy."""
+    """Even out filled rows over ``num_rows``, by the strategy."""
     if not len(rows.order):
         return Rows(rows.order, np.zeros(num_rows + 1, dtype=np.int64))
     if packing.strategy == "sequential":
@@ -121,7 +121,7 @@ def _taken_apart(rows: Rows, sizes: Ints, number: int) -> tuple[Ints, Ints]:
 
 
 def _is_evener(bins: Ints, taken: Sizes, rows: Rows, weights: Sizes, chosen: Ints) -> bool:
-    """Tell whether the rows ``bins`` differ less in weight than the rows ``chosen``."""
+    """Return whether the rows ``bins`` differ less in weight than the rows ``chosen``."""
     dealt = [_added(values, bins, len(chosen)) for values in taken]
     before = [rows.totals(values)[chosen] for values in weights]
     sums = [max(1, int(values.sum())) for values in taken]

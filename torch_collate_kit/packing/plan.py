@@ -30,7 +30,8 @@ class PackingPlan:
     """
 
     atoms: Atoms
-    """[S] the pieces, with what they take."""
+    """The pieces: columns [S] ``examples``, ``starts``, ``tokens``, ``cells`` (segments aligned),
+    ``costs``, ``segments``, and of their images ``patches`` and ``vision_costs``."""
     row_offsets: Ints
     """[R + 1] row r holds the pieces ``row_offsets[r]:row_offsets[r + 1]``."""
     packing: PackingOptions
@@ -60,31 +61,6 @@ class PackingPlan:
         return self.atoms.tokens
 
     @property
-    def aligned_lengths(self) -> Ints:
-        """[S] cells each piece occupies: every segment rounded up to ``align``."""
-        return self.atoms.cells
-
-    @property
-    def num_segments(self) -> Ints:
-        """[S] segments of each piece."""
-        return self.atoms.segments
-
-    @property
-    def costs(self) -> Ints:
-        """[S] cost of each piece in the language model, of its aligned segments."""
-        return self.atoms.costs
-
-    @property
-    def patches(self) -> Ints:
-        """[S] patches of the images in the piece; 0 without an image, or if none were given."""
-        return self.atoms.patches
-
-    @property
-    def vision_costs(self) -> Ints:
-        """[S] cost of these images in the vision tower."""
-        return self.atoms.vision_costs
-
-    @property
     def dropped(self) -> Ints:
         """[D] examples left out, ascending (overflow="drop")."""
         return self.left_out.examples
@@ -95,23 +71,9 @@ class PackingPlan:
         return int(self.left_out.tokens.sum())
 
     @property
-    def segments_per_example(self) -> Ints:
-        """[N] segments of each example, those of the dropped ones among them."""
-        both = self.atoms, self.left_out
-        counts = np.zeros(max(int(of.examples.max(initial=-1)) for of in both) + 1, dtype=np.int64)
-        for of in both:
-            counts[of.examples] = of.segments
-        return counts
-
-    @property
     def max_tokens(self) -> int:
         """Capacity of a row, in tokens."""
         return self.packing.max_tokens
-
-    @property
-    def align(self) -> int:
-        """A piece occupies its length rounded up to a multiple of this."""
-        return self.packing.parallel.align
 
     @property
     def rows(self) -> Rows:
@@ -199,7 +161,7 @@ class PackingPlan:
 
     @property
     def cost_per_rank(self) -> Ints:
-        """[N] cost in the language model: ``costs`` of the pieces."""
+        """[N] cost in the language model: ``atoms.costs`` of the pieces."""
         return self._rank_sums(self.atoms.costs)
 
     @property

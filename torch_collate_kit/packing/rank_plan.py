@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -30,9 +30,9 @@ class RankPlan:
         def __getitems__(self, indices):
             return indices.with_examples([self[i] for i in indices.indices])
 
-    and then ``PackedCollator`` follows the plan. It cannot be iterated, or a dataset that does not
-    know about plans would return the examples alone, and each rank would pack its own.
-    ``indices``, ``lengths`` and ``num_loss_tokens`` are int64 [N], of all examples of the batch;
+    and then ``PackedCollator`` follows the plan. It cannot be iterated, or a dataset without
+    support for plans would return the examples alone, and each rank would pack its own.
+    ``indices``, ``lengths`` and ``num_loss_tokens`` are int64 [E], of all examples of the batch;
     ``dp_size`` divides ``plan.rows_multiple_of``, and is that by default.
 
     >>> from torch_collate_kit import ParallelLayout, pack
@@ -105,7 +105,7 @@ class RankPlan:
         """Return the same rows without the examples at ``positions`` of ``indices``.
 
         The width stays, the rest of a row moves up, and a row may be left without a piece. Other
-        ranks do not know, so numbers of the whole batch stay as planned.
+        ranks are not informed, so batch-wide counts stay as planned.
 
         Raises:
             IndexError: a position that is not of ``indices``.
@@ -134,7 +134,7 @@ class RankPlan:
 
     @property
     def atoms(self) -> Atoms:
-        """What is planned of the pieces in these rows; its examples are those of the batch."""
+        """The atoms of these rows, with the numbers of examples in the batch."""
         return self.plan.atoms.take(self.numbers)
 
     @property
@@ -148,8 +148,8 @@ class RankPlan:
         first, stop = self.plan.row_offsets[[rows.start, rows.stop]]
         if self.plan.rows_multiple_of == 1 or len(self.numbers) == stop - first:
             return needed
-        left = row_sums(self.atoms.patches, self.pieces.row_offsets)
-        return needed | ((self.plan.row_patches[rows] > 0) & (left == 0))
+        row_patches = row_sums(self.atoms.patches, self.pieces.row_offsets)
+        return needed | ((self.plan.row_patches[rows] > 0) & (row_patches == 0))
 
     @property
     def patches(self) -> Ints:
@@ -162,7 +162,7 @@ class RankPlan:
         return patches
 
     def check_lengths(self, lengths: Ints, *, are_lists: bool = False) -> None:
-        """Check that the examples read, of these lengths, are those that were planned.
+        """Check that the examples read have the planned lengths.
 
         ``are_lists``: they are lists of segments.
         """
@@ -191,7 +191,7 @@ class RankPlan:
             )
 
     def _check_whole(self, lengths: Ints) -> None:
-        """Check the lengths of all examples that the plan numbers, those it drops among them."""
+        """Check the lengths of all examples in the plan, dropped ones included."""
         plan = self.plan
         numbered = np.append(plan.atoms.examples, plan.left_out.examples)
         num_planned = int(numbered.max(initial=-1)) + 1
@@ -217,8 +217,8 @@ class RankPlan:
         if is_other.any():
             piece = int(is_other.argmax())
             found, planned = (
-                f"a list of {plural(int(number[piece]), 'segment')} in {of[piece]} cells"
-                for number, of in ((counts, cells), (planned_counts, planned_cells))
+                f"a list of {plural(int(number[piece]), 'segment')} in {cells_S[piece]} cells"
+                for number, cells_S in ((counts, cells), (planned_counts, planned_cells))
             )
             raise self._other_segments(int(self.pieces.examples[piece]), found, planned)
 
@@ -230,7 +230,7 @@ class RankPlan:
         )
 
     def check_patches(self, patches: Ints) -> None:
-        """Check that the examples read have as many patches of images, int64, as planned."""
+        """Check that the examples read have the planned patches of images, int64."""
         planned = self._patches_of(len(patches))
         if self.dp_rank is None:
             cut = np.isin(np.arange(len(patches)), [*self.plan.cut, *self.plan.left_out.examples])
@@ -245,7 +245,7 @@ class RankPlan:
             )
 
     def num_loss_tokens_elsewhere(self, found: int) -> int:
-        """Return the loss tokens of the batch besides those ``found`` here, checked; or 0."""
+        """Return the loss tokens of other ranks, after a check of those ``found`` here; or 0."""
         if self.own_num_loss_tokens not in (None, found):
             if not self.is_divisor:
                 return 0
@@ -294,7 +294,7 @@ class PlannedExamples:
 
 
 def named_in_errors(examples: Any) -> AbstractContextManager[None]:
-    """Let a DataError call an example what ``PlannedExamples.name`` does, in place of its place."""
+    """Name examples in a DataError as ``PlannedExamples.name`` does."""
     if not isinstance(examples, PlannedExamples):
         return examples_named(None)
     indices = examples.part.indices
@@ -307,11 +307,11 @@ def named_in_errors(examples: Any) -> AbstractContextManager[None]:
 
 
 class PlannedRow(ABC):
-    """A row that is planned already, of a dataset of rows; its examples are read when collated."""
+    """A planned row of a dataset of rows, whose examples are read when it is collated."""
 
     @abstractmethod
     def joined(self, rows: Sequence[PlannedRow]) -> PlannedExamples:
-        """Return rows of this dataset, itself among them, as one batch with its examples."""
+        """Return rows of this dataset, this one included, as one batch with its examples."""
 
 
 def joined_rows(examples: Any) -> Any:
@@ -335,3 +335,48 @@ def joined_rows(examples: Any) -> Any:
             return examples
         rows = [example["input_ids"] for example in examples]
     return rows[0].joined(rows) if isinstance(rows[0], PlannedRow) else examples
+
+
+class SourceName(str):
+    """The name of a source, which a ``Mixture`` has added to an example."""
+
+
+class MixedExamples(list[Any]):
+    """Examples as a ``Mixture`` reads them: a list, with the source of each.
+
+    >>> mixed = MixedExamples([{"input_ids": [5, 6]}, {"input_ids": [7]}], ["web", "math"], [1, 0])
+    >>> counts_by_source(mixed, np.arange(2), np.array([2, 1]))["source_tokens"]
+    {'web': 1, 'math': 2}
+    """
+
+    def __init__(
+        self, examples: Iterable[Any], names: Sequence[str], sources: Sequence[int] | Ints
+    ) -> None:
+        super().__init__(examples)
+        self.names, self.sources = names, np.asarray(sources, dtype=np.int64)
+
+
+def counts_by_source(examples: Any, numbers: Ints, lengths: Ints) -> dict[str, dict[str, int]]:
+    """Return metadata: the examples and tokens of each source; none unless they are mixed.
+
+    ``numbers`` and ``lengths``, int64 [S], are the example and the tokens of each piece of a batch.
+    """
+    if not isinstance(examples, MixedExamples):
+        return {}
+    return source_counts(examples.names, examples.sources, numbers, lengths)
+
+
+def source_counts(
+    names: Sequence[str], sources: Ints, numbers: Ints, lengths: Ints
+) -> dict[str, dict[str, int]]:
+    """Return metadata: the examples and tokens of each source in pieces of a batch, by name.
+
+    ``sources``, int64 [E], are those of the examples that ``numbers`` count.
+    """
+    of_examples, of_pieces = sources[np.unique(numbers)], sources[numbers]
+    examples = np.bincount(of_examples, minlength=len(names)).tolist()
+    tokens = np.bincount(of_pieces, lengths, minlength=len(names)).astype(np.int64).tolist()
+    return {
+        "source_examples": dict(zip(names, examples, strict=True)),
+        "source_tokens": dict(zip(names, tokens, strict=True)),
+    }

@@ -14,10 +14,9 @@ import numpy as np
 
 from torch_collate_kit.packing.atoms import NO_ATOMS, Atoms
 from torch_collate_kit.packing.balance import assign_ranks, level_rows, weights_of
-from torch_collate_kit.packing.fitting import fitted, wrapped
 from torch_collate_kit.packing.options import PackingOptions
 from torch_collate_kit.packing.plan import PackingPlan
-from torch_collate_kit.packing.planner import filled_rows, limits_of, part_of
+from torch_collate_kit.packing.planner import filled_rows, fitted, limits_of, part_of, wrapped
 from torch_collate_kit.packing.rows import Ints, Limits
 from torch_collate_kit.packing.strategies import num_rows_best_fit, sequential
 
@@ -28,7 +27,7 @@ class WindowPlan(NamedTuple):
     """The rows of consecutive steps."""
 
     lengths: Ints
-    """int64 [N], tokens of the examples of the window."""
+    """int64 [E], tokens of the examples of the window."""
     filled: PackingPlan
     """All rows of the window, for no ranks yet."""
     steps: Ints
@@ -44,15 +43,15 @@ class WindowPlan(NamedTuple):
         if number:
             filled = replace(filled, left_out=NO_ATOMS)
         rows = filled.rows.take(self.steps[number])
-        is_in = np.zeros(len(self.lengths), dtype=bool)
-        is_in[filled.atoms.examples[rows.order]] = is_in[filled.left_out.examples] = True
-        examples = np.flatnonzero(is_in)
+        is_in_E = np.zeros(len(self.lengths), dtype=bool)
+        is_in_E[filled.atoms.examples[rows.order]] = is_in_E[filled.left_out.examples] = True
+        examples = np.flatnonzero(is_in_E)
         rows = assign_ranks(rows, filled.atoms, packing, num_ranks=dp)
         plan, num_cut = part_of(filled, rows, examples), 0
         if packing.overflow == "truncate":
-            cut = np.isin(plan.atoms.examples, plan.cut)
-            lengths = self.lengths[examples[plan.atoms.examples[cut]]]
-            num_cut = int((lengths - plan.atoms.tokens[cut]).sum())
+            is_cut_S = np.isin(plan.atoms.examples, plan.cut)
+            lengths_C = self.lengths[examples[plan.atoms.examples[is_cut_S]]]
+            num_cut = int((lengths_C - plan.atoms.tokens[is_cut_S]).sum())
         return examples, replace(plan, rows_multiple_of=dp, num_cut_tokens=num_cut)
 
 
@@ -115,8 +114,8 @@ def plan_window(
     elif packing.balance is None:  # round robin
         steps = np.arange(num_rows).reshape(batch_rows, num_steps).T
     else:
-        costs, image_costs = weights_of(pieces.atoms, packing)
-        steps = _dealt(rows.totals(costs + image_costs), num_steps, group)
+        costs_S, image_costs_S = weights_of(pieces.atoms, packing)
+        steps = _dealt(rows.totals(costs_S + image_costs_S), num_steps, group)
     return WindowPlan(atoms.tokens, pieces.in_rows(rows), steps)
 
 
@@ -131,22 +130,22 @@ def plan_wrapped(
 ) -> WindowPlan:
     """Plan steps of documents joined end to end, without their first ``skipped`` tokens.
 
-    ``lengths`` int64 [N] are what is read of each, the skipped tokens included.
+    ``lengths`` int64 [E] are what is read of each, the skipped tokens included.
     """
-    left = lengths.copy()
-    left[:1] -= skipped
-    atoms = Atoms.of(left, None, packing)
+    unread_E = lengths.copy()
+    unread_E[:1] -= skipped
+    atoms = Atoms.of(unread_E, None, packing)
     atoms = replace(atoms, starts=np.where(atoms.examples == 0, skipped, 0))
     layout = replace(packing.parallel, dp=1)
     alone = replace(packing, parallel=layout, rows_multiple_of=num_steps * batch_rows)
     plan = replace(wrapped(atoms, alone), packing=packing)
-    costs = plan.rows.totals(weights_of(plan.atoms, packing)[0])
-    return WindowPlan(left, plan, _dealt(costs, num_steps, group))
+    costs_R = plan.rows.totals(weights_of(plan.atoms, packing)[0])
+    return WindowPlan(unread_E, plan, _dealt(costs_R, num_steps, group))
 
 
-def _dealt(costs: Ints, num_steps: int, group: int) -> Ints:
+def _dealt(costs_R: Ints, num_steps: int, group: int) -> Ints:
     """Deal groups of rows that cost alike to the steps: int64 [steps, rows of a step]."""
-    groups = np.argsort(-costs, kind="stable").reshape(-1, group)
+    groups = np.argsort(-costs_R, kind="stable").reshape(-1, group)
     turns = np.arange(len(groups)).reshape(-1, num_steps)
     turns[1::2] = turns[1::2, ::-1].copy()
     ends_first = sorted(range(num_steps), key=lambda step: min(step, num_steps - 1 - step))
@@ -154,12 +153,12 @@ def _dealt(costs: Ints, num_steps: int, group: int) -> Ints:
 
 
 def _num_within_slots(atoms: Atoms, packing: PackingOptions, num_rows: int) -> int:
-    """Return how many of the first atoms rows may hold, whatever their sizes."""
+    """Return how many of the first atoms fit by ``max_sequences_per_row`` alone."""
     slots, number = packing.max_sequences_per_row, len(atoms.tokens)
     if slots is None:
         return number
-    each = slots // np.maximum.accumulate(atoms.segments)  # as `limits_of` has it
-    return int(np.count_nonzero(np.arange(number) < num_rows * each))
+    each_S = slots // np.maximum.accumulate(atoms.segments)  # as `limits_of` has it
+    return int(np.count_nonzero(np.arange(number) < num_rows * each_S))
 
 
 def _num_in_order(atoms: Atoms, limits: Limits, num_rows: int) -> int:
@@ -170,23 +169,23 @@ def _num_in_order(atoms: Atoms, limits: Limits, num_rows: int) -> int:
 def _num_in_budgets(
     atoms: Atoms, limits: Limits, packing: PackingOptions, num_rows: int
 ) -> tuple[int, int]:
-    """Return how many of the first atoms the rows have room for, and how many if all is filled.
+    """Return how many of the first atoms fit with a margin, and how many without.
 
-    0.5% stay free, or as many are dealt alike as rows have room for so many of the longest.
+    The margin is 0.5% of the cells; none where every row has room for as many of the longest.
     """
     budgets = [(atoms.cells, packing.capacity)]
     if packing.max_patches is not None and limits.patches:
         budgets.append((atoms.patches, packing.max_patches))
     number = most = len(atoms.cells)
-    for values, room in budgets:
-        ends, full = np.append(0, np.cumsum(values)), num_rows * room
+    for sizes_S, room in budgets:
+        ends_S, full = np.append(0, np.cumsum(sizes_S)), num_rows * room
         for share in (_FILLED_PER_MILLE, 1000):
-            least = min(max(room, full * share // 1000), int(ends[-1]))
-            within = int(np.searchsorted(ends, least, side="right")) - 1
+            least = min(max(room, full * share // 1000), int(ends_S[-1]))
+            within = int(np.searchsorted(ends_S, least, side="right")) - 1
             number, most = min(number, within), most if share < 1000 else min(most, within)
 
     def overfills(each: int) -> bool:
-        largest = [each * int(values[: each * num_rows].max()) for values, _ in budgets]
+        largest = [each * int(sizes_S[: each * num_rows].max()) for sizes_S, _ in budgets]
         largest[0] += limits.reserved if each > 1 else 0
         return any(size > room for size, (_, room) in zip(largest, budgets, strict=True))
 

@@ -20,7 +20,7 @@ _logger = logging.getLogger("torch_collate_kit.packing")
 
 
 class Trees(NamedTuple):
-    """The trees of N examples with Q segments in all, in the order given.
+    """The trees of E examples with Q segments in all, in the order given.
 
     A segment keeps the tokens after the longest beginning that it shares with an earlier one of its
     example. Cells of an example are numbered from 0, segment by segment.
@@ -35,7 +35,7 @@ class Trees(NamedTuple):
     firsts: Ints
     """int64 [Q], the first of its own cells."""
     num_cells: Ints
-    """int64 [N], cells of each tree."""
+    """int64 [E], cells of each tree."""
     cells: np.ndarray
     """int32 [T], the cell of every token of every segment."""
 
@@ -46,7 +46,7 @@ def trees_of(ids: np.ndarray, offsets: Ints, examples: Ints) -> Trees:
     Args:
         ids: integers [T], the tokens of all segments, end to end.
         offsets: int64 [Q + 1], where each segment begins.
-        examples: int64 [N + 1], the first segment of each example.
+        examples: int64 [E + 1], the first segment of each example.
     """
     depths, sharers = _shared(ids, offsets, examples)
     own = np.diff(offsets) - depths
@@ -70,14 +70,14 @@ def trees_of(ids: np.ndarray, offsets: Ints, examples: Ints) -> Trees:
 
 
 def depths_of(ids: np.ndarray, offsets: Ints, examples: Ints) -> Ints:
-    """Return ``depths`` of the trees alone, int64 [Q], from what ``trees_of`` is given."""
+    """Return ``depths`` of the trees alone, int64 [Q]; arguments are those of ``trees_of``."""
     return _shared(ids, offsets, examples)[0]
 
 
 def is_shared(packing: PackingOptions, lengths: Ints, depths: Ints) -> bool:
-    """Return whether segments of these lengths, int64 [Q], share what they have in common.
+    """Return whether segments of these lengths, int64 [Q], share their prefixes.
 
-    "auto" shares where that pays, and says how many tokens there are for each cell.
+    "auto" shares where that pays, and logs the number of tokens per cell.
     """
     if packing.share_prefixes != "auto":
         return bool(packing.share_prefixes)
@@ -96,7 +96,7 @@ def is_shared(packing: PackingOptions, lengths: Ints, depths: Ints) -> bool:
 
 
 def bare_lengths(packing: PackingOptions) -> ValueError:
-    """Return the error for prefixes that are to be shared where no token is known."""
+    """Return the error for shared prefixes of examples whose tokens are unknown."""
     return ValueError(
         f"share_prefixes={packing.share_prefixes!r} depends on the tokens of the segments, and "
         "lengths do not tell how many they share; pass a sampler the TokenizedDataset (or a "

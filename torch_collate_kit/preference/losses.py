@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torch_collate_kit.losses.model_outputs import check_floats, widened
+from torch_collate_kit.losses.token_logps import check_floats, widened
 from torch_collate_kit.ragged import Ragged
 
 
@@ -37,11 +37,7 @@ class PreferenceLoss(NamedTuple):
 
 
 def dpo(
-    sums: Tensor,
-    ref_sums: Tensor | Ragged,
-    *,
-    beta: float = 0.1,
-    label_smoothing: float = 0.0,
+    sums: Tensor, ref_sums: Tensor | Ragged, *, beta: float = 0.1, label_smoothing: float = 0.0
 ) -> PreferenceLoss:
     """Return the DPO loss of pairs, equation 7 of Rafailov et al. (2023).
 
@@ -93,7 +89,7 @@ def kto(
         labels: ``[P]``, bool or 0 and 1: the answer is desirable.
         beta: above 0.
         kl: the reference point, the mean of ``(sums - ref_sums)[1::2]``; below 0 it counts as 0.
-            None takes it from these sums. Where a step has several micro-batches or ranks, pass
+            None: from these sums. Where a step has several micro-batches or ranks, pass
             that of the whole step, or the loss depends on how it was divided.
         desirable_weight: factor of the loss of desirable answers.
         undesirable_weight: factor of the loss of the others.
@@ -124,7 +120,9 @@ def kto(
     weights = torch.where(is_chosen, desirable_weight, undesirable_weight).to(ratios)
     loss = torch.where(is_label, weights * torch.sigmoid(-margin), torch.nan)
     rewards, margin = beta * rated.detach(), margin.detach()
-    chosen, rejected = (torch.where(of, rewards, torch.nan) for of in (is_chosen, ~is_chosen))
+    chosen, rejected = (
+        torch.where(is_side, rewards, torch.nan) for is_side in (is_chosen, ~is_chosen)
+    )
     return PreferenceLoss(loss, chosen, rejected, (margin > 0).to(margin), margin)
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from torch_collate_kit.chat.content_parts import text_of
+from torch_collate_kit.chat.record_forms import text_of
 from torch_collate_kit.chat.records import drop_none
 from torch_collate_kit.errors import DataError
 
@@ -46,7 +46,7 @@ def read_preference(record: Mapping[str, Any]) -> PreferenceRecord:
 
 
 def _answer_columns(given: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the columns with answers: those of a pair, or the one that a label is for."""
+    """Return the columns with answers: two of a pair, or one with a label."""
     sides = [name for name in (*PAIR, "completion") if name in given]
     has_label = "label" in given
     if sides == [*PAIR] and not has_label:

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from torch_collate_kit._checks import checked_choice, checked_int
-from torch_collate_kit.chat.dataset import bars_of_rank_0, check_is_dataset, without_skipped
+from torch_collate_kit.batch import IGNORE_INDEX
+from torch_collate_kit.chat.dataset import (
+    BATCH_SIZE,
+    bars_of_rank_0,
+    check_is_dataset,
+    mapped,
+    without_skipped,
+)
 from torch_collate_kit.chat.options import DEFAULT_OPTIONS, ChatOptions, ChatSetup
 from torch_collate_kit.chat.records import BadArguments, without_padding
 from torch_collate_kit.chat.template import num_shared
 from torch_collate_kit.chat.tokenize import MarkedText, loss_target, marked_texts, too_long
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.preference.other_answers import prompt_key, with_other_answers
 from torch_collate_kit.preference.records import NUMBERS, PreferenceRecord, read_preference
 from torch_collate_kit.reading.keys import check_no_other_weight
 
@@ -23,7 +32,6 @@ if TYPE_CHECKING:
 
 Keep = Literal["prompt_end", "answer_start"]
 
-_BATCH_SIZE = 256
 # Part of the fingerprint of the `datasets` cache: increase it when the output of a record changes.
 _CACHE_VERSION = 3
 _NEEDED = "both sides need an answer with tokens that the chat template trains, before max_length"
@@ -89,13 +97,21 @@ def tokenize_preferences(
     seed = checked_int("seed", seed, minimum=0)
     is_pair = _are_pairs(dataset.column_names)
     features = _features(setup, dataset.column_names, is_pair)
-    tokenized = _map(dataset, features, num_proc, setup=setup, keep=keep, version=_CACHE_VERSION)
+    tokenized = mapped(
+        dataset.with_format(None),
+        _tokenize_rows,
+        features,
+        {"setup": setup, "keep": keep, "version": _CACHE_VERSION},
+        batch_size=BATCH_SIZE,
+        num_proc=num_proc,
+        desc="Tokenizing preferences",
+    )
     kept, skips = without_skipped(tokenized, [] if keep else ["num_cut_tokens"], _NEEDED)
     return (kept if is_pair else with_other_answers(kept, setup, seed, num_proc)), skips
 
 
 def _are_pairs(names: Sequence[str]) -> bool:
-    """Return whether the columns are those of pairs, or of labelled answers (False)."""
+    """Return whether the columns hold pairs; False: labelled answers."""
     is_labelled = {"completion", "label"} <= set(names)
     if is_labelled and {"chosen", "rejected"} <= set(names):
         raise DataError(
@@ -104,25 +120,6 @@ def _are_pairs(names: Sequence[str]) -> bool:
         )
     check_no_other_weight(dict.fromkeys(names, "the dataset"), names)
     return not is_labelled
-
-
-@bars_of_rank_0()
-def _map(dataset: Any, features: Any, num_proc: int | None, **options: Any) -> Any:
-    import datasets
-
-    if len(dataset) == 0:  # map would return no columns at all
-        return datasets.Dataset.from_dict({name: [] for name in features}, features=features)
-    return dataset.with_format(None).map(
-        _tokenize_rows,
-        with_indices=True,
-        batched=True,
-        batch_size=_BATCH_SIZE,
-        fn_kwargs={"names": list(features), "features": dataset.features, **options},
-        remove_columns=dataset.column_names,
-        features=features,
-        num_proc=num_proc,
-        desc="Tokenizing preferences",
-    )
 
 
 def _checked_setup(tokenizer: Any, options: ChatOptions, keep: Keep | None) -> ChatSetup:
@@ -183,7 +180,10 @@ def _tokenize_rows(
     for i, example in zip(indices, found, strict=True):
         if isinstance(example, DataError) and not isinstance(example, BadArguments):
             raise DataError(f"example {i}: {example}") from example
-    examples = [of if isinstance(of, dict) else _skipped(BadArguments.skip_reason) for of in found]
+    examples = [
+        example if isinstance(example, dict) else _skipped(BadArguments.skip_reason)
+        for example in found
+    ]
     return {name: [example.get(name) for example in examples] for name in names}
 
 
@@ -197,7 +197,12 @@ def preference_examples(
     """Return the example of each record, which may have a ``skip_reason``, or its error."""
     records, from_arrow = without_padding(records, from_arrow)
     found: list[Any] = [_or_error(read_preference, record) for record in records]
-    sides = [side for of in found if isinstance(of, PreferenceRecord) for side in of.sides.values()]
+    sides = [
+        side
+        for entry in found
+        if isinstance(entry, PreferenceRecord)
+        for side in entry.sides.values()
+    ]
     marked = iter(marked_texts(sides, setup, from_arrow=from_arrow))
     for i, record in enumerate(found):
         if isinstance(record, PreferenceRecord):
@@ -299,3 +304,63 @@ def _num_prompt(texts: Sequence[MarkedText]) -> int:
     count = texts[0].loss_mask.index(1)
     first, last = texts[0].input_ids[:count], texts[-1].input_ids[:count]
     return count if first == last else num_shared(first, last)
+
+
+def prompt_key(prompt_ids: Sequence[int]) -> int:
+    """Return a hash of the prompt: int64, equal for different prompts once in 10**19."""
+    digest = blake2b(np.array(prompt_ids, np.int64).tobytes(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+@bars_of_rank_0()
+def with_other_answers(kept: Any, setup: ChatSetup, seed: int, num_proc: int | None) -> Any:
+    """Return examples with a second segment: the prompt of each, and the answer of another."""
+    import datasets
+
+    inner = ["num_prompt", "prompt_key"]
+    if len(kept) == 0:
+        return kept.remove_columns(inner)
+    if len(kept) == 1:
+        raise DataError(
+            "KTO compares each answer with that of another row, and only 1 is left; give more rows"
+        )
+    target, fill = ("labels", IGNORE_INDEX) if setup.options.labels else ("loss_mask", 0)
+    partners = _partners(np.asarray(kept["prompt_key"][:]), seed)
+    named = {name: f"other_{name}" for name in ("input_ids", target, "num_prompt")}
+    others = kept.select_columns(list(named)).select(partners).rename_columns(named)
+    both = datasets.concatenate_datasets([kept, others], axis=1)
+    return both.map(
+        _add_answers,
+        batched=True,
+        batch_size=BATCH_SIZE,
+        fn_kwargs={"names": list(named), "fill": fill, "limit": setup.options.max_length},
+        remove_columns=[*inner, *named.values()],
+        features=kept.remove_columns(inner).features,
+        num_proc=num_proc,
+        desc="Adding answers of other rows",
+    )
+
+
+def _partners(prompt_keys_N: np.ndarray, seed: int) -> np.ndarray:
+    """Return for each row another one, of another prompt where that can be: a permutation [N]."""
+    # a random order with the rows of a prompt together, moved on by the most rows of a prompt
+    generator = np.random.default_rng(seed)
+    _, groups, counts = np.unique(prompt_keys_N, return_inverse=True, return_counts=True)
+    places = generator.permutation(len(counts))[groups]
+    order = np.lexsort((generator.random(len(groups)), places))
+    partners = np.empty_like(order)
+    partners[order] = np.roll(order, -max(int(counts.max()) % len(order), 1))
+    return partners
+
+
+def _add_answers(
+    columns: Mapping[str, list[Any]], *, names: list[str], fill: int, limit: int | None
+) -> dict[str, list[Any]]:
+    ids, target, _ = names
+    found: dict[str, list[Any]] = {ids: [], target: []}
+    own = zip(*(columns[name] for name in names), strict=True)
+    other = zip(*(columns[f"other_{name}"] for name in names), strict=True)
+    for ([asked], [trained], n), ([answer], [answered], m) in zip(own, other, strict=True):
+        found[ids].append([asked, (asked[:n] + answer[m:])[:limit]])
+        found[target].append([trained, ([fill] * n + answered[m:])[:limit]])
+    return found

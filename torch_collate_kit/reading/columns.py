@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import math
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import lru_cache
+from itertools import chain
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -33,7 +35,7 @@ _KINDS: dict[Kind, tuple[str, str, str]] = {
 _FORM_OF = attrgetter("dtype", "ndim", "layout", "is_cpu")
 
 
-class Rows:
+class RowArrays:
     """Column of arrays or tensors that are joined only when rows are put in their order."""
 
     def __init__(self, arrays: list[Any], offsets: np.ndarray) -> None:
@@ -55,7 +57,7 @@ class Rows:
         return self.offsets[1:] - self.offsets[:-1]
 
 
-Numbers = Ragged | Rows  # of ndarrays
+Numbers = Ragged | RowArrays  # of ndarrays
 
 
 def number_column(name: str, column: Any, kind: Kind, *, first: int = 0) -> Numbers:
@@ -73,7 +75,7 @@ def number_column(name: str, column: Any, kind: Kind, *, first: int = 0) -> Numb
         if types == {list}:
             return _from_lists(name, column, typecode, first)
         if types == {Tensor} and _are_plain(name, column, kinds):
-            return Rows(column, _offsets(list(map(Tensor.numel, column))))
+            return RowArrays(column, _offsets(list(map(Tensor.numel, column))))
         rows = column
         if types != {np.ndarray} or any(row.ndim != 1 for row in rows):
             rows = [_row_array(name, i, row, typecode) for i, row in enumerate(column)]
@@ -88,7 +90,7 @@ def number_column(name: str, column: Any, kind: Kind, *, first: int = 0) -> Numb
     if len(rows) == 1:
         return unchecked(rows[0], offsets)
     if len(dtypes) == 1:
-        return Rows(rows, offsets)
+        return RowArrays(rows, offsets)
     for i, row in enumerate(rows):
         if kind == "whole numbers":
             rows[i] = _whole(name, i, row)
@@ -100,7 +102,7 @@ def number_column(name: str, column: Any, kind: Kind, *, first: int = 0) -> Numb
 
 
 def are_wrapped(labels: np.ndarray) -> np.ndarray:
-    """Return where a label is what -100 becomes in its unsigned dtype: bool."""
+    """Return where a label is -100 wrapped around in an unsigned dtype: bool."""
     if labels.dtype.kind != "u":
         return np.zeros(len(labels), dtype=np.bool_)
     is_wrapped: np.ndarray = labels == np.array(IGNORE_INDEX).astype(labels.dtype)
@@ -232,3 +234,254 @@ def _bad_entry(name: str, index: int, row: list[Any], typecode: str) -> DataErro
             wanted = "an integer that fits 64 bits" if typecode == "q" else "a number"
             return DataError(f"{where} ({type(entry).__name__}); it must be {wanted}")
     raise AssertionError("the row converts one by one but not as a whole")
+
+
+_TYPES = {bool: "b", int: "i", float: "f"}  # and the kinds of their dtypes
+
+
+def _one_value(value: Any) -> Any:
+    """Return the number in a NumPy scalar, or in an array or tensor of one entry."""
+    if isinstance(value, Tensor):
+        is_dense = value.layout is torch.strided and not (value.is_meta or value.is_nested)
+        return value.item() if is_dense and value.numel() == 1 else value
+    if isinstance(value, MaskedArray):  # of a masked entry it would be 0
+        return value
+    single = isinstance(value, np.generic | np.ndarray) and value.size == 1
+    return value.item() if single else value
+
+
+def scalar_column(name: str, column: Any, kinds: str, wanted: str) -> np.ndarray:
+    """Return numbers of these kinds of dtypes: [N]; of integers alone also Python's own."""
+    if isinstance(column, Tensor):
+        column = tensor_to_numpy(name, None, column)
+    if isinstance(column, np.ndarray) and column.ndim == 1 and column.dtype.kind in kinds:
+        return column
+    types = set(map(type, column := list(column)))
+    if types <= {int, np.int64} or types <= {float, np.float64}:
+        array = np.array(column)
+        if array.dtype in (np.int64, np.float64) and array.dtype.kind in kinds:
+            return array
+    numbers = [_one_value(value) for value in column]
+    for i, number in enumerate(numbers):
+        kind = next((kind for type_, kind in _TYPES.items() if isinstance(number, type_)), "?")
+        if kind not in kinds:
+            found = f"{number!r:.40} ({type(number).__name__})"
+            raise DataError(f"example {i}: {name} is {found}; {wanted}")
+    try:
+        array = np.array(numbers, dtype=np.int64 if kinds == "iu" else None)
+    except OverflowError:
+        return np.array(numbers, dtype=object)
+    if array.dtype.hasobject:
+        raise DataError(f"{name} has a number beyond 64 bits; give numbers that fit")
+    return array
+
+
+def text_column(name: str, column: Iterable[Any]) -> list[str]:
+    """Return the strings of a field declared ``PerExample(str)``."""
+    texts = [_one_value(value) for value in column]
+    for i, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise DataError(
+                f"example {i}: {name} is {text!r:.40} ({type(text).__name__}); it is declared "
+                "PerExample(str), so give a string"
+            )
+    return list(map(str, texts))
+
+
+def id_column(name: str, column: Iterable[Any], row: str = "example") -> list[Hashable]:
+    """Return ids as plain hashable values; ``row`` is the name of their owner in errors."""
+    if set(map(type, column := list(column))) <= {str, int}:
+        return column
+    uids = [_one_value(value) for value in column]
+    for i, uid in enumerate(uids):
+        if isinstance(uid, Tensor) or not _is_hashable(uid):  # equal tensors differ as keys
+            raise DataError(
+                f"{row} {i}: {name} is {uid!r:.40} ({type(uid).__name__}); rollouts are grouped "
+                "by it, so give a string or an integer"
+            )
+        if uid is None or (uid == uid) is not True:  # NaN and NA: pandas' missing values
+            owner = "prompt" if name == "uid" else "trajectory"
+            without = f", or no {name} in any example" if row == "example" else ""
+            raise DataError(f"{row} {i}: {name} is {uid}; give the id of its {owner}{without}")
+    return uids
+
+
+def _is_hashable(value: Any) -> bool:
+    try:
+        hash(value)  # of a tuple that holds a list, isinstance(value, Hashable) says True
+    except TypeError:
+        return False
+    return True
+
+
+def flag_column(name: str, column: Iterable[Any], row: str = "example") -> list[bool]:
+    """Return True and False, or 0 and 1, as bools."""
+    if isinstance(column, np.ndarray) and column.dtype == np.bool_ and column.ndim == 1:
+        return column.tolist()
+    if set(map(type, column := list(column))) == {bool}:
+        return column
+    flags = [_one_value(value) for value in column]
+    for i, flag in enumerate(flags):
+        if not isinstance(flag, bool | int | float) or flag not in (0, 1):
+            raise DataError(f"{row} {i}: {name} is {flag!r:.40}; it must be True or False")
+    return [bool(flag) for flag in flags]
+
+
+def spread_numbers(name: str, column: Any, lengths: np.ndarray) -> Any:
+    """Return rows: a single reward goes to the last token, an advantage to every token."""
+    if isinstance(column, Ragged):
+        return column
+    if isinstance(column, Tensor) and column.ndim == 1:
+        column = tensor_to_numpy(name, None, column)
+    if isinstance(column, np.ndarray) and column.ndim == 1:
+        if column.dtype.kind in "iufb":
+            return _spread(name, column, lengths)
+        column = column.tolist()
+    types = set(map(type, column))
+    if types == {list} or (types <= {np.ndarray, Tensor} and all(v.ndim for v in column)):
+        return column
+    are_numbers = [is_number(value) for value in column]
+    numbers = np.zeros(len(lengths))
+    for i, (value, is_one) in enumerate(zip(column, are_numbers, strict=True)):
+        if is_one:
+            numbers[i] = _number(name, i, value)
+        elif not is_sequence(value) and not isinstance(value, np.ndarray | Tensor):
+            kind = "None" if value is None else type(value).__name__
+            raise DataError(
+                f"example {i}: {name} is {kind}; give one number, or one per response token"
+            )
+    rows = _spread(name, numbers, lengths)
+    if all(are_numbers):
+        return rows
+    parts = zip(column, rows, are_numbers, strict=True)
+    return [row if is_one else value for value, row, is_one in parts]
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value is one number, or an array or tensor without dimensions."""
+    if isinstance(value, np.ndarray | Tensor):
+        return value.ndim == 0
+    return isinstance(value, int | float | np.number | np.bool_)
+
+
+def _number(name: str, index: int, value: Any) -> float:
+    number = _one_value(value)
+    try:
+        if isinstance(number, str | bytes):
+            raise TypeError
+        return float(number)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        raise DataError(
+            f"example {index}: {name} is {number!r:.40} ({type(number).__name__}); give one number "
+            "that float32 holds, or one per response token"
+        ) from None
+
+
+def _spread(name: str, numbers: np.ndarray, lengths: np.ndarray) -> Ragged:
+    with np.errstate(over="ignore"):
+        short = numbers.astype(np.float32)
+    if np.isfinite(short).all():  # else it is refused, as it was given
+        numbers = short
+    if name == "advantages":
+        return Ragged.from_lengths(np.repeat(numbers, lengths), lengths)
+    rows = Ragged.from_lengths(np.zeros(int(lengths.sum()), dtype=numbers.dtype), lengths)
+    rows.values[rows.offsets[1:] - 1] = numbers
+    return rows
+
+
+_Shape = tuple[int, ...]
+
+
+def vector_column(name: str, column: Any, kind: Kind, shape: _Shape) -> Numbers:
+    """Return the column as arrays ``[T, *shape]`` of a NumPy dtype of its kind."""
+    size = math.prod(shape)
+    flat: Any
+    if isinstance(column, Ragged):
+        _check_shape(f"column {name}", column.values, shape)
+        flat = Ragged(column.values.reshape(-1), column.offsets * size)
+    else:
+        column = list(column)
+        flat = [_flat(name, i, row, shape) for i, row in enumerate(column)]
+    try:
+        numbers = number_column(name, flat, kind)
+    except DataError:  # which counts all numbers of an example
+        for i, row in enumerate(column):
+            if is_sequence(row):
+                for place, vector in _vectors(name, row, shape, i):
+                    number_column(place, [vector], kind, first=i)
+        raise
+    offsets = numbers.offsets // size
+    if isinstance(numbers, RowArrays):
+        return RowArrays([row.reshape(-1, *shape) for row in numbers.arrays], offsets)
+    return unchecked(numbers.values.reshape(-1, *shape), offsets)
+
+
+def shape_of(column: Any) -> _Shape:
+    """Return the shape of the first entry of the first row that has one; () of a number."""
+    if isinstance(column, Ragged):
+        return tuple(column.values.shape[1:])
+    arrays = np.ndarray | Tensor
+    rows = (row for row in column if is_sequence(row) or (isinstance(row, arrays) and row.ndim))
+    entry: Any = next((row[0] for row in rows if len(row)), None)
+    shape: list[int] = []
+    while is_sequence(entry) and len(entry):
+        shape, entry = [*shape, len(entry)], entry[0]
+    return (*shape, *entry.shape) if isinstance(entry, arrays) else tuple(shape)
+
+
+def _flat(name: str, index: int, row: Any, shape: _Shape) -> Any:
+    """Return the numbers of an example, one after the other: an array, a tensor or a list."""
+    is_array = isinstance(row, np.ndarray) and not (row.dtype.hasobject and row.ndim == 1)
+    if isinstance(row, Tensor) and (row.is_nested or row.layout is not torch.strided):
+        tensor_to_numpy(name, index, row)  # which says what is wrong
+    if isinstance(row, Tensor) or is_array:
+        _check_shape(f"example {index}: {name}", row, shape)
+        return row.reshape(-1)
+    if not isinstance(row, np.ndarray) and not is_sequence(row):
+        kind = "None" if row is None else type(row).__name__
+        raise DataError(f"example {index}: {name} is {kind}; give {_wanted(shape)}")
+    parts = list(row)
+    for i, size in enumerate(shape):
+        kinds = set(map(type, parts))
+        if kinds in ({np.ndarray}, {Tensor}) and {part.shape for part in parts} == {shape[i:]}:
+            stack: Any = np.stack if kinds == {np.ndarray} else torch.stack
+            return stack(parts).reshape(-1)
+        if kinds - {list, tuple} or set(map(len, parts)) - {size}:  # wrong, or of several types
+            return [number for _, vector in _vectors(name, row, shape, index) for number in vector]
+        parts = list(chain.from_iterable(parts))
+    return parts
+
+
+def _vectors(
+    place: str, value: Any, shape: _Shape, index: int, depth: int = 0
+) -> Iterator[tuple[str, list[Any]]]:
+    """Return the vectors in nested lists, and where each is; DataError if one has another size."""
+    for i, part in enumerate(value):
+        where, size = f"{place}[{i}]", shape[depth]
+        if not is_sequence(part) and not (isinstance(part, np.ndarray | Tensor) and part.ndim):
+            raise DataError(
+                f"example {index}: {where} is {part!r:.40} ({type(part).__name__}), and the "
+                f"field's shape is {shape}; give {_wanted(shape)}, or declare no shape"
+            )
+        if len(part) != size:
+            raise DataError(
+                f"example {index}: {where} has {len(part)} entries, and the field's shape "
+                f"is {shape}; give {size}, and where there are fewer fill up with what your loss "
+                "leaves out"
+            )
+        if depth + 1 < len(shape):
+            yield from _vectors(where, part, shape, index, depth + 1)
+        else:
+            yield where, list(part)
+
+
+def _check_shape(owner: str, array: Any, shape: _Shape) -> None:
+    if not array.ndim or (len(array) and tuple(array.shape[1:]) != shape):
+        raise DataError(
+            f"{owner} has shape {tuple(array.shape)}, and the field's shape is {shape}; give "
+            f"{_wanted(shape)}"
+        )
+
+
+def _wanted(shape: _Shape) -> str:
+    return f"[tokens, {', '.join(map(str, shape))}] numbers, as lists, an array or a tensor"

@@ -20,7 +20,6 @@ from torch_collate_kit.errors import DataError, examples_named
 from torch_collate_kit.packing.rows import Pieces, row_sums, running_sum
 from torch_collate_kit.packing.trees import Trees, trees_of
 from torch_collate_kit.ragged import Ragged, span_indices, unchecked
-from torch_collate_kit.reading.arrays import read_images
 from torch_collate_kit.reading.columns import Numbers
 from torch_collate_kit.reading.entries import (
     DeclaredFields,
@@ -30,20 +29,19 @@ from torch_collate_kit.reading.entries import (
     placed_ids,
     placed_labels,
     placed_weights,
+    segment_name,
     taken,
     weighted,
     with_row,
 )
-from torch_collate_kit.reading.images import Images
-from torch_collate_kit.reading.responses import last_of_examples, last_tokens
-from torch_collate_kit.reading.segments import name_of
+from torch_collate_kit.reading.images import Images, read_images
 from torch_collate_kit.vision import VisionLayout
 
-_Placed = tuple[FieldSpec, np.ndarray | Tensor, Pieces]  # values, and which entries they are
+_Values = tuple[FieldSpec, np.ndarray | Tensor, Pieces]  # values, and which entries they are
 
 
 @dataclass(frozen=True)
-class PlacedColumns:
+class RowColumns:
     """Columns of the pieces of a batch, in the order of its rows."""
 
     pieces: Pieces
@@ -100,7 +98,7 @@ class ExampleColumns:
             if name not in texts
         ]
         images = None if vision is None else read_images({}, vision, empty)
-        names = (of.name for of in columns), () if images is None else images.arrays
+        names = (column.name for column in columns), () if images is None else images.arrays
         return cls(empty, None, None, columns, (*chain(*names),), images, texts)
 
     def with_dummy_images(self, pieces: Pieces, rows: np.ndarray) -> tuple[ExampleColumns, Pieces]:
@@ -168,7 +166,7 @@ class ExampleColumns:
 
     @computed_once
     def trees(self) -> Trees:
-        """What the segments of each example have in common."""
+        """The prefix trees of the segments of each example."""
         ids, offsets = joined(self.input_ids), self.segment_offsets
         if offsets is None:  # a rank without examples
             offsets = np.zeros(1, dtype=np.int64)
@@ -182,8 +180,8 @@ class ExampleColumns:
             return found
         return [[*chain(*found[start:stop])] for start, stop in pairwise(offsets.tolist())]
 
-    def opened(self, pieces: Pieces) -> Pieces:
-        """Return the pieces of segments for whole examples that are lists of them."""
+    def in_segments(self, pieces: Pieces) -> Pieces:
+        """Return pieces of whole examples as the pieces of their segments."""
         if self.segment_offsets is None:  # a rank without examples
             return pieces
         counts = np.diff(self.segment_offsets)[pieces.examples]
@@ -198,9 +196,9 @@ class ExampleColumns:
         places = np.searchsorted(self.segment_offsets, pieces.examples, side="right") - 1
         return places, pieces.examples - self.segment_offsets[places]
 
-    def place(self, pieces: Pieces) -> PlacedColumns:
+    def place(self, pieces: Pieces) -> RowColumns:
         """Return the columns of the pieces, whose first tokens nothing predicts or trains."""
-        with examples_named(name_of(self.segment_offsets)):
+        with examples_named(segment_name(self.segment_offsets)):
             placed, counts, num_trained = self._placed(pieces)
         examples, numbers = self.examples_of(pieces)
         whole = pieces
@@ -217,18 +215,18 @@ class ExampleColumns:
         for name, (spec, given, entries) in placed.items():
             offsets = np.append(0, np.cumsum(entries.lengths))[entries.row_offsets]
             columns[name], specs[name] = unchecked(torch.as_tensor(given), offsets), spec
-        return PlacedColumns(pieces, columns, specs, counts, num_trained, examples, numbers)
+        return RowColumns(pieces, columns, specs, counts, num_trained, examples, numbers)
 
     def _placed(
         self, pieces: Pieces
-    ) -> tuple[dict[str, _Placed], dict[str, np.ndarray], np.ndarray]:
+    ) -> tuple[dict[str, _Values], dict[str, np.ndarray], np.ndarray]:
         """Return all but the numbers of examples; the counts, and trained tokens, of the pieces."""
         ids = placed_ids(self.input_ids, pieces, self.num_actions if self.are_rollouts else None)
         image_token_id = None if self.images is None else self.images.layout.image_token_id
         is_image = None if image_token_id is None else ids == image_token_id
         target, responses, num_trained = self._target(pieces, is_image)
         counts = {"lengths": pieces.lengths, "responses": responses.lengths}
-        placed: dict[str, _Placed] = {"input_ids": (PerToken(torch.int64), ids, pieces)}
+        placed: dict[str, _Values] = {"input_ids": (PerToken(torch.int64), ids, pieces)}
         if self._has_labels:
             placed["labels"] = PerToken(torch.int64, IGNORE_INDEX), target, pieces
             if self.weights is not None:
@@ -254,7 +252,9 @@ class ExampleColumns:
         images = None if self.images is None else replace(self.images, arrays={})
         found = replace(self, images=images)
         if not limits:
-            found = replace(found, fields=[replace(of, most=math.inf) for of in self.fields])
+            found = replace(
+                found, fields=[replace(column, most=math.inf) for column in self.fields]
+            )
         placed = found.place(whole_examples(self.lengths))
         return {
             name: Ragged(column.values.numpy(), column.offsets)
@@ -268,7 +268,7 @@ class ExampleColumns:
         is_image = None
         if image_token_id is not None:
             is_image = joined(self.input_ids).values == image_token_id
-        with examples_named(name_of(self.segment_offsets)):
+        with examples_named(segment_name(self.segment_offsets)):
             counts = self._target(whole_examples(self.lengths), is_image)[2]
         if self.segment_offsets is None or per_segment:
             return counts
@@ -348,3 +348,16 @@ class ExampleColumns:
     @property
     def _unit_of_weights(self) -> str:
         return "token" if self.num_actions is None else "response token"
+
+
+def last_of_examples(pieces: Pieces, lengths: np.ndarray, num_actions: np.ndarray) -> Pieces:
+    """Return the response tokens of each piece: the last ``num_actions`` of its example."""
+    prompts = (lengths - num_actions)[pieces.examples]
+    ends = pieces.starts + pieces.lengths
+    num_responses = np.clip(ends - prompts, 0, pieces.lengths - 1)
+    return pieces._replace(starts=ends - num_responses - prompts, lengths=num_responses)
+
+
+def last_tokens(pieces: Pieces, numbers: np.ndarray) -> np.ndarray:
+    """Return the places, among all tokens, of the last ``numbers`` tokens of each piece."""
+    return span_indices(np.cumsum(pieces.lengths) - numbers, numbers)

@@ -1,8 +1,9 @@
-"""Which columns the examples of a batch have: missing keys, misspelled ones, two targets."""
+"""Which columns the examples of a batch have: missing keys, misspelled ones, rows packed before."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -15,9 +16,8 @@ from torch_collate_kit._checks import bare_key, respelt, type_name
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.fields import PerToken
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.packing.mixed_examples import SourceName
+from torch_collate_kit.packing.rank_plan import SourceName
 from torch_collate_kit.ragged import Nested, Ragged
-from torch_collate_kit.reading.packed_elsewhere import CHECKED, refuse_boundaries
 from torch_collate_kit.reading.source import (
     Examples,
     Source,
@@ -29,6 +29,7 @@ from torch_collate_kit.reading.source import (
 from torch_collate_kit.vision import VisionLayout
 from torch_collate_kit.vision.families import IMAGE_FIELDS
 
+CHECKED = ("attention_mask", "position_ids")  # not read, but checked by ``check_one_text``
 TARGETS = ("loss_mask", "labels", "assistant_masks", "completion_mask")
 PER_TOKEN = ("input_ids", *TARGETS, "num_actions", *CHECKED)
 KNOWN = (*PER_TOKEN, "weight")
@@ -129,7 +130,7 @@ def first_with(examples: Any) -> dict[str, int]:
 
 
 def added_keys(examples: Any, owners: Mapping[str, int]) -> list[str]:
-    """Return the keys that a Mixture has added to examples, which say nothing about the loss."""
+    """Return the keys that a Mixture has added to examples, which do not concern the loss."""
     is_list = not isinstance(examples, Mapping)
     return [k for k, i in owners.items() if is_list and isinstance(examples[i][k], SourceName)]
 
@@ -244,7 +245,7 @@ def _is_all_none(column: Any) -> bool:
 def check_keys(
     owners: Mapping[str, str], *, train_all: bool, declared: tuple[str, ...] = ()
 ) -> None:
-    """Check the keys of examples; ``owners`` says whose each is, such as "example 0"."""
+    """Check the keys of examples; ``owners`` names the first with each, such as "example 0"."""
     others = [key for key in owners if key not in KNOWN and key not in declared]
     check_no_other_weight(owners, others)
     targets = [name for name in TARGETS if name in owners]
@@ -262,8 +263,8 @@ def check_keys(
         raise DataError(
             f"{owners[others[0]]} has {', '.join(map(repr, others[:5]))}"
             f"{', ...' if len(others) > 5 else ''} and no loss target, so it is not clear whether "
-            f"every token is trained; understood are {', '.join(KNOWN)}: give a target among "
-            "these (or remove the rest), or pass train_all=True to train every token"
+            f"every token is trained; known keys are {', '.join(KNOWN)}; give one target, "
+            "remove the other keys, or pass train_all=True to train every token"
         )
 
 
@@ -309,7 +310,7 @@ def _looks_like(owner: str, name: str, key: str) -> DataError:
 def _token_types(
     examples: Any, raw: Mapping[str, Any], others: Mapping[str, int], layout: VisionLayout
 ) -> dict[str, PerToken]:
-    """Return the fields per token that the model reads; ``others`` are keys that nobody reads."""
+    """Return the fields per token that the model reads; ``others`` are unknown keys."""
     has_images = any(name in raw for name in layout.other_fields)
     needed = layout.token_fields if has_images else (layout.family.token_types,)
     missing = [name for name in needed if name and name not in raw]
@@ -341,4 +342,78 @@ def _refuse_per_token(key: str, owner: int, examples: Any, raw: Mapping[str, Any
         f"example {owner} has {key!r} with one entry per token, and it is not known whether the "
         "model reads it, since it is in no row of the table of families (docs/vision.md); remove "
         "it, or declare it in fields and add it to the dict that model_inputs() returns"
+    )
+
+
+# seq_lengths (TRL), cu_seq_lens_q (transformers), packing_params (LLaMA-Factory), seq_lens_padded
+# (Automodel), input_pos (torchtune), seq_start_id (NeMo), sequence_id (llm-foundry), segment_ids
+# (Levanter), inputs_segmentation (maxtext), cumulative_len (XTuner), doc_lens (OLMo-core), ...
+_PACKED = "(packed|packing|inputs?|targets?|encoder|decoder|cu|cumulative|max|sub)"
+_DOCUMENT = "(seq|sequence|segment|doc|document|sample|example)s?"
+_WHERE = "(len|length|id|idx|index|indice|number|start|end|offset|boundarie|position|param)s?"
+_KEYS = re.compile(
+    f"{_PACKED}*{_DOCUMENT}({_WHERE})+(q|k|kv|padded|unpadded)*|{_PACKED}*(segmentation|position)s?"
+    f"|{_PACKED}+(pos|len|length|param)s?|lengths?|boundaries|cuseqlens"
+)
+_AS_ONE_TEXT = (
+    "another tool has packed documents into the row, which would be read as one text; give each "
+    "document as an example of its own"
+)
+
+
+def refuse_boundaries(
+    keys: Iterable[Any],
+    column: Callable[[Any], Any],
+    declared: Collection[str] = (),
+    owner: Callable[[int], str] = "example {}".format,
+) -> None:
+    """Refuse keys with lists of numbers that are boundaries of documents; ``owner`` names a row.
+
+    A single number or a string under such a name, as an id of the source, is left alone.
+    """
+    for key in keys:
+        name = "".join(filter(str.isalnum, str(key).lower()))
+        if not _KEYS.fullmatch(name) or name == "positionids" or key in declared:
+            continue
+        entries = column(key)
+        for i, entry in enumerate(entries if hasattr(entries, "__iter__") else ()):
+            if _are_numbers(entry):
+                raise DataError(
+                    f"{owner(i)} has {key!r}: {_AS_ONE_TEXT}, or remove the key if it means "
+                    "something else (fields= of a collator carries it along)"
+                )
+
+
+def _are_numbers(entry: Any) -> bool:
+    """Return whether an entry is a list of numbers, at any depth, or a mapping of them."""
+    if isinstance(entry, Mapping):
+        return any(map(_are_numbers, entry.values()))
+    if isinstance(entry, np.ndarray | Tensor | Ragged | Nested):
+        return isinstance(entry, Ragged | Nested) or entry.ndim > 0
+    if not isinstance(entry, list | tuple) or not entry:
+        return False
+    return isinstance(entry[0], int | float | np.number) or _are_numbers(entry[0])
+
+
+def check_one_text(key: str, column: Ragged) -> None:
+    """Check that a mask is 1 at all tokens, or that positions are 0, 1, 2, ... in each example."""
+    values: Any = column.values
+    expected, wanted = np.ones(1, dtype=np.int64), "a token of one text has 1"
+    if key == "position_ids":
+        expected = np.arange(len(values)) - column.offsets[:-1].repeat(column.lengths)
+        wanted = "those of one text are 0, 1, 2, ..."
+    wrong = np.flatnonzero(values != expected)
+    if not len(wrong):
+        return
+    others = wrong if key == "position_ids" else wrong[values[wrong] != 0]
+    entry = int((others if len(others) else wrong)[0])
+    i = int(np.searchsorted(column.offsets, entry, side="right")) - 1
+    if not len(others):
+        raise DataError(
+            f"example {i}: attention_mask contains a 0, so the example is padded already; "
+            "tokenize without padding, collators pad"
+        )
+    raise DataError(
+        f"example {i}: {key} is {values[entry]:g} at token {entry - column.offsets[i]}, and "
+        f"{wanted}: {_AS_ONE_TEXT}, or remove {key} if it means something else"
     )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 
+from torch_collate_kit._checks import type_name
+from torch_collate_kit._reprs import plural
 from torch_collate_kit.batch import IGNORE_INDEX
 from torch_collate_kit.batch.fields import (
     FieldSpec,
@@ -19,38 +22,42 @@ from torch_collate_kit.batch.fields import (
 )
 from torch_collate_kit.batch.placement import MAX_WIDTH, too_wide
 from torch_collate_kit.errors import DataError, examples_named
-from torch_collate_kit.ragged import Ragged, unchecked
-from torch_collate_kit.reading.arrays import read_images, route_column
-from torch_collate_kit.reading.columns import Kind, Numbers, number_column
+from torch_collate_kit.ragged import Nested, Ragged, unchecked
+from torch_collate_kit.reading.columns import (
+    Kind,
+    Numbers,
+    flag_column,
+    id_column,
+    number_column,
+    scalar_column,
+    shape_of,
+    spread_numbers,
+    text_column,
+    vector_column,
+)
 from torch_collate_kit.reading.entries import (
     DeclaredFields,
     FieldColumn,
     are_int32_ids,
     concatenated,
     joined,
+    segment_name,
     weights_of_examples,
 )
 from torch_collate_kit.reading.examples import ExampleColumns
+from torch_collate_kit.reading.images import read_images, route_column
 from torch_collate_kit.reading.keys import (
+    CHECKED,
     IMAGES,
     KNOWN,
     MEDIA,
     PER_TOKEN,
     ROLLOUT_KEYS,
     TARGETS,
+    check_one_text,
     raw_columns,
 )
-from torch_collate_kit.reading.packed_elsewhere import CHECKED, check_one_text
-from torch_collate_kit.reading.segments import name_of, opened
-from torch_collate_kit.reading.source import Examples, are_nested
-from torch_collate_kit.reading.values import (
-    flag_column,
-    id_column,
-    scalar_column,
-    spread_numbers,
-    text_column,
-)
-from torch_collate_kit.reading.vectors import shape_of, vector_column
+from torch_collate_kit.reading.source import Examples, are_nested, is_list_of_rows, is_sequence
 from torch_collate_kit.vision import VisionLayout
 
 _SFT_FIELDS: Mapping[str, FieldSpec] = {
@@ -93,7 +100,7 @@ def read_columns(
     if not are_rollouts and are_nested(raw["input_ids"]):
         others = [key for key in declared if key not in numbers]
         raw, offsets = opened(raw, (*PER_TOKEN, *others, *MEDIA))
-    with examples_named(name_of(offsets)):
+    with examples_named(segment_name(offsets)):
         columns = _per_token(raw, declared, numbers, vision, are_rollouts=are_rollouts)
     if not per_example and offsets is None:
         return columns  # a copy takes 10 us
@@ -286,7 +293,7 @@ def _declared(key: str, raw: Mapping[str, Any]) -> Any:
 
 
 def _wanted_entries(key: str, expected: int, is_response: bool, are_rollouts: bool) -> str:
-    """Return the part of an error that says how many entries a field needs."""
+    """Return the part of an error with the number of entries that a field needs."""
     if not is_response:
         hint = ""
         if key == "loss_mask":
@@ -307,3 +314,57 @@ def _row_metadata(raw: Mapping[str, Any]) -> dict[str, list[Any]]:
     if "is_last_step" in raw:
         found["is_last_step"] = flag_column("is_last_step", raw["is_last_step"])
     return found
+
+
+def opened(raw: Mapping[str, Any], keys: Collection[str]) -> tuple[dict[str, Any], np.ndarray]:
+    """Return ``raw`` with an entry per segment in ``keys``, and the offsets of examples."""
+    columns = dict(raw)
+    columns["input_ids"], counts = opened_column("input_ids", raw["input_ids"])
+    if not counts.all():
+        raise DataError(
+            f"example {counts.argmin()} is empty (input_ids has no segment); filter it out"
+        )
+    for key in keys:
+        if key not in raw or key == "input_ids":
+            continue
+        columns[key], found = opened_column(key, raw[key], counts)
+        if len(wrong := np.flatnonzero(found != counts)):
+            i = int(wrong[0])
+            raise DataError(
+                f"example {i}: {key} has {plural(int(found[i]), 'segment')}, input_ids has "
+                f"{counts[i]}; give one entry for each segment"
+            )
+    if "weight" in raw:  # of an example, for all of its segments
+        columns["weight"] = np.repeat(weights_of_examples(raw["weight"]), counts)
+    return columns, np.append(0, np.cumsum(counts))
+
+
+def opened_column(
+    key: str, column: Any, counts: np.ndarray | None = None
+) -> tuple[Any, np.ndarray]:
+    """Return the column with an entry per segment, and the number of segments of each example."""
+    if isinstance(column, Nested):
+        return column.rows, np.diff(column.offsets)
+    entries: list[Any] = list(column)
+    if key == "num_actions":
+        is_list = [is_sequence(entry) or np.ndim(entry) == 1 for entry in entries]
+        wanted = "a list with one number for each segment"
+    elif key in MEDIA and counts is not None:  # None of an example without an image
+        pairs = zip(entries, counts.tolist(), strict=True)
+        entries = [[None] * count if entry is None else entry for entry, count in pairs]
+        is_list = [is_sequence(entry) for entry in entries]
+        wanted = "a list with one array, or None, for each segment"
+    else:
+        is_list = [is_list_of_rows(entry) or _is_empty(entry) for entry in entries]
+        wanted = "a list with one list for each segment"
+    if not all(is_list):
+        i = is_list.index(False)
+        raise DataError(
+            f"example {i}: {key} is {type_name(entries[i])} that is not a list of segments, as "
+            f"input_ids of example 0 is; give {wanted}"
+        )
+    return list(chain.from_iterable(entries)), np.array(list(map(len, entries)), dtype=np.int64)
+
+
+def _is_empty(entry: Any) -> bool:
+    return is_sequence(entry) and not len(entry)

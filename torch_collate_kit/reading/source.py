@@ -1,4 +1,4 @@
-"""Datasets in any form as columns or examples: the one place that asks what form they have."""
+"""Datasets in any form as columns or examples; only this file distinguishes the forms."""
 
 from __future__ import annotations
 
@@ -90,9 +90,11 @@ class Source:
         is_map_style = hasattr(data, "__len__") and hasattr(data, "__getitem__")
         is_lazy = is_a(data, "polars", "LazyFrame")
         if is_lazy or (hasattr(data, "__arrow_c_stream__") and not self.is_arrow):  # polars, duckdb
-            of = f"{name}.collect()" if is_lazy else name
+            table = f"{name}.collect()" if is_lazy else name
             package = type(data).__module__.partition(".")[0]
-            raise TypeError(f"{name} is {type_name(data)} of {package}; pass pyarrow.table({of})")
+            raise TypeError(
+                f"{name} is {type_name(data)} of {package}; pass pyarrow.table({table})"
+            )
         if is_other or not (is_map_style or isinstance(data, ArrowFiles)):
             raise TypeError(f"{name} is {type_name(data)}; pass {others}{_FORMS}")
 
@@ -116,7 +118,7 @@ class Source:
     def part(self, start: int, stop: int) -> Any:
         """Return the examples ``start`` to ``stop``: a list of them, or a mapping of columns."""
         if isinstance(self.data, Mapping):
-            return {**self.data, **{k: of[start:stop] for k, of in self._columns().items()}}
+            return {**self.data, **{k: column[start:stop] for k, column in self._columns().items()}}
         data = self._opened()
         if self.is_arrow:
             is_table = is_a(data, "pyarrow", "Table")
@@ -135,7 +137,7 @@ class Source:
             names = self.data.format["columns"]
             part = self.data.with_format(None, columns=names)[start:stop]
         elif isinstance(self.data, Mapping):
-            part = {name: of[start:stop] for name, of in self._columns().items()}
+            part = {name: column[start:stop] for name, column in self._columns().items()}
         else:
             part = self.part(start, stop)
         if isinstance(part, _ArrowColumns):
@@ -152,7 +154,7 @@ class Source:
 
     def _columns(self) -> dict[str, Any]:
         """Return the columns of a mapping, without texts and numbers that hold for all rows."""
-        return {key: of for key, of in self.data.items() if num_rows(of) is not None}
+        return {key: column for key, column in self.data.items() if num_rows(column) is not None}
 
 
 def check_even(columns: Mapping[str, Any], first: str) -> None:
@@ -296,7 +298,7 @@ class ArrowFiles:
             self._names = [parquet.read_schema(path).names for path in paths]
         else:
             self._names = [_mapped(path).column_names for path in paths]
-        self.column_names = list(dict.fromkeys(name for of in self._names for name in of))
+        self.column_names = list(dict.fromkeys(name for names in self._names for name in names))
 
     def select(self, names: list[str]) -> Any:
         """Return the files with these columns alone; of Parquet files a ``datasets.Dataset``."""

@@ -1,4 +1,4 @@
-"""The layouts that a report compares: which to try, their figures, and the recommended one."""
+"""The layouts and steps that a report compares, their figures, and the recommended layout."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import islice, product
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from torch_collate_kit._checks import checked_int
 from torch_collate_kit._reprs import plural
+from torch_collate_kit.collators import PackedCollator
+from torch_collate_kit.loading import PackedBatchSampler
 from torch_collate_kit.packing import PackingOptions, PackingPlan
-from torch_collate_kit.packing.atoms import Atoms
-from torch_collate_kit.packing.fitting import fitted
+from torch_collate_kit.packing.atoms import Atoms, Patches, checked_sizes
 from torch_collate_kit.packing.options import Strategy
-from torch_collate_kit.packing.planner import plan_rows
+from torch_collate_kit.packing.planner import fitted, plan_rows
 from torch_collate_kit.packing.rows import Ints, row_sums
 from torch_collate_kit.ragged import Ragged
 
@@ -27,6 +30,7 @@ _MOST_PADDING = 0.02
 _NEARLY = 0.005
 _MOST_BINS = 48
 _WIDE = 20  # longest / shortest above which bins are equally wide on a logarithmic scale
+_MOST_STEPS = 256  # that are planned
 
 
 def capacities_to_try(lengths: Ints, row_align: int) -> list[int]:
@@ -83,8 +87,8 @@ def candidates_of(
 ) -> Iterator[dict[str, Any]]:
     """Yield the figures of padded rows and of each strategy for every ``max_tokens``.
 
-    ``segments`` are the lengths of those of every example, if examples are lists of them, and
-    ``trees`` what they share, if they share anything.
+    ``segments`` are the segment lengths of every example that is a list of segments, and ``trees``
+    the load with shared prefixes, if segments share anything.
     """
     done: set[int] = set()
     for packing in packings:
@@ -95,8 +99,7 @@ def candidates_of(
                 whole = replace(packing, strategy=None, overflow="split")
             yield _padded(atoms, whole, padded_batch_size, segments)
             if trees is not None:
-                overflow = "drop" if packing.overflow == "truncate" else packing.overflow
-                sharing = replace(packing, strategy=None, overflow=overflow, share_prefixes=True)
+                sharing = replace(packing, strategy=None, share_prefixes=True)
                 yield _packed(trees, sharing, batch_size)
         yield _packed(atoms, packing, batch_size)
 
@@ -121,11 +124,11 @@ def _packed(atoms: Atoms, packing: PackingOptions, batch_size: int | None) -> di
             num_tokens=int(plan.lengths.sum()),
             num_cells=plan.num_rows * plan.width,
             num_filled=int(
-                plan.aligned_lengths.sum() if packing.share_prefixes else plan.lengths.sum()
+                plan.atoms.cells.sum() if packing.share_prefixes else plan.lengths.sum()
             ),
             **_lost(plan),
         )
-        of_pieces = plan.costs + plan.vision_costs
+        of_pieces = plan.atoms.costs + plan.atoms.vision_costs
         tokens.append(per_step(plan.row_tokens))
         costs.append(per_step(row_sums(of_pieces, plan.row_offsets)))
     ranks = np.concatenate(tokens), np.concatenate(costs)
@@ -146,7 +149,7 @@ def _padded(
     pieces = fitted(atoms, packing)
     kept, align = pieces.lengths, packing.parallel.row_align
     starts = first_examples = np.arange(0, len(kept), batch_size)
-    vision = np.add.reduceat(pieces.vision_costs, first_examples)
+    vision = np.add.reduceat(pieces.atoms.vision_costs, first_examples)
     if segments is not None:
         of_kept = segments.take(pieces.example_indices)
         kept, starts = of_kept.values, of_kept.offsets[first_examples]
@@ -169,7 +172,7 @@ def _padded(
 
 
 def _lost(pieces: PackingPlan) -> dict[str, int]:
-    """Return the figures of what does not fit."""
+    """Return counts of dropped and cut examples and tokens."""
     return {
         "num_dropped": len(pieces.dropped),
         "num_dropped_tokens": pieces.num_dropped_tokens,
@@ -256,19 +259,19 @@ def _within(candidates: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def _num_lost(candidate: Mapping[str, Any]) -> int:
-    """Return how many examples are dropped or cut."""
+    """Return the number of dropped and cut examples."""
     return int(candidate["num_dropped"] + candidate["num_cut"])
 
 
 def _num_lost_tokens(candidate: Mapping[str, Any]) -> int:
-    """Return how many tokens are in no row: none of examples that continue in another row."""
+    """Return the number of lost tokens; examples that continue in another row lose none."""
     return int(candidate["num_dropped_tokens"] + candidate["num_cut_tokens"])
 
 
 def _notes(
     packed: Sequence[Mapping[str, Any]], best: Mapping[str, Any], num_tokens: int
 ) -> list[str]:
-    """Return what the recommended ``max_tokens`` loses, and what a smaller one would."""
+    """Return notes on what the recommended ``max_tokens`` loses, and a smaller one would."""
     notes = []
     if _num_lost(best):
         more = "keeps more" if _num_lost_tokens(best) else "cuts fewer"
@@ -283,7 +286,7 @@ def _notes(
 
 
 def _notes_of_shared(candidates: Sequence[Mapping[str, Any]], limit: int) -> list[str]:
-    """Return what ``share_prefixes`` makes of the rows, if segments share anything."""
+    """Return a note about rows with ``share_prefixes``, if segments share anything."""
     return [
         f"note: share_prefixes=True makes {plural(c['num_rows'], 'row')}, of "
         f"{c['num_tokens'] / max(1, c['num_cells']):.2f} tokens per cell"
@@ -293,7 +296,7 @@ def _notes_of_shared(candidates: Sequence[Mapping[str, Any]], limit: int) -> lis
 
 
 def losses(candidate: Mapping[str, Any], num_tokens: int) -> str:
-    """Return what does not fit: "drops 3 examples (1.2% of the tokens lost)"; "" if all fits."""
+    """Describe what does not fit: "drops 3 examples (1.2% of the tokens lost)"; "" if all fits."""
     dropped, cut = candidate["num_dropped"], candidate["num_cut"]
     parts = [f"drops {plural(dropped, 'example')}"] if dropped else []
     parts += [f"cuts {plural(cut, 'example')}"] if cut else []
@@ -331,8 +334,138 @@ def histogram(lengths: Ints) -> dict[str, list[int]]:
     else:
         size = -(-(most + 1 - least) // count)  # the same for all, or they look uneven
         edges = np.arange(least, most + size + 1, size)
-    counts = (np.histogram(lengths, edges, weights=of)[0] for of in (None, lengths))
+    counts = (np.histogram(lengths, edges, weights=weights)[0] for weights in (None, lengths))
     names = ("examples", "tokens")
     return {"edges": edges.tolist()} | {
         name: found.tolist() for name, found in zip(names, counts, strict=True)
     }
+
+
+def steps_of(
+    lengths: Any,
+    patches: Patches | None,
+    packing: PackingOptions,
+    batch_rows: int,
+    batch_size: int | None,
+) -> list[dict[str, Any]]:
+    """Return the figures of steps of ``batch_size`` examples and of ``batch_rows`` rows.
+
+    Rows are filled as a collator does by default. ``batch_size`` None is the mean of the steps by
+    rows.
+    """
+    packing = replace(packing, strategy=None)
+    by_rows = _step_figures(lengths, patches, packing, "by_rows", batch_rows=batch_rows)
+    if batch_size is None:
+        batch_size = max(1, round(len(lengths) / by_rows["num_steps"]))
+    found = [
+        _step_figures(lengths, patches, packing, "by_examples", batch_size=batch_size),
+        by_rows,
+    ]
+    is_text = patches is None and not isinstance(lengths, Ragged)
+    can_be_cut = packing.parallel.align == 1 and packing.capacity == packing.max_tokens
+    if is_text and can_be_cut and packing.max_sequences_per_row is None:
+        wrapped = replace(packing, strategy="wrapped", overflow="raise")
+        found.append(_step_figures(lengths, None, wrapped, "wrapped", batch_rows=batch_rows))
+    return found
+
+
+def steps_table(report: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Return the header, and a row for each kind of step."""
+    steps, options = report["steps"], report["options"]
+    ranks, width = plural(options["dp"], "rank"), report["recommended"]["max_tokens"]
+    columns = {
+        f"a step over {ranks}, max_tokens={width}": [_name(step) for step in steps],
+        "steps": [f"{step['num_steps']:,}" for step in steps],
+        "padding": [f"{step['padding']:.1%}" for step in steps],
+    }
+    if options["dp"] > 1:
+        columns["imbalance"] = [f"{step['imbalance']:.3f}" for step in steps]
+        columns["99%"] = [f"{step['imbalance_99']:.3f}" for step in steps]
+    columns["unlike"] = [
+        f"{step['unlikeness']:.1f}" if step["unlikeness"] else "-" for step in steps
+    ]
+    columns["time"] = [f"{step['time_per_token']:.3f}" for step in steps]
+    return list(columns), [list(row) for row in zip(*columns.values(), strict=True)]
+
+
+def steps_legend(names: Sequence[str]) -> list[str]:
+    """Return lines about the columns of these ``names``."""
+    lines = ["imbalance: cost of the slowest rank / the mean; 99%: of all but the 1% worst steps"]
+    return [
+        *(lines if "99%" in names else []),
+        "unlike: how much steps differ in the lengths of their examples, 1 as drawn at random",
+        "time: modelled, of a real token; 1 without padding and without waiting for a slower rank",
+    ]
+
+
+def _name(step: dict[str, Any]) -> str:
+    if step["steps"] == "by_examples":
+        return f"batch_size={step['batch_size']}"
+    return f"batch_rows={step['batch_rows']}{', wrapped' * (step['steps'] == 'wrapped')}"
+
+
+def _step_figures(
+    lengths: Any, patches: Patches | None, packing: PackingOptions, kind: str, **number: Any
+) -> dict[str, Any]:
+    """Return the figures of the first steps of the epochs that a sampler makes by default."""
+    ids = SimpleNamespace(pad_token_id=0, eos_token_id=0)  # "wrapped" needs an end token
+    collate = PackedCollator(ids, packing=packing, normalize_loss=False)
+    sampler = PackedBatchSampler(lengths, collate, dp_rank=0, patches=patches, **number)
+    num_steps, epoch = sampler.count_steps(), 0
+    lengths = Atoms.of(*checked_sizes(lengths), packing).tokens
+    figures: list[tuple[float, ...]] = []
+    drawn: list[tuple[Ints, Ints]] = []
+    while len(figures) < _MOST_STEPS:
+        for step, part in enumerate(islice(sampler, _MOST_STEPS - len(figures))):
+            plan = part.plan
+            width = plan.width if kind == "by_examples" else packing.capacity
+            sizes = lengths[sampler.examples(epoch, step)[plan.example_indices]]
+            drawn.append((sizes, plan.lengths))
+            figures.append((*_of_step(plan, width), _token_mean(np.log2(sizes), plan.lengths)))
+        epoch += 1
+    tokens, cells, slowest, time, ideal, means = np.transpose(figures)
+    sizes, placed = (np.concatenate(parts) for parts in zip(*drawn, strict=True))
+    return {
+        "steps": kind,
+        **number,
+        "num_steps": num_steps,
+        "padding": 1 - float(tokens.sum() / cells.sum()),
+        "imbalance": float(slowest.mean()),
+        "imbalance_99": float(np.quantile(slowest, 0.99)),
+        "unlikeness": _unlikeness(means, sizes, placed, lengths),
+        "time_per_token": float(time.sum() / ideal.sum()),
+    }
+
+
+def _of_step(plan: PackingPlan, width: int) -> tuple[float, ...]:
+    """Return tokens, cells, cost of the slowest rank over the mean, time and ideal time.
+
+    Times are in units of the cost. Pads cost as much as tokens in the linear layers.
+    """
+    cost, dp = plan.packing.cost, plan.rows_multiple_of
+    ranks = plan.cost_per_rank + plan.vision_cost_per_rank
+    cells = row_sums(plan.atoms.cells, plan.row_offsets).reshape(dp, -1).sum(axis=1)
+    attention = ranks - cost.language_linear * cells
+    num_cells = plan.num_rows * width
+    time = num_cells // dp * cost.language_linear + attention.max()
+    language = plan.atoms.costs if plan.atoms.are_lists else cost.language(plan.lengths)
+    ideal = (int(language.sum()) + int(plan.atoms.vision_costs.sum())) / dp
+    slowest = ranks.max() / ranks.mean() if ranks.any() else 1.0
+    return int(plan.lengths.sum()), num_cells, slowest, time, ideal
+
+
+def _token_mean(values: npt.NDArray[np.float64], lengths: Ints) -> float:
+    return float(np.average(values, weights=lengths)) if len(lengths) else 0.0
+
+
+def _unlikeness(
+    means: npt.NDArray[np.float64], sizes: Ints, tokens: Ints, lengths: Ints
+) -> float | None:
+    """Return the variance of the steps' ``means``, relative to steps drawn at random.
+
+    ``sizes`` and ``tokens`` int64 [S], those of the example and those placed, of every piece.
+    """
+    logs, per_step = np.log2(sizes), tokens.sum() / len(means)
+    spread = _token_mean(sizes * (logs - _token_mean(logs, tokens)) ** 2, tokens)
+    chance = spread / max(1, per_step) * (1 - per_step / lengths.sum())  # none is drawn twice
+    return float(means.var() / chance) if chance > 1e-9 else None

@@ -18,9 +18,14 @@ from torch_collate_kit.packing.trees import depths_of
 from torch_collate_kit.ragged import Ragged, unchecked
 from torch_collate_kit.reading.columns import number_column
 from torch_collate_kit.reading.entries import joined
-from torch_collate_kit.reading.keys import column_of, first_with
-from torch_collate_kit.reading.packed_elsewhere import CHECKED, check_one_text, refuse_boundaries
-from torch_collate_kit.reading.segments import opened_column
+from torch_collate_kit.reading.keys import (
+    CHECKED,
+    check_one_text,
+    column_of,
+    first_with,
+    refuse_boundaries,
+)
+from torch_collate_kit.reading.reader import opened_column
 from torch_collate_kit.reading.source import (
     Source,
     are_nested,
@@ -40,16 +45,16 @@ class DataLengths(NamedTuple):
     lengths: Any
     """int64 [N], tokens of each example; of lists of segments a Ragged with those of each."""
     patches: Patches | None = None
-    """Vision patches of each example; None where there are no images, or they are not known."""
+    """Vision patches of each example; None without images, or if unknown."""
     dummy_image_tokens: int = 0
     """Tokens of the smallest image, which a row without one may need."""
     shared: np.ndarray | None = None
     """int64 [Q], tokens that each segment shares with an earlier one of its example; None where
-    examples are no lists of segments, or have images."""
+    examples are not lists of segments, or have images."""
 
 
 def data_lengths(data: Any) -> DataLengths:
-    """Return the lengths of integers, or of a dataset in any form, of which only masks are read."""
+    """Return given lengths, or those of a dataset in any form, reading only its masks."""
     lengths: Any
     patches, smallest, shared = None, 0, None
     if isinstance(data, Batch):
@@ -129,7 +134,7 @@ def _of_source(source: Source) -> tuple[np.ndarray | Ragged, np.ndarray | None]:
 
 
 def _check_columns(source: Source, name: str) -> None:
-    """Check that there are ids, a row for each example, and as many rows of everything else."""
+    """Check that there are ids, one row per example, and columns of one length."""
     if name not in source.names:
         raise DataError(
             f"no input_ids among the columns {sorted(map(str, source.names))}; tokenize first "
@@ -182,7 +187,7 @@ def _check_whole(columns: Mapping[str, Any], start: int) -> None:
         column = columns.get(key, ())
         given = [(i, row) for i, row in enumerate(column, start) if row is not None]
         if given and is_list_of_rows(given[0][1]):
-            given = [(i, of) for i, row in given for of in row]
+            given = [(i, segment) for i, row in given for segment in row]
         with examples_named([f"example {i}" for i, _ in given].__getitem__):
             if given:
                 rows = number_column(key, [row for _, row in given], "numbers")

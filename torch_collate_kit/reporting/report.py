@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -16,7 +16,16 @@ from torch_collate_kit._checks import (
     checked_optional_int,
     needed_package,
 )
-from torch_collate_kit.batch.showing.tables import html_table, text_table
+from torch_collate_kit._reprs import plural
+from torch_collate_kit.batch.showing.style import (
+    COLORS,
+    axes_for,
+    html_table,
+    legend_below,
+    matplotlib_module,
+    text_table,
+    tint,
+)
 from torch_collate_kit.families import family_of, left_padding_fault
 from torch_collate_kit.packing import ModelCost, PackingOptions, ParallelLayout
 from torch_collate_kit.packing.atoms import Atoms, Patches, checked_sizes
@@ -24,21 +33,19 @@ from torch_collate_kit.packing.options import Balance, Overflow, Strategy
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reporting.candidates import (
     PADDED,
+    SHARED,
     candidates_of,
     fits_nothing,
     headline,
     histogram,
+    losses,
     packings_to_try,
     recommended,
-)
-from torch_collate_kit.reporting.candidates_table import (
-    candidates_table,
-    intro_lines,
-    recommendation_lines,
+    steps_legend,
+    steps_of,
+    steps_table,
 )
 from torch_collate_kit.reporting.lengths import data_lengths
-from torch_collate_kit.reporting.plots import PLOTS, Plot
-from torch_collate_kit.reporting.steps import steps_legend, steps_of, steps_table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,6 +53,22 @@ if TYPE_CHECKING:
 _LARGEST = 1 << 62
 _LEFT = ("layout",)
 _KEYS = {"data", "options", "candidates", "recommended"}
+_WIDTH = 100
+Plot: TypeAlias = Literal["padding", "balance", "lengths"]
+_MOST_TICKS = 32
+
+# light to dark, and a hatch of its own for each
+_LOOKS: dict[str, dict[str, Any]] = {
+    PADDED: {"facecolor": "#E4E4E4", "hatch": "////"},
+    "best_fit_decreasing": {"facecolor": COLORS["blue"], "hatch": ""},
+    "first_fit_decreasing": {"facecolor": COLORS["purple"], "hatch": "xx"},
+    "balanced": {"facecolor": COLORS["green"], "hatch": ".."},
+    "sequential": {"facecolor": tint(COLORS["orange"], 0.7), "hatch": "\\\\\\\\"},
+    "wrapped": {"facecolor": tint(COLORS["sky"], 0.4), "hatch": "--"},
+    SHARED: {"facecolor": tint(COLORS["purple"], 0.4), "hatch": "++"},
+    "tokens": {"facecolor": tint(COLORS["sky"], 0.6), "hatch": ""},
+    "cost": {"facecolor": COLORS["blue"], "hatch": ""},
+}
 
 
 class PackingReport(dict[str, Any]):
@@ -123,7 +146,9 @@ class PackingReport(dict[str, Any]):
         names, rows = candidates_table(self)
         best = [self["recommended"][key] for key in ("max_tokens", "strategy")]
         found = [[c["max_tokens"], c["strategy"]] for c in self["candidates"]]
-        table = html_table(names, rows, _LEFT, ["font-weight:bold" * (of == best) for of in found])
+        table = html_table(
+            names, rows, _LEFT, ["font-weight:bold" * (row == best) for row in found]
+        )
         before = "<br>".join(map(escape, intro_lines(self, names)))
         after = "<br>".join(map(escape, recommendation_lines(self)))
         html = f"<p>{before}</p>{table}<p><b>{escape(headline(self))}</b><br>{after}</p>"
@@ -133,7 +158,7 @@ class PackingReport(dict[str, Any]):
         return f"<div>{html}</div>"
 
     def _further_tables(self) -> Iterator[tuple[list[str], list[list[str]], list[str]]]:
-        """Yield header, rows and legend of the tables beside that of the candidates."""
+        """Yield header, rows and legend of each table after the candidates."""
         if self.get("steps"):
             names, rows = steps_table(self)
             yield names, rows, steps_legend(names)
@@ -169,7 +194,7 @@ def packing_report(
             or examples or columns with ``input_ids`` (or rollouts). Read are any
             ``attention_mask``, to refuse padded examples, and the tokens of lists of segments.
         max_tokens: one or several. None tries powers of two, and a few numbers between them, from
-            what holds 99 of 100 examples to twice what holds all.
+            the one that holds 99 of 100 examples to twice the one that holds all.
         strategies: of ``pack``. None: best fit, balanced and sequential, but balanced alone if
             ``max_tokens`` is None.
         parallel: the layout; its ``dp`` ranks share rows, ``align`` pads examples, ``row_align``
@@ -230,13 +255,14 @@ def packing_report(
     batch_rows = checked_optional_int("batch_rows", batch_rows, hint="None compares no steps")
     segments = found.lengths if isinstance(found.lengths, Ragged) else None
     trees = None
-    if found.shared is not None and found.shared.any() and packing.parallel.cp == 1:
+    can_share = packing.parallel.cp == 1 and overflow in ("drop", "raise")
+    if can_share and found.shared is not None and found.shared.any():
         sharing = replace(packing, share_prefixes=True)
         trees = Atoms.of(sizes, offsets, sharing, depths=found.shared)
     report = _report(atoms, packings, batch_size, padded, segments, trees)
     if segments is not None and found.shared is None:
         report["recommended"]["notes"].append(
-            "note: lengths do not tell what segments share; pass the dataset to see share_prefixes"
+            "note: lengths do not show what segments share; pass the dataset to see share_prefixes"
         )
     config = getattr(model, "config", model)
     if fault := left_padding_fault(config):
@@ -282,3 +308,184 @@ def _report(
         recommended=recommended(candidates, num_tokens),
         steps=[],
     )
+
+
+def _segments(data: Mapping[str, Any]) -> str:
+    return f" of {data['num_segments']:,} segments" if "num_segments" in data else ""
+
+
+def intro_lines(report: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    """Return lines about the data, and about the columns of these ``names``."""
+    data, options = report["data"], report["options"]
+    lines = [
+        f"{plural(data['num_examples'], 'example')}{_segments(data)}, {data['num_tokens']:,} "
+        "tokens; median "
+        f"{data['median']:,.0f}, longest {data['longest']:,}"
+    ]
+    batch = options["batch_size"]
+    packed = "all examples together" if batch is None else f"{batch:,} examples at a time"
+    lines.append(f"packed {packed}; padded in batches of {options['padded_batch_size']:,}")
+    if "rank cost" in names:
+        lines.append(
+            f"{options['dp']} ranks; rank tokens and cost: the slowest rank of a step / the mean"
+        )
+    if "lost" in names:
+        lines.append("dropped or cut: examples that do not fit; lost: their share of the tokens")
+    elif "cut" in names:
+        lines.append("cut: examples that continue in another row; no token is lost")
+    if options["align"] > 1:
+        lines.append(f"examples aligned to {options['align']} tokens")
+    if options["row_align"] > options["align"]:
+        lines.append(f"fp8: the width of rows is a multiple of {options['row_align']} cells")
+    return lines
+
+
+def candidates_table(report: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Return the header and the rows, without columns that say nothing for any candidate."""
+    candidates = report["candidates"]
+    columns: dict[str, list[str]] = {
+        "max_tokens": [str(c["max_tokens"]) for c in candidates],
+        "layout": [c["strategy"] for c in candidates],
+        "padding": [f"{c['padding']:.1%}" for c in candidates],
+        "efficiency": [f"{c['efficiency']:.1%}" for c in candidates],
+        "rows": [f"{c['num_rows']:,}" for c in candidates],
+    }
+    for title, name in (("dropped", "num_dropped"), ("cut", "num_cut")):
+        if any(c[name] for c in candidates):
+            columns[title] = [f"{c[name]:,}" for c in candidates]
+    if any(c["strategy"] == SHARED for c in candidates):
+        columns["tokens/cell"] = [
+            f"{c['num_tokens'] / max(1, c['num_cells']):.2f}" for c in candidates
+        ]
+    num_tokens = report["data"]["num_tokens"]
+    lost = [(c["num_dropped_tokens"] + c["num_cut_tokens"]) / num_tokens for c in candidates]
+    if any(lost):
+        columns["lost"] = [f"{share:.2%}" for share in lost]
+    if report["options"]["dp"] > 1:
+        columns["rank tokens"] = [f"{c['tokens_max_over_mean']:.2f}" for c in candidates]
+        columns["rank cost"] = [f"{c['cost_max_over_mean']:.2f}" for c in candidates]
+    columns["plan"] = [_time(c["plan_seconds"]) for c in candidates]
+    for name in ("efficiency", "plan"):  # the former is 100% less the padding
+        widths = [max(map(len, (title, *cells))) for title, cells in columns.items()]
+        if sum(widths) + 2 * (len(widths) - 1) > _WIDTH:
+            del columns[name]
+    return list(columns), [list(row) for row in zip(*columns.values(), strict=True)]
+
+
+def _time(seconds: float) -> str:
+    if not seconds:
+        return ""  # padded rows need no plan
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"
+
+
+def recommendation_lines(report: Mapping[str, Any]) -> list[str]:
+    """Return lines about the recommended layout, or why nothing is recommended."""
+    best = report["recommended"]
+    if fits_nothing(report):
+        return [f"recommended: nothing; {best['reason']}"]
+    first = f"recommended: max_tokens={best['max_tokens']}, {best['strategy']}"
+    return [first, *(f"  {line}" for line in (best["reason"], *best["notes"]))]
+
+
+def _draw_padding(report: Mapping[str, Any], ax: Axes | None) -> Axes:
+    """Draw the padding of every candidate, grouped by ``max_tokens``; the best has a star."""
+    candidates = report["candidates"]
+    ax = axes_for(ax, min(16.0, 4.5 + 0.5 * len(candidates)), 4.2)
+    percent: dict[str, list[float]] = {c["strategy"]: [] for c in candidates}
+    ticks = []
+    for candidate in candidates:
+        percent[candidate["strategy"]].append(100 * candidate["padding"])
+        if candidate["strategy"] == PADDED:
+            is_best = candidate["max_tokens"] == report["recommended"]["max_tokens"]
+            lost = ((candidate[f"num_{word}"], word) for word in ("dropped", "cut"))
+            lines = (f"{number:,} {word}" for number, word in lost if number)
+            ticks.append("\n".join([f"{candidate['max_tokens']:,}{' *' * is_best}", *lines]))
+    _grouped_bars(ax, percent, ticks, inches=0.75)
+    ax.set(
+        ylim=(0, max(1.0, 115 * max(c["padding"] for c in candidates))),
+        xlabel="max_tokens (* recommended), and what is lost",
+        ylabel="padding (% of the cells)",
+        title=headline(report),
+    )
+    return ax
+
+
+def _draw_balance(report: Mapping[str, Any], ax: Axes | None) -> Axes:
+    """Draw how far the heaviest rank of a step is above the mean, at the best ``max_tokens``."""
+    best, ranks = report["recommended"], report["options"]["dp"]
+    found = {
+        c["strategy"]: c for c in report["candidates"] if c["max_tokens"] == best["max_tokens"]
+    }
+    ax = axes_for(ax, 3.5 + 1.2 * len(found), 4.0)
+    percent = {
+        name: [100 * (c[f"{name}_max_over_mean"] - 1) for c in found.values()]
+        for name in ("tokens", "cost")
+    }
+    _grouped_bars(ax, percent, [name.replace("_", "\n") for name in found], inches=0.95)
+    costs = dict(zip(found, percent["cost"], strict=True))
+    ax.set(
+        ylim=(0, max(1.0, 1.2 * max(max(heights) for heights in percent.values()))),
+        xlabel=f"layout, at max_tokens={best['max_tokens']}",
+        ylabel="heaviest rank of a step, over the mean (%)",
+        title=(
+            f"heaviest of {plural(ranks, 'rank')}: cost {costs[PADDED]:+.1f}% padded, "
+            f"{costs[best['strategy']]:+.1f}% packed"
+        ),
+    )
+    return ax
+
+
+def _grouped_bars(
+    ax: Axes, groups: Mapping[str, Sequence[float]], ticks: Sequence[str], *, inches: float
+) -> None:
+    """Draw a bar of each group around each tick, and a legend below."""
+    size = 0.84 / len(groups)
+    handles = []
+    for i, (name, heights) in enumerate(groups.items()):
+        places = np.arange(len(heights)) + (i - (len(groups) - 1) / 2) * size
+        bars = ax.bar(places, heights, size, label=name, edgecolor="black", **_LOOKS[name])
+        ax.bar_label(bars, [f"{height:.1f}" for height in heights], fontsize=7, padding=1)
+        handles.append(bars)
+    step = -(-len(ticks) // _MOST_TICKS)
+    ax.set_xticks(range(0, len(ticks), step), ticks[::step])
+    legend_below(ax, handles, inches=inches)
+
+
+def _draw_lengths(report: Mapping[str, Any], ax: Axes | None) -> Axes:
+    """Draw the share of examples and of tokens by length, and the best ``max_tokens``."""
+    data, best = report["data"], report["recommended"]["max_tokens"]
+    edges = np.array(data["histogram"]["edges"])
+    ax = axes_for(ax, 8.0, 4.2)
+    shares = [
+        100 * np.array(data["histogram"][name]) / data[f"num_{name}"]
+        for name in ("examples", "tokens")
+    ]
+    blue: dict[str, Any] = {"facecolor": tint(COLORS["blue"], 0.5), "edgecolor": COLORS["blue"]}
+    ax.stairs(shares[0], edges - 0.5, label="examples", fill=True, **blue)
+    ax.stairs(shares[1], edges - 0.5, label="tokens", color="black", linewidth=1.8)
+    [candidate, *_] = [c for c in report["candidates"] if c["max_tokens"] == best]
+    lost = losses(candidate, data["num_tokens"])
+    text = f"max_tokens={best} {lost}" if lost else f"max_tokens={best}: all examples fit"
+    ax.axvline(best, color=COLORS["vermillion"], linestyle="--", linewidth=2, label=text)
+    ticker = matplotlib_module("ticker")
+    if len(np.unique(np.diff(edges))) > 1:
+        ax.set_xscale("log", base=2)
+        ax.xaxis.set_major_locator(ticker.LogLocator(base=2, numticks=12))
+        ax.xaxis.set_minor_locator(ticker.NullLocator())
+    else:
+        ax.xaxis.set_major_locator(ticker.MaxNLocator(10, integer=True, min_n_ticks=1))
+    ax.xaxis.set_major_formatter("{x:,.0f}")
+    ax.set(
+        ylim=(0, None),
+        xlabel="length of the example (tokens)",
+        ylabel="share in the bin (%)",
+        title=(
+            f"{plural(data['num_examples'], 'example')}, {plural(data['num_tokens'], 'token')}: "
+            f"median {data['median']:,.0f}, longest {data['longest']:,}"
+        ),
+    )
+    legend_below(ax, ax.get_legend_handles_labels()[0])
+    return ax
+
+
+PLOTS = {"padding": _draw_padding, "balance": _draw_balance, "lengths": _draw_lengths}

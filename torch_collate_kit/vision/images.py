@@ -22,7 +22,7 @@ from torch_collate_kit.errors import DataError
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://|data:")
 # Formats whose orientation is known before the pixels are read.
 _HEADER_FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP")
-_DRAWINGS = ("EPS", "WMF", "EMF")  # PIL gives these to other programs
+_DRAWINGS = ("EPS", "WMF", "EMF")  # PIL runs other programs for these
 _PNG_TEXTS = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")
 _ORIENTATION = 0x0112  # the EXIF tag; 5 to 8 swap height and width
 
@@ -214,7 +214,7 @@ def _open_file(path: Path, name: str, where: str) -> Any:
         if path.is_dir():
             problem = f"{path} is a folder; give the path of a file"
         elif path.exists():
-            problem = f"{path} is no regular file; give the path of one"
+            problem = f"{path} is not a regular file; give the path of one"
         else:
             problem = f"the file {path} does not exist; correct the path, or pass image_root"
     except (OSError, ValueError) as error:

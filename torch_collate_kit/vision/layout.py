@@ -13,8 +13,14 @@ import numpy.typing as npt
 import torch
 
 from torch_collate_kit._reprs import dataclass_repr
-from torch_collate_kit.vision.families import FAMILIES, OTHER, PIXEL_FIELDS, Family, ImageField
-from torch_collate_kit.vision.settings import layout_settings
+from torch_collate_kit.vision.families import (
+    FAMILIES,
+    OTHER,
+    PIXEL_FIELDS,
+    ImageField,
+    VisionFamily,
+    layout_settings,
+)
 
 PixelDtype: TypeAlias = Literal["float32", "bfloat16", "float16"] | torch.dtype
 _Ints = npt.NDArray[np.int64]
@@ -81,7 +87,7 @@ class VisionLayout:
     def __post_init__(self) -> None:
         if self.family_name not in _BY_NAME:
             known = ", ".join(family.name for family in FAMILIES)
-            raise ValueError(f"family {self.family_name!r} is unknown; known are {known}")
+            raise ValueError(f"family {self.family_name!r} is unknown; known families are {known}")
         if self.pixel_dtype not in ("float32", "bfloat16", "float16"):
             raise ValueError(
                 f"pixel_dtype must be 'float32', 'bfloat16' or 'float16', got {self.pixel_dtype!r}"
@@ -99,7 +105,7 @@ class VisionLayout:
         """Make the layout of a transformers processor, and of the model's config if given.
 
         Raises:
-            TypeError: no processor with an ``image_processor``.
+            TypeError: not a processor with an ``image_processor``.
             ValueError: a family that is not supported; a processor and a config of two models.
         """
         settings = layout_settings(processor, config)
@@ -107,7 +113,7 @@ class VisionLayout:
         return cls(**settings)
 
     @property
-    def family(self) -> Family:
+    def family(self) -> VisionFamily:
         """The family's row of the table."""
         return _BY_NAME[self.family_name]
 
@@ -200,7 +206,7 @@ class VisionLayout:
             if self.family_name == "llava_onevision":
                 fields["batch_num_images"] = np.array([1])
         tiles = _llava_counts(self, size, size, True)[1] if fields else 1
-        # Idefics3 takes a tile of zeros for padding
+        # Idefics3 treats a tile of zeros as padding
         fields["pixel_values"] = np.ones((tiles, 3, size, size), np.float32)
         if "pixel_attention_mask" in self.family.fields:
             fields["pixel_attention_mask"] = np.ones((1, size, size), np.int64)

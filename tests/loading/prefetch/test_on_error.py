@@ -72,14 +72,16 @@ def test_what_cannot_be_read_or_collated_is_left_out(said, name, setting):
     with loader_of(dataset, COLLATORS[name], **setting) as loader:
         found, skipped = digests(loader), loader.skipped
     assert found == expected_without({first, second, third}, COLLATORS[name])
-    minus = "DataError: example 0: input_ids is -5 at token 0; token ids are 0 or more"
-    errors = ["Unpicklable: no such shard", minus.partition(";")[0], "KeyError: 'text'"]
+    minus = "input_ids is -5 at token 0"
+    errors = ["Unpicklable: no such shard", minus, "KeyError: 'text'"]
     places = [(0, 0, first), (0, 2, second), (0, 2, third)]
     assert [one[:3] for one in skipped] == places
-    assert [one.error.partition(";")[0] for one in skipped] == errors
+    assert [one.error.partition(";")[0] for one in skipped] == [
+        f"example {place[2]} of the dataset: {error}"
+        for place, error in zip(places, errors, strict=True)
+    ]
     assert said == [
-        f"skipped: example {one.example} in step {one.step} of epoch 0: {one.error} "
-        f"({number} of at most 100)"
+        f"skipped: in step {one.step} of epoch 0, {one.error} ({number} of at most 100)"
         for number, one in enumerate(skipped, start=1)
     ]
 
@@ -149,7 +151,7 @@ def test_a_step_without_any_example_is_raised_at_its_step(name, num_workers):
         next(batches)
         message = (
             "nothing is left to collate: all examples of a batch of 4 could not be read or "
-            f"collated; the first is example {ORDER[1][0]} of the dataset: DataError: example 0: in"
+            f"collated; the first one: example {ORDER[1][0]} of the dataset: input_ids is -5 at"
         )
         with pytest.raises(DataError, match=message):
             next(batches)
@@ -184,8 +186,8 @@ def test_more_than_max_skipped_in_all():
         for _ in range(2):
             next(batches)
         message = (
-            rf"(?s)^3 examples are wrong, more than max_skipped=2; the last one: example {bad[-1]} "
-            r"in step 2 of epoch 0: DataError: example 0: input_ids is -5.*\nTraceback \(most rec"
+            rf"(?s)^3 examples are wrong, more than max_skipped=2; the last one: in step 2 of "
+            rf"epoch 0, example {bad[-1]} of the dataset: input_ids is -5.*\nTraceback \(most rec"
         )
         for attempt in (batches, loader.steps(1)):  # it can be tried again, and fails again
             with pytest.raises(DataError, match=message):
@@ -216,7 +218,7 @@ def test_more_than_max_skipped_in_a_row(bad, limit, message):
             if message is None:
                 assert len(list(loader)) == 3
                 continue
-            last = f" max_skipped_in_a_row={limit}; the last one: example {bad[-1]} in step 1 of ep"
+            last = f" max_skipped_in_a_row={limit}; the last one: in step 1 of epoch 0, example "
             with pytest.raises(DataError, match=message + last):
                 next(loader.steps(1))
 

@@ -198,11 +198,11 @@ def test_a_question_of_another_thread_that_the_consumer_overtakes_is_asked_again
     asked, gate = threading.Event(), threading.Event()
 
     class Slow(PrefetchingSampler):
-        def state_dict(self) -> dict[str, Any]:
+        def state_at(self, epoch: int, step: int) -> dict[str, Any]:
             if threading.current_thread() is not threading.main_thread() and not gate.is_set():
                 asked.set()
                 gate.wait()
-            return super().state_dict()
+            return super().state_at(epoch, step)
 
     with sampled(sampler=Slow(NUM_EXAMPLES, batch_size=2)) as loader:
         states: list[Any] = []

@@ -80,7 +80,7 @@ def test_an_interrupt_where_a_batch_is_handed_over_loses_none(monkeypatch):
         batches = iter(loader)
         steps = [next(batches).metadata["step"]]
         with monkeypatch.context() as patch:
-            patch.setattr(loader._reader.to_device, "receive", lambda sent: interrupt_main_thread())
+            patch.setattr(loader._to_device, "receive", lambda sent: interrupt_main_thread())
             with pytest.raises(KeyboardInterrupt):
                 next(batches)  # the one after it is in flight, and late
         assert loader.state_dict()["sampler"]["step"] == 1

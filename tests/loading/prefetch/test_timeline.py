@@ -187,13 +187,13 @@ def test_a_copy_to_a_device_is_timed_alone(clock, monkeypatch):
         return torch.tensor(rows)
 
     with loader_of(2, 2, collate, prefetch=False, device="meta") as loader:
-        send = loader._reader.to_device.send
+        send = loader._to_device.send
 
         def slow_send(batch):
             clock.sleep(3)
             return send(batch)
 
-        monkeypatch.setattr(loader._reader.to_device, "send", slow_send)
+        monkeypatch.setattr(loader._to_device, "send", slow_send)
         (batch,) = loader
     assert batch.device.type == "meta"
     (step,) = loader.timeline
@@ -210,7 +210,7 @@ def test_what_is_built_ahead_is_not_waited_for():
 
     with loader_of(12, 2, collate) as loader:
         for _ in loader.steps(6):
-            assert loader._reader.settled(None)  # the next one is there
+            assert loader._at.reading.is_settled(loader._at, None)  # the next one is there
         steps = loader.timeline
         assert sum(step.wait_seconds for step in steps) == pytest.approx(loader.wait_seconds)
     assert [step.step for step in steps] == list(range(6))

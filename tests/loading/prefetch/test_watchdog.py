@@ -147,7 +147,7 @@ def test_forks_while_the_watchdog_looks():
     with make_loader(prefetch=False, warn_after=1e-4) as loader:
         batches = iter(loader)
         next(batches)
-        watchdog = loader._reader.run.watchdog
+        watchdog = loader._at.reading._watchdog
         for _ in range(20):
             with watchdog.waiting(0, 0):
                 pass

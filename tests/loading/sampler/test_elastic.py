@@ -75,6 +75,11 @@ def test_what_a_change_of_ranks_logs(caplog: pytest.LogCaptureFixture) -> None:
     assert not caplog.records, "said once"
     rows_of_24(0, 2).load_state_dict(rows_of_24(0, 4).state_at(1, 2))
     assert [r.levelname for r in caplog.records] == ["INFO"], "the same rows"
+    caplog.clear()
+    rows_of_24(0, 4).load_state_dict(packed(0, 4).state_at(1, 2))
+    packed(0, 4).load_state_dict(rows_of_24(0, 4).state_at(1, 2))
+    packed(0, 4, rows_multiple_of=4).load_state_dict(packed(0, 4).state_at(1, 2))
+    assert [r.levelname for r in caplog.records] == ["WARNING", "WARNING", "INFO"]
 
 
 @pytest.mark.parametrize("dp_size", [1, 2, 3, 6])

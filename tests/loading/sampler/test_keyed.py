@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.building import mixed_sampler, packed_sampler
 from torch_collate_kit import PrefetchingSampler
 from torch_collate_kit.errors import StateError
-from torch_collate_kit.loading.orders.permutations import (
+from torch_collate_kit.loading.orders.order import (
     ArrayOrder,
     EpochOrder,
     KeyedOrder,

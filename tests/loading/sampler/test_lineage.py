@@ -15,7 +15,7 @@ from torch_collate_kit import PrefetchingSampler
 
 
 def by_hand(sampler: Any, example: int, epoch: int) -> list[tuple[int, int]]:
-    steps = range(sampler._num_steps(epoch))
+    steps = range(sampler.count_steps(epoch))
     return [(epoch, step) for step in steps if example in sampler.examples(epoch, step)]
 
 

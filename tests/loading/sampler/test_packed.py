@@ -415,10 +415,10 @@ def test_counts_and_patches_are_copied_and_lengths_read_in_place():
     given |= {"patches": np.ones(13, dtype=np.int64)}
 
     def planned(sampler: PackedBatchSampler) -> list[Any]:
-        return [(p.plan.bins, p.num_loss_tokens, p.plan.patches.tolist()) for p in sampler]
+        return [(p.plan.bins, p.num_loss_tokens, p.plan.atoms.patches.tolist()) for p in sampler]
 
     sampler, expected = make_sampler(**given), planned(make_sampler(**given))
-    lengths = sampler._sizes.lengths
+    lengths = sampler._division.sizes.lengths
     assert np.shares_memory(lengths, given["examples"])
     assert not lengths.flags.writeable
     assert given["examples"].flags.writeable

@@ -53,7 +53,7 @@ def test_the_state_is_small_and_complete():
         "version": 5,
         "epoch": 3,
         "step": 17,
-        "num_examples": [[0, 10**7]],
+        "num_examples": 10**7,
         "reshuffles": [],
         "fingerprint": None,
         "batch_size": 64,

@@ -171,18 +171,8 @@ def test_a_reshuffle_leaves_the_steps_before_it_as_they_were(tail: str, at: int)
         for step in range(stop):
             assert np.array_equal(whole.examples(0, step), plain.examples(0, step)), step
         if tail == "keep":
-            steps = [whole.examples(0, step) for step in range(whole._num_steps(0))]
+            steps = [whole.examples(0, step) for step in range(whole.count_steps(0))]
             assert sorted(np.concatenate(steps).tolist()) == list(range(160))
-
-
-def test_appended_examples_come_in_the_next_epoch() -> None:
-    lengths = np.random.default_rng(2).integers(1, 60, 300)
-    state = sampler_of(lengths[:200], max_tokens=64).state_at(0, 2)
-    grown = sampler_of(lengths, max_tokens=64, allow_appended=True)
-    grown.load_state_dict(state)
-    assert max(grown.examples(0, step).max() for step in range(2, len(grown))) < 200
-    grown.set_epoch(1)
-    assert max(grown.examples(1, step).max() for step in range(len(grown))) == 299
 
 
 def test_loss_tokens_of_a_step_are_those_of_all_ranks() -> None:

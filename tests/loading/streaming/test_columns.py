@@ -20,7 +20,7 @@ from tests.loading.streaming.column_sources import FORMS, SOURCES, dataset_of, e
 from tests.loading.streaming.streaming_oracle import EXAMPLES, SETTINGS, moved
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.loading import TokenizedDataset
-from torch_collate_kit.loading.dataset.list_columns import ListColumn
+from torch_collate_kit.loading.dataset.columns import ListColumn
 from torch_collate_kit.packing import ParallelLayout
 from torch_collate_kit.ragged import Ragged
 

@@ -86,13 +86,13 @@ def test_rows_are_within_both_budgets(strategy: str) -> None:
         patches = [sum(patches_of(example)) for example in examples]
         read += [example["input_ids"][0] // 1000 - 1 for example in examples]
         assert plan.num_rows == 2
-        assert plan.patches.tolist() == [patches[i] for i in plan.example_indices]
+        assert plan.atoms.patches.tolist() == [patches[i] for i in plan.example_indices]
         assert plan.row_patches.max() <= 40
         assert (plan.row_cells <= np.where(plan.row_patches > 0, 24, 22)).all()
         assert plan.needs_dummy_image.tolist() == needed_dummies(plan.bins, patches, 2)
         assert plan.width <= 24
         costs = [sum(n * (5266 + n) for n in patches_of(examples[i])) for i in plan.example_indices]
-        assert plan.vision_costs.tolist() == costs
+        assert plan.atoms.vision_costs.tolist() == costs
     assert sorted(read) == list(range(60))
 
 

@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from torch_collate_kit.batch.columns import Columns
 from torch_collate_kit.batch.counts import examples_per_row
 from torch_collate_kit.batch.fields import IGNORE_INDEX
-from torch_collate_kit.batch.storage import Storage
+from torch_collate_kit.batch.storage import Columns, Storage
 from torch_collate_kit.ragged import Ragged, span_indices
 
 
@@ -105,7 +104,7 @@ class Cells(NamedTuple):
         is_first = np.diff(looks, prepend=-1) != 0
         is_first[::width] = True
         first = np.flatnonzero(is_first)
-        kinds, segments = (of.ravel()[first] for of in (self.kinds, self.segments))
+        kinds, segments = (numbers.ravel()[first] for numbers in (self.kinds, self.segments))
         lengths, examples = np.diff(first, append=looks.size), self.examples.ravel()[first]
         return Runs(*np.divmod(first, width), lengths, kinds, segments, examples, looks[first] % 2)
 

@@ -14,7 +14,6 @@ import numpy as np
 from torch import Tensor
 
 from torch_collate_kit._reprs import plural
-from torch_collate_kit.batch.buffer import tensor_of
 from torch_collate_kit.batch.counts import examples_per_row, num_cells, num_filled, num_tokens
 from torch_collate_kit.batch.showing.cells import (
     NAMES,
@@ -24,7 +23,7 @@ from torch_collate_kit.batch.showing.cells import (
     example_numbers,
 )
 from torch_collate_kit.batch.showing.style import COLORS
-from torch_collate_kit.batch.storage import Storage
+from torch_collate_kit.batch.storage import Storage, tensor_of
 
 _MAX_ROWS = 8
 _WIDTH = 80
@@ -111,12 +110,13 @@ def _field_lines(stored: Storage) -> dict[str, str]:
     columns, given = stored.columns, stored.given
     lines = {}
     if columns:
-        forms = ", ".join(f"{name} {_form(of)}" for name, of in columns.values.items())
+        forms = ", ".join(f"{name} {_form(column)}" for name, column in columns.values.items())
         lines["stored"] = f"{forms} ({stored.nbytes:,} bytes)"
         made = [n for n in columns.names if n not in columns.values and n not in given]
         lines["made when read"] = ", ".join(made)
     lines["given" if columns else "fields"] = ", ".join(
-        f"{k} {_form(of) if isinstance(of, Tensor) else repr(of)}" for k, of in given.items()
+        f"{k} {_form(value) if isinstance(value, Tensor) else repr(value)}"
+        for k, value in given.items()
     )
     return {name: line for name, line in lines.items() if line}
 

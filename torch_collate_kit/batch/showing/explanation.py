@@ -22,7 +22,7 @@ from torch_collate_kit.batch.fields import (
     PerToken,
 )
 from torch_collate_kit.batch.showing.cells import Cells, cells_of
-from torch_collate_kit.batch.showing.tables import html_table, text_table
+from torch_collate_kit.batch.showing.style import html_table, text_table
 from torch_collate_kit.batch.storage import Storage
 from torch_collate_kit.ragged import Ragged
 
@@ -47,7 +47,7 @@ def explained(
 ) -> Explanation:
     """Explain a row of a Batch."""
     number = row_of(batch.stored(), row, example)
-    only = batch.stored().with_divisor(1).change(lambda of: of[number : number + 1])
+    only = batch.stored().with_divisor(1).change(lambda rows: rows[number : number + 1])
     one = type(batch).of_storage(only).to("cpu")
     stored, title = one.stored(), f"row {number} of {len(batch)}"
     checked_optional_int("max_tokens", max_tokens, hint="None shows all tokens")
@@ -88,10 +88,10 @@ def row_of(stored: Storage, row: int | None, example: int | None) -> int:
         if row is None and rows:
             return rows[0]
         if row is None or index(row) % max(num_rows, 1) not in rows:
-            at = f"{num_rows} rows" if row is None else f"row {row}"
+            where = f"{num_rows} rows" if row is None else f"row {row}"
             some = f"{', '.join(map(str, rows[:5]))}{', ...' if len(rows) > 5 else ''}"
             found = f"; it is in rows {some}" if rows else ""
-            raise ValueError(f"example {example} is not in {at} of the batch{found}")
+            raise ValueError(f"example {example} is not in {where} of the batch{found}")
     if row is None:
         raise TypeError("explain() needs a row, or the example to look for: explain(example=3)")
     if not -num_rows <= index(row) < num_rows:
@@ -116,7 +116,7 @@ def _of_examples(values: list[Any], stored: Storage, cells: Cells) -> list[Any]:
 def _columns_of(
     one: Mapping[str, Any], stored: Storage, cells: Cells, in_tree: np.ndarray | None
 ) -> dict[str, list[Any]]:
-    """Return a list [W] of values for each thing that is known of the cells.
+    """Return the known values per cell: a list [W] for each name.
 
     With ``in_tree`` of the tokens, of which several may be in one cell.
     """
@@ -146,7 +146,7 @@ def _columns_of(
         texts = [*rows[0]] if isinstance(rows[0], tuple) else [rows[0]]
         if name not in _GROUPS and all(isinstance(text, str) for text in texts):
             given[name] = _of_examples(texts, stored, cells)
-    columns |= {f"field {name}" if name in own else name: of for name, of in given.items()}
+    columns |= {f"field {name}" if name in own else name: column for name, column in given.items()}
     return {name: values for name, values in columns.items() if values is not None}
 
 
@@ -272,7 +272,7 @@ def _cell_text(name: str, value: Any) -> str:
     if isinstance(value, float):
         return f"{value + 0.0:.4g}"  # no -0
     is_vector = isinstance(value, list)
-    text = f"[{', '.join(_cell_text('', of) for of in value)}]" if is_vector else str(value)
+    text = f"[{', '.join(_cell_text('', entry) for entry in value)}]" if is_vector else str(value)
     return text if len(text) <= _MAX_TEXT else text[: _MAX_TEXT - 4] + "..." + text[-1]
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from torch_collate_kit._reprs import plural
+from torch_collate_kit.batch.dense import cells_of_tokens
 from torch_collate_kit.batch.showing.cells import (
     NAMES,
     Cells,
@@ -23,8 +24,7 @@ from torch_collate_kit.batch.showing.style import (
     matplotlib_module,
     tint,
 )
-from torch_collate_kit.batch.showing.tree_plot import draw_paths
-from torch_collate_kit.batch.storage import Storage
+from torch_collate_kit.batch.storage import Columns, Storage
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,20 +39,30 @@ _HATCHES = {Kind.PAD: "////", Kind.GAP: "xxxx", Kind.FILLER: "++"}
 
 def draw_rows(stored: Storage, num_rows: int, ax: Axes | None) -> Axes:
     """Draw the rows of ``stored``, the first of ``num_rows``; ``Batch.plot`` says how."""
-    cells = drawable_cells(stored)
+    tokens = cells = _drawable_cells(stored)
     if stored.columns and stored.columns.placement.tree_width:
-        return draw_paths(stored, cells, num_rows, ax)
-    ax = axes_of_rows(ax, cells)
+        cells = _in_trees(tokens, stored.columns)
+    drawn, width = cells.kinds.shape
+    ax = axes_for(ax, 9.0, min(12.0, 1.6 + 0.27 * drawn))
+    ax.set(
+        xlim=(0, width),
+        ylim=(drawn - 0.5, -0.5),
+        xlabel="position in the row (cells); numbers are those of the examples",
+        yticks=range(0, drawn, -(-drawn // 20)),
+        ylabel="row of the batch",
+        title=_title(tokens, cells, num_rows),
+    )
     runs = cells.runs()
     handles = _draw_blocks(ax, runs, is_known=cells.trained is not None)
-    handles += draw_kinds(ax, runs, "white")
-    draw_examples(ax, stored, cells)
-    ax.set_title(_title(cells, num_rows))
+    handles += _draw_kinds(ax, runs)
+    _draw_borders(ax, runs, width)
+    if drawn <= _NUMBERED_ROWS:
+        _draw_numbers(ax, stored, runs, width)
     legend_below(ax, handles)
     return ax
 
 
-def drawable_cells(stored: Storage) -> Cells:
+def _drawable_cells(stored: Storage) -> Cells:
     """Return the cells of the rows, or raise if they are not known or there are none."""
     cells = cells_of(stored)
     if cells is None:
@@ -69,26 +79,21 @@ def drawable_cells(stored: Storage) -> Cells:
     return cells
 
 
-def axes_of_rows(ax: Axes | None, cells: Cells) -> Any:
-    """Return axes for the rows, of a new figure or ``ax``."""
-    drawn, width = cells.kinds.shape
-    ax = axes_for(ax, 9.0, min(12.0, 1.6 + 0.27 * drawn))
-    ax.set(
-        xlim=(0, width),
-        ylim=(drawn - 0.5, -0.5),
-        xlabel="position in the row (cells); numbers are those of the examples",
-        yticks=range(0, drawn, -(-drawn // 20)),
-        ylabel="row of the batch",
-    )
-    return ax
+def _in_trees(tokens: Cells, columns: Columns) -> Cells:
+    """Return the cells of rows that share prefixes, from one entry per token.
 
-
-def draw_examples(ax: Any, stored: Storage, cells: Cells) -> None:
-    """Draw where examples and padding begin, and the examples' numbers."""
-    runs, (drawn, width) = cells.runs(), cells.kinds.shape
-    _draw_borders(ax, runs, width)
-    if drawn <= _NUMBERED_ROWS:
-        _draw_numbers(ax, stored, runs, width)
+    A cell belongs to the first segment that has it, and is trained if it is in any.
+    """
+    shape, places = (columns.num_rows, columns.placement.tree_width), columns.placement.cells
+    cells, entries = cells_of_tokens(columns).cpu().numpy()[::-1], places("lengths")[::-1]
+    kinds, segments = np.full(shape, Kind.PAD, dtype=np.uint8), np.full(shape, -1, dtype=np.int64)
+    kinds.flat[cells] = tokens.kinds.flat[entries]
+    segments.flat[cells] = tokens.segments.flat[entries]
+    trained = None
+    if tokens.trained is not None:
+        trained = np.zeros(shape, dtype=bool)
+        trained.flat[cells[tokens.trained.flat[entries]]] = True
+    return Cells(kinds, segments, trained, tokens.num_examples)
 
 
 def _draw_blocks(ax: Any, runs: Runs, *, is_known: bool) -> list[Any]:
@@ -100,7 +105,7 @@ def _draw_blocks(ax: Any, runs: Runs, *, is_known: bool) -> list[Any]:
         for i, color in enumerate(_CYCLE):
             face = COLORS[color] if is_trained else tint(COLORS[color])
             of_color = chosen & (runs.segments % len(_CYCLE) == i)
-            draw_runs(ax, runs, of_color, name, facecolor=face, edgecolor="none")
+            _draw_runs(ax, runs, of_color, name, facecolor=face, edgecolor="none")
         if chosen.any():
             face = "#404040" if is_trained else "#DDDDDD"
             shade = "dark" if is_trained else "light"
@@ -108,27 +113,27 @@ def _draw_blocks(ax: Any, runs: Runs, *, is_known: bool) -> list[Any]:
     return handles
 
 
-def draw_kinds(ax: Any, runs: Runs, face: Any) -> list[Any]:
+def _draw_kinds(ax: Any, runs: Runs) -> list[Any]:
     """Hatch images, gaps, padding and fillers, and return the entries of the legend."""
     patch = matplotlib_module("patches").Patch
     handles = []
     look = {"facecolor": "none", "edgecolor": "black", "hatch": "....", "linewidth": 0}
-    if draw_runs(ax, runs, runs.kinds == Kind.IMAGE, "image", **look):
+    if _draw_runs(ax, runs, runs.kinds == Kind.IMAGE, "image", **look):
         handles.append(patch(facecolor="white", edgecolor="black", hatch="....", label="image"))
     for kind, hatch in _HATCHES.items():
-        look = {"facecolor": face, "edgecolor": COLORS["grey"], "hatch": hatch}
-        if draw_runs(ax, runs, runs.kinds == kind, NAMES[kind], linewidth=0.4, **look):
+        look = {"facecolor": "white", "edgecolor": COLORS["grey"], "hatch": hatch}
+        if _draw_runs(ax, runs, runs.kinds == kind, NAMES[kind], linewidth=0.4, **look):
             handles.append(patch(label=NAMES[kind], **look))
     return handles
 
 
-def draw_runs(ax: Any, runs: Runs, chosen: np.ndarray, name: str, **look: Any) -> bool:
+def _draw_runs(ax: Any, runs: Runs, chosen: np.ndarray, name: str, **look: Any) -> bool:
     """Draw the chosen runs as rectangles, and return whether there are any."""
     if not chosen.any():
         return False
-    left, right = runs.starts[chosen], (runs.starts + runs.lengths)[chosen]
+    begins, ends = runs.starts[chosen], (runs.starts + runs.lengths)[chosen]
     top, bottom = runs.rows[chosen] - _HEIGHT / 2, runs.rows[chosen] + _HEIGHT / 2
-    corners = np.array([[left, top], [right, top], [right, bottom], [left, bottom]])
+    corners = np.array([[begins, top], [ends, top], [ends, bottom], [begins, bottom]])
     collection = matplotlib_module("collections").PolyCollection(
         corners.transpose(2, 0, 1), label=name, **look
     )
@@ -152,8 +157,10 @@ def _draw_numbers(ax: Any, stored: Storage, runs: Runs, width: int) -> None:
     if names is None and "example_indices" in stored.row_metadata:
         return
     is_own = np.flatnonzero(runs.examples >= 0)
-    examples, first, of = np.unique(runs.examples[is_own], return_index=True, return_inverse=True)
-    sizes = np.bincount(of, weights=runs.lengths[is_own])
+    examples, first, numbers = np.unique(
+        runs.examples[is_own], return_index=True, return_inverse=True
+    )
+    sizes = np.bincount(numbers, weights=runs.lengths[is_own])
     for example, size, run in zip(examples, sizes, is_own[first], strict=True):
         row = int(runs.rows[run])
         if size >= _LABELLED * width:
@@ -161,17 +168,13 @@ def _draw_numbers(ax: Any, stored: Storage, runs: Runs, width: int) -> None:
             boxed_number(ax, runs.starts[run] + size / 2, row, number)
 
 
-def _title(cells: Cells, num_rows: int) -> str:
-    num_tokens = int(cells.is_own.sum())
-    padding = 1 - num_tokens / cells.kinds.size
-    trained = "" if cells.trained is None else f", {int(cells.trained.sum()):,} trained"
-    return (
-        f"{rows_in_words(cells, num_rows)}: {num_tokens:,} tokens, {padding:.1%} padding{trained}"
-    )
-
-
-def rows_in_words(cells: Cells, num_rows: int) -> str:
-    """Return how many rows of ``num_rows`` are drawn, and their width."""
+def _title(tokens: Cells, cells: Cells, num_rows: int) -> str:
+    num_tokens, num_filled = int(tokens.is_own.sum()), int(cells.is_own.sum())
     drawn, width = cells.kinds.shape
     rows = f"first {drawn:,} of {num_rows:,} rows" if drawn < num_rows else plural(drawn, "row")
-    return f"{rows} of {width:,} cells"
+    shared = "" if num_filled == num_tokens else f" in {num_filled:,} cells"
+    padding = 1 - num_filled / cells.kinds.size
+    trained = "" if tokens.trained is None else f", {int(tokens.trained.sum()):,} trained"
+    return (
+        f"{rows} of {width:,} cells: {num_tokens:,} tokens{shared}, {padding:.1%} padding{trained}"
+    )

@@ -1,6 +1,6 @@
 """Tokenised rows, read at random without a Python object per token; and the files of records."""
 
-from torch_collate_kit.loading.dataset.files import read_records
+from torch_collate_kit.loading.dataset.sources import read_records
 from torch_collate_kit.loading.dataset.tokenized import TokenizedDataset
 
 __all__ = ["TokenizedDataset", "read_records"]

@@ -11,19 +11,17 @@ from torch.utils.data import Dataset
 
 from torch_collate_kit._checks import checked_bool, checked_int
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.loading.dataset.arrays import ArrayColumn
 from torch_collate_kit.loading.dataset.columns import (
+    ArrayColumn,
+    ListColumn,
+    NestedColumn,
     TextColumn,
+    VectorColumn,
     are_lists_of_segments,
     column_of,
     plain,
 )
 from torch_collate_kit.loading.dataset.fingerprints import fingerprint_of
-from torch_collate_kit.loading.dataset.list_columns import (
-    ListColumn,
-    NestedColumn,
-    VectorColumn,
-)
 from torch_collate_kit.loading.dataset.sources import IDS, DatasetSource, kept_source
 from torch_collate_kit.packing import RankPlan
 from torch_collate_kit.packing.rank_plan import PlannedExamples
@@ -41,7 +39,7 @@ _TOKENS_AT_A_TIME = 2**22  # when what segments share is looked for, or one row
 _MAX_COUNTED = 10_000_000  # rows whose lengths a repr adds up
 
 
-class _Columns(dict[str, Any]):
+class _BatchColumns(dict[str, Any]):
     """Columns of a batch, with an error for torch's own collate function, which expects a list."""
 
     def __missing__(self, key: object) -> NoReturn:
@@ -278,7 +276,7 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
     def __getitems__(self, indices: Any) -> Any:
         if isinstance(indices, RankPlan):
             return indices.with_examples(self.__getitems__(indices.indices))
-        return _Columns(self._take(indices, self._columns))
+        return _BatchColumns(self._take(indices, self._columns))
 
     def _is_plain(self) -> bool:
         """Return whether collators accept its columns as examples: lists, and integer ids."""

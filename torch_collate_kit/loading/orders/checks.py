@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from torch_collate_kit._checks import checked_bool, checked_int
-from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.errors import StateError
 
 Indices: TypeAlias = npt.NDArray[np.int64]
@@ -21,18 +20,6 @@ LOADER_VERSION = 2  # of the states of PrefetchLoader, which merge_states reads,
 MAX_COUNT = 2**63 - 1
 NEW_RUN = "build the sampler with the arguments of the saved run, or start without the state"
 MAX_WORD = 2**32 - 1  # one word of a SeedSequence each, or (2**32 + 1, 0) would be (1, 1)
-
-
-def refuse_trainer(caller: Any) -> None:
-    """Refuse a ``transformers.Trainer`` that would skip batches when it resumes."""
-    kinds = [(of.__module__, of.__name__) for of in type(caller).__mro__]
-    if ("transformers.trainer", "Trainer") in kinds and not caller.args.ignore_data_skip:
-        raise TypeError(
-            "Trainer cannot resume a PrefetchLoader: accelerate.skip_first_batches would make "
-            "another DataLoader of it; give Trainer PackedRows(TokenizedDataset(data), collate), "
-            "read a stream in a loop of your own, or pass ignore_data_skip=True, with which a "
-            "resumed run begins its epoch anew"
-        )
 
 
 def checked_length(data: int | Sized, name: str = "examples") -> int:
@@ -46,19 +33,6 @@ def checked_length(data: int | Sized, name: str = "examples") -> int:
             f"{type(data).__name__}; for a stream use an iterable dataset, without a sampler"
         )
     return checked_int(f"len({name})", len(data), hint=hint)
-
-
-def checked_collator(collate: Any) -> PackedCollator:
-    """Return the PackedCollator that ``collate`` is, or that it holds and calls."""
-    found = collate
-    while not isinstance(found, PackedCollator):
-        found = getattr(found, "collate", getattr(found, "collator", None))
-        if found is None:
-            raise TypeError(
-                f"collate must be a PackedCollator, got a {type(collate).__name__}: it says how "
-                "rows are packed; for batches without packing use a PrefetchingSampler"
-            )
-    return found
 
 
 def checked_batch_size(batch_size: int, least: int) -> int:

@@ -8,16 +8,29 @@ half of its longest example of its share. An epoch is one array, 8 bytes per exa
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sized
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
 
-from torch_collate_kit.loading.orders.checks import MAX_COUNT, Indices
+from torch_collate_kit.loading.orders.checks import (
+    MAX_COUNT,
+    Indices,
+    Shuffle,
+    checked_length,
+    checked_shuffle,
+    checked_word,
+)
 from torch_collate_kit.loading.orders.mixture import Mixture
-from torch_collate_kit.loading.orders.order import Order
-from torch_collate_kit.loading.orders.permutations import ArrayOrder, EpochOrder, epoch_order
+from torch_collate_kit.loading.orders.order import (
+    ArrayOrder,
+    EpochOrder,
+    Order,
+    ShuffledOrder,
+    UserOrder,
+    epoch_order,
+)
 
 _NONE = np.zeros(0, dtype=np.int64)
 _MOST_ENTRIES = 2**28  # of an epoch: 2 GB
@@ -36,10 +49,11 @@ class MixedOrder(Order):
         mixture: Mixture,
         *,
         seed: int,
-        shuffle: bool | str,
+        shuffle: Shuffle,
         lengths: Indices | None = None,
         offsets: Indices | None = None,
     ) -> None:
+        super().__init__(seed, shuffle)
         self.mixture, self._offsets = mixture, offsets
         self._seed, self._shuffle = seed, shuffle
         self._bounds = mixture.offsets if offsets is None else offsets[mixture.offsets]
@@ -63,10 +77,6 @@ class MixedOrder(Order):
     def is_permutation(self) -> bool:
         """Whether an epoch has each example once: not known."""
         return False
-
-    def apart(self) -> MixedOrder:
-        """Return itself, which any number of threads may read."""
-        return self
 
     def size(self, epoch: int) -> int:
         """Return the number of examples of an epoch: 0 once all have been read max_passes times."""
@@ -104,11 +114,7 @@ class MixedOrder(Order):
         """Return the examples taken of each source before an epoch."""
         return {"taken": list(self._taken(epoch))}
 
-    def num_known(self, state: Mapping[str, Any], *, allow_appended: bool) -> int:
-        """Return the number of examples, which the fingerprint compares."""
-        return self.num_examples
-
-    def loaded(self, state: Mapping[str, Any], epoch: int, step: int) -> MixedOrder:
+    def loaded(self, state: Mapping[str, Any]) -> MixedOrder:
         """Return the order with an epoch as a state has it."""
         other = MixedOrder(
             self.mixture,
@@ -117,7 +123,7 @@ class MixedOrder(Order):
             lengths=self._lengths,
             offsets=self._offsets,
         )
-        other.taken[epoch] = list(state["taken"])
+        other.taken[state["epoch"]] = list(state["taken"])
         return other
 
     def _taken(self, epoch: int) -> list[int]:
@@ -250,3 +256,24 @@ class MixedOrder(Order):
             part = order.take(at, min(size, at + stop - start))
             yield first + part
             start += len(part)
+
+
+def order_of(
+    examples: int | Sized | Mixture,
+    *,
+    seed: int,
+    shuffle: Shuffle,
+    user: UserOrder | None,
+    lengths: Indices | None = None,
+    offsets: Indices | None = None,
+) -> Order:
+    """Return the order of a dataset or a Mixture, its arguments checked."""
+    seed, shuffle = checked_word("seed", seed), checked_shuffle(shuffle)
+    if user is not None and not callable(user):
+        raise TypeError(f"order must be a function of (epoch, rng), got {user!r}")
+    if not isinstance(examples, Mixture):
+        number = checked_length(examples)
+        return ShuffledOrder(number, seed=seed, shuffle=shuffle, user=user, offsets=offsets)
+    if user is not None:
+        raise ValueError("a Mixture has an order of its own; leave out order=")
+    return MixedOrder(examples, seed=seed, shuffle=shuffle, lengths=lengths, offsets=offsets)

@@ -11,11 +11,11 @@ import numpy as np
 from torch_collate_kit._checks import checked_choice, checked_int
 from torch_collate_kit._reprs import KindAndSize, call_repr
 from torch_collate_kit.loading.dataset import TokenizedDataset
+from torch_collate_kit.loading.dataset.fingerprints import digest_in_blocks
 from torch_collate_kit.loading.orders.checks import Indices, checked_length
-from torch_collate_kit.loading.orders.states import digest_in_blocks
 from torch_collate_kit.packing import PackingPlan, RankPlan
 from torch_collate_kit.packing.atoms import checked_sizes
-from torch_collate_kit.packing.mixed_examples import MixedExamples, SourceName, source_counts
+from torch_collate_kit.packing.rank_plan import MixedExamples, SourceName, source_counts
 from torch_collate_kit.packing.rows import row_sums
 from torch_collate_kit.ragged import Ragged, unchecked
 

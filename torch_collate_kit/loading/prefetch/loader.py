@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 
@@ -17,21 +17,20 @@ from torch_collate_kit._reprs import call_repr, changed_settings
 from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading.orders.checks import (
     LOADER_VERSION,
-    refuse_trainer,
     sealed,
     unsealed,
 )
 from torch_collate_kit.loading.prefetch.device_copy import device_copy
-from torch_collate_kit.loading.prefetch.reader import END, Reader, Run, Taken
-from torch_collate_kit.loading.prefetch.resumable_loaders import LoaderPosition, resumable_loader
-from torch_collate_kit.loading.prefetch.skipped_examples import SkippedExample, SkippedExamples
+from torch_collate_kit.loading.prefetch.reader import END, Reading
+from torch_collate_kit.loading.prefetch.resumable_loaders import Position, resumable_loader
 from torch_collate_kit.loading.prefetch.timeline import StepTimes, Timeline, draw_timeline
-from torch_collate_kit.loading.prefetch.watchdog import checked_seconds
-from torch_collate_kit.loading.skipping import OnError, SkipPolicy
+from torch_collate_kit.loading.prefetch.watchdog import PATIENCE, checked_seconds
+from torch_collate_kit.loading.skipping import OnError, SkippedExample, SkippedExamples, SkipPolicy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+T = TypeVar("T")
 _OnEpoch: TypeAlias = Callable[[int], object] | None
 
 
@@ -90,17 +89,17 @@ class PrefetchLoader:
         self.max_skipped_in_a_row = max_skipped_in_a_row
         self.prefetch = checked_bool("prefetch", prefetch)
         self.warn_after = checked_seconds("warn_after", warn_after)
-        copy = device_copy(device)
-        self.device = None if copy is None else str(copy.device)
-        skipped = SkippedExamples(policy)
-        self._reader = Reader(self._loader, copy, self.prefetch, self.warn_after, skipped)
+        self._to_device = device_copy(device)
+        self.device = None if self._to_device is None else str(self._to_device.device)
+        self._at = self._loader.start(SkippedExamples(policy))
+        self._pid = 0  # of the process that has the thread or workers; 0: there are none
         self._loop: object = None  # the loop that may draw from it
         self._drawing = 0  # the thread that draws a batch now
         self._interrupt: BaseException | None = None  # of the thread, to be raised at the next call
         self._is_closed = False
 
     def __repr__(self) -> str:
-        position = self._reader.answer(lambda position, _: position)
+        position = self._answer(lambda position: position)
         where = "closed" if self._is_closed else f"epoch {position.epoch}, step {position.step}"
         call = call_repr(self, self._loader.described, **changed_settings(self))
         return f"{call} [{where}]"
@@ -108,7 +107,7 @@ class PrefetchLoader:
     @property
     def epoch(self) -> int:
         """The epoch of the next batch, or of the last one while its loop still runs."""
-        return self._reader.answer(lambda position, _: position.epoch)
+        return self._answer(lambda position: position.epoch)
 
     @property
     def timeline(self) -> list[StepTimes]:
@@ -148,13 +147,11 @@ class PrefetchLoader:
         ...     list(loader), loader.skipped[0][:3]
         ([10, 2], (0, 1, 2))
         """
-        return list(self._reader.stand.skipped.examples)
+        return list(self._at.skipped.examples)
 
     def __len__(self) -> int:
         """Return the number of steps in the current epoch, counted from its step 0."""
-        if (num_steps := self._reader.num_steps()) is None:
-            raise TypeError("the length of an epoch of this loader is known only at its end")
-        return num_steps
+        return self._loader.num_steps(self._at)
 
     def __iter__(self) -> Iterator[Any]:
         return self._batches(None, None)
@@ -175,23 +172,25 @@ class PrefetchLoader:
         self._raise_interrupt()
         self._loop = loop = object()
         self._timeline.trained()  # on the last batch of an older loop
-        reader = self._reader
-        reader.stop_if_over()
+        if (reading := self._at.reading) and not reading.has(self._at.step):
+            self._stop()
         num_taken = 0
         try:
             while num_steps is None or num_taken < num_steps:
-                run, (batch, position, stand, _) = self._draw(loop, on_epoch)
+                batch, position = self._draw(loop, on_epoch)
                 if batch is not END:
                     num_taken += 1
-                    reader.stand = stand  # received: the two are one moment for a signal handler
+                    self._at = position  # received: one moment for a signal handler
                     yield batch
                     del batch  # it would be held beside the next
                     self._check_loop(loop)
                     self._timeline.trained()
-                    if reader.run is run or not run.is_over(position):  # else reshuffle() ended it
-                        continue
+                    if self._loader.here(self._at).epoch == position.epoch:
+                        continue  # else reshuffle() after the last batch ended the epoch
                 else:
-                    reader.stop()
+                    self._stop()
+                    if num_taken == 0 < position.step and self._loader.has_sampler:
+                        continue  # the loop before had the whole epoch
                 if num_steps is None:
                     return
                 if not position.step and not self._loader.carries_over:
@@ -203,31 +202,75 @@ class PrefetchLoader:
             self._leave(loop, error)
             raise
 
-    def _draw(self, loop: object, on_epoch: _OnEpoch) -> tuple[Run, Taken]:
-        """Return the run, and its next batch or END."""
+    def _draw(self, loop: object, on_epoch: _OnEpoch) -> tuple[Any, Position]:
+        """Return the next batch, or END, and the position after it."""
         self._check_one_consumer()
         self._drawing = threading.get_ident()
         try:
-            run = self._reader.run or self._reader.begin(on_epoch)
+            reading = self._at.reading or self._begin(on_epoch)
             self._check_loop(loop)
             began = time.perf_counter()
             try:
-                taken = self._reader.take(run)
+                batch, position, times = reading.take(self._at, ahead=self.prefetch)
             finally:
                 self.wait_seconds += (ended := time.perf_counter()) - began
             self._check_loop(loop)
         finally:
             self._drawing = 0
-        if taken.batch is not END:
-            epoch, step, _ = taken.position
-            self._timeline.received(epoch, step - 1, *taken.times, began, ended)
-        return run, taken
+        if batch is not END:
+            self._timeline.received(position.epoch, position.step - 1, *times, began, ended)
+        return batch, position
+
+    def _begin(self, on_epoch: _OnEpoch) -> Reading:
+        """Begin to read the epoch of the position."""
+        loader = self._loader
+        self._at = loader.move_to(self._at)  # an interrupt may have come before that
+        position = loader.here(self._at)
+        if on_epoch is not None and position.step == 0:
+            on_epoch(position.epoch)
+            position = loader.here(self._at)
+        self._at = position
+        self._pid = os.getpid()
+        reading = Reading(loader, position, self._to_device, self.warn_after)
+        self._at = position._replace(reading=reading)
+        return reading
+
+    def _stop(self, seconds: float | None = None, *, abandon: bool = False) -> None:
+        """Drop the batch in flight, end the reading, and move the loader to the position.
+
+        A batch that takes more than ``seconds`` (None: any time) is kept for the next loop, and the
+        reading with it, unless ``abandon``.
+        """
+        reading = self._at.reading
+        if reading is None or self._is_elsewhere():
+            return
+        is_late = not reading.is_settled(self._at, seconds) and seconds is not None
+        at = self._at
+        if at.reading is not reading or (is_late and not abandon):
+            return
+        if is_late:
+            self._loader.is_closed = True  # before: then the thread leaves all as it is
+        if not reading.is_over:
+            self._at = at = self._loader.released(at)
+        try:
+            self._at = self._loader.end_epoch(at) if reading.is_over else self._loader.move_to(at)
+        finally:
+            if is_late:
+                reading.abandon(at)
+            else:
+                self._end(reading)
+
+    def _end(self, reading: Reading) -> None:
+        try:
+            reading.end()
+        finally:
+            self._pid = self._pid if self._loader.has_workers() else 0
 
     def _leave(self, loop: object, error: BaseException) -> None:
         if self._loop is loop:
             self._timeline.trained()
             try:
-                self._reader.leave()
+                self._stop(PATIENCE)
             except BaseException as interrupt:  # there is nobody to raise it to
                 self._interrupt = interrupt
         elif isinstance(error, Exception):  # of what another thread has done meanwhile
@@ -246,16 +289,40 @@ class PrefetchLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Move to the beginning of ``epoch``; drop what is in flight. A Trainer is refused."""
-        refuse_trainer(sys._getframe(1).f_locals.get("self"))
+        _refuse_trainer(sys._getframe(1).f_locals.get("self"))
         self._move(partial(self._loader.set_epoch, epoch))
         self._loop = None
 
-    def _move(self, move: Callable[[], None]) -> None:
+    def _move(self, move: Callable[[Position], Position]) -> None:
+        """Move the loader; while it moves, and if that fails, it has the position before."""
         self._check_open()
-        self._reader.stop()
+        self._stop()
         self._raise_interrupt()
-        with self._reader.moving():
-            move()
+        before = self._at
+        self._at = at = self._loader.pinned(self._loader.here(before))
+        try:
+            self._at = move(at)
+        except BaseException:
+            self._at = before
+            raise
+
+    def _answer(self, ask: Callable[[Position], T]) -> T:
+        """Ask about the position after the batches received so far; any thread, at any moment."""
+        while True:  # again if the consumer moves the loader meanwhile
+            at = self._at
+            try:
+                answer = ask(self._loader.here(at))
+            except Exception:
+                if self._is_at(at):
+                    raise
+            else:
+                if self._is_at(at):
+                    return answer
+
+    def _is_at(self, at: Position) -> bool:
+        """Return whether no more than batches have been received since."""
+        now = self._at
+        return now is at or (now.reading is not None and now.reading is at.reading)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the batches received so far, and the examples skipped in them.
@@ -263,12 +330,10 @@ class PrefetchLoader:
         Small JSON. Any thread may ask, and a signal handler, at any moment.
         """
 
-        def state(position: LoaderPosition, skipped: SkippedExamples) -> dict[str, Any]:
-            at = self._loader.state_at(position)
-            counts = skipped.state() if self._loader.has_sampler else {}  # a stream has its own
-            return sealed({"version": LOADER_VERSION, **at, **counts})
+        def state(position: Position) -> dict[str, Any]:
+            return sealed({"version": LOADER_VERSION, **self._loader.state_at(position)})
 
-        return self._reader.answer(state)
+        return self._answer(state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue exactly from a saved position.
@@ -278,14 +343,14 @@ class PrefetchLoader:
         loader; then nothing has changed.
         """
         self._check_open()
-        state = unsealed(state, LOADER_VERSION)
-        skipped = self._reader.stand.skipped.after(state)
-        self._reader.settled(None)
-        with self._reader.moving(skipped):
-            self._loader.load_state_dict(state)
-            self._reader.stop(move_back=False)
+        content = unsealed(state, LOADER_VERSION)
+        skipped = self._at.skipped.after(content)
+
+        def move(position: Position) -> Position:
+            return self._loader.load_state_dict(content, position._replace(skipped=skipped))
+
+        self._move(move)
         self._loop = None
-        self._raise_interrupt()
 
     def close(self) -> None:
         """Wait a second for what is in flight, then end thread and workers. May be called again.
@@ -294,14 +359,18 @@ class PrefetchLoader:
         that does not return ends with the process.
         """
         self._is_closed, self._loop = True, None
-        if self._reader.is_elsewhere():
+        if self._is_elsewhere():
             return
         self._timeline.trained()
         try:
-            self._reader.close()
+            self._stop(PATIENCE, abandon=True)
         finally:
             self._loader.close()
         self._raise_interrupt()
+
+    def _is_elsewhere(self) -> bool:
+        """Return whether this is a fork: the parent process has the thread or workers."""
+        return self._pid not in (0, os.getpid())
 
     def __enter__(self) -> PrefetchLoader:
         return self
@@ -312,9 +381,9 @@ class PrefetchLoader:
     def _check_open(self) -> None:
         if self._is_closed:
             raise StateError("the loader is closed; make a new PrefetchLoader")
-        if self._reader.is_elsewhere():
+        if self._is_elsewhere():
             raise StateError(
-                f"the loader is read in process {self._reader.pid}, and this is process "
+                f"the loader is read in process {self._pid}, and this is process "
                 f"{os.getpid()}, a fork without its thread and workers; make a new PrefetchLoader "
                 "here"
             )
@@ -338,3 +407,15 @@ class PrefetchLoader:
         error, self._interrupt = self._interrupt, None
         if error is not None:
             raise error
+
+
+def _refuse_trainer(caller: Any) -> None:
+    """Refuse a ``transformers.Trainer`` that would skip batches when it resumes."""
+    kinds = [(of.__module__, of.__name__) for of in type(caller).__mro__]
+    if ("transformers.trainer", "Trainer") in kinds and not caller.args.ignore_data_skip:
+        raise TypeError(
+            "Trainer cannot resume a PrefetchLoader: accelerate.skip_first_batches would make "
+            "another DataLoader of it; give Trainer PackedRows(TokenizedDataset(data), collate), "
+            "read a stream in a loop of your own, or pass ignore_data_skip=True, with which a "
+            "resumed run begins its epoch anew"
+        )

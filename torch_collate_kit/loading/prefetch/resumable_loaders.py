@@ -6,7 +6,7 @@ import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils.collate import default_convert
@@ -15,29 +15,43 @@ from torch_collate_kit._reprs import KindAndSize, call_repr
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading.orders.checks import checked_word
-from torch_collate_kit.loading.prefetch.skipped_examples import Collated, skipping_parts
-from torch_collate_kit.loading.prefetch.workers import PATIENCE, end_workers
-from torch_collate_kit.loading.sampler import PackedBatchSampler
-from torch_collate_kit.loading.sampler.resumable import ResumableSampler
-from torch_collate_kit.loading.skipping import Skipped
+from torch_collate_kit.loading.prefetch.watchdog import PATIENCE, end_workers
+from torch_collate_kit.loading.sampler import PackedBatchSampler, ResumableSampler
+from torch_collate_kit.loading.sampler.sampler import StepSampler
+from torch_collate_kit.loading.skipping import Collated, Skipped, SkippedExamples, skipping_parts
+
+if TYPE_CHECKING:
+    from torch_collate_kit.loading.prefetch.reader import Reading
 
 _logger = logging.getLogger("torch_collate_kit.loading")
-_Positions: TypeAlias = dict[int, Any]  # by shard; each has num_given, the rest is the stream's
+_OURS: Any = object()  # the mark of a sampler's position that the sampler may not have
+_Places: TypeAlias = dict[int, Any]  # by shard; each has num_given, the rest is the stream's
 
 
-class LoaderPosition(NamedTuple):
-    """The position after ``step`` batches of ``epoch``."""
+class Position(NamedTuple):
+    """The consumer's position, from which a state is made.
+
+    It is replaced as a whole, so a signal handler or another thread that reads it sees one moment.
+    """
 
     epoch: int
     step: int
-    mark: Any  # all else that the loader must know to go on from there
+    """Batches received of the epoch."""
+    mark: Any
+    """Loader-specific resume data. For a stream: the places of all shards of this rank, and the
+    epoch of the source when the pass began (None before). For a sampler: None; while it is moved to
+    or from here a mark of this module, or its state where that may change its order."""
+    skipped: SkippedExamples
+    reading: Reading | None = None
+    """The epoch being read, or None. Without it and without a mark the sampler itself holds the
+    position, and its owner may move it."""
 
 
 class _Loader:
-    """A DataLoader and its position. While an epoch is being read, the reader counts the steps.
+    """A DataLoader, opened at a position; it has none itself.
 
-    ``begin()`` returns ``num_steps()``, and the batches of the epoch from the position on.
-    ``load_state_dict`` leaves an iterator that was made before as it is.
+    ``begin(position)`` returns the batches of the epoch from the position on. All that moves the
+    loader returns its new position.
     """
 
     has_sampler: bool  # else a stream names epoch and step, and counts what is left out
@@ -55,22 +69,24 @@ class _Loader:
         vars(self._loader).update(parts, _iterator=None)  # not by setattr: a DataLoader forbids it
         self._batches: Any = None  # of the epoch that is being read
 
-    def num_steps(self) -> int | None:
-        """Return the number of steps in the epoch; None where only its end will tell."""
-        return None
+    def num_steps(self, position: Position) -> int:
+        """Return the number of steps in the epoch. TypeError where only its end will tell."""
+        raise TypeError("the length of an epoch of this loader is known only at its end")
 
-    def pinned(self, position: LoaderPosition) -> LoaderPosition:
-        """Return the position with all that is needed to go on from it once the loader is moved."""
+    def here(self, position: Position) -> Position:
+        """Return the position, or the sampler's where only the sampler has it."""
         return position
+
+    def pinned(self, position: Position) -> Position:
+        """Return the position with its mark, which outlives a move of the loader."""
+        return position
+
+    def released(self, position: Position) -> Position:
+        """Return a position whose epoch is no longer read, to which the loader will be moved."""
+        return position._replace(reading=None)
 
     def check(self, epoch: int) -> None:
         """Raise StateError if anything but the reader has moved the position meanwhile."""
-
-    def mark(self) -> Any:
-        """Return the mark of the position after the last batch drawn."""
-
-    def end_epoch(self, epoch: int) -> None:
-        """Move to the beginning of the epoch after the one that was read."""
 
     def _begun(self) -> Iterator[Any]:
         """Return the DataLoader's iterator, whose workers end in ``end()``, not at the last batch.
@@ -109,7 +125,7 @@ class _Steps:
 
 
 class _SampledLoader(_Loader):
-    """A DataLoader with a resumable ``batch_sampler``. Its mark is the sampler's state, or None."""
+    """A DataLoader with a resumable ``batch_sampler``."""
 
     has_sampler = True
 
@@ -123,7 +139,7 @@ class _SampledLoader(_Loader):
                 "read torch's Subset)"
             )
         self._sampler, self._dataset, self._steps = sampler, loader.dataset, _Steps()
-        self.carries_over = getattr(sampler, "_tail", None) == "wrap"
+        self.carries_over = isinstance(sampler, StepSampler) and sampler._budget.tail == "wrap"
         packing = getattr(loader.collate_fn, "packing", None)
         self._max_tokens: int | None = getattr(packing, "max_tokens", None)
         parts = skipping_parts(loader) if skips else {}
@@ -131,24 +147,31 @@ class _SampledLoader(_Loader):
 
     @property
     def described(self) -> str:
-        sampler = repr(self._sampler).partition(" [next iter(): ")[0]  # the reader knows better
+        sampler = repr(self._sampler).partition(" [next iter(): ")[0]  # the loader's own is newer
         return call_repr(self._loader, repr(KindAndSize(self._dataset)), f"batch_sampler={sampler}")
 
-    def position(self) -> LoaderPosition:
+    def start(self, skipped: SkippedExamples) -> Position:
+        return Position(0, 0, None, skipped)
+
+    def here(self, position: Position) -> Position:
+        if position.reading is not None or position.mark is not None:
+            return position
+        if isinstance(self._sampler, StepSampler):
+            epoch, step = self._sampler._position()
+            return position._replace(epoch=epoch, step=step, mark=_OURS)
         state = self._sampler.state_dict()
-        return LoaderPosition(state["epoch"], state["step"], state)
+        return position._replace(epoch=state["epoch"], step=state["step"], mark=state)
 
-    def num_steps(self) -> int:
-        return len(self._sampler)
+    def num_steps(self, position: Position) -> int:
+        if position.reading is None or not isinstance(self._sampler, StepSampler):
+            return len(self._sampler)
+        return self._sampler.count_steps(position.epoch)
 
-    def begin(self) -> tuple[int | None, Iterator[Any]]:
-        epoch, step, _ = self.position()
-        if self._sampler.epoch != epoch:  # somebody called iter() and drew nothing
-            self._sampler.set_epoch(epoch, step=step)
-        is_exact = getattr(self._sampler, "is_length_exact", True)  # else the end will tell
-        num_steps = self.num_steps() if is_exact else None
+    def begin(self, position: Position) -> Iterator[Any]:
+        if self._sampler.epoch != position.epoch:  # somebody called iter() and drew nothing
+            self._sampler.set_epoch(position.epoch, step=position.step)
         self._steps.current = iter(self._sampler)
-        return num_steps, self._begun()
+        return self._begun()
 
     def check(self, epoch: int) -> None:
         if self._sampler.epoch != epoch + 1:  # it is, as soon as iter() was called
@@ -158,28 +181,40 @@ class _SampledLoader(_Loader):
                 "drops what is in flight"
             )
 
-    def pinned(self, position: LoaderPosition) -> LoaderPosition:
-        return position._replace(mark=self._sampler_state(position))
+    def pinned(self, position: Position) -> Position:
+        if position.mark is not None and position.mark is not _OURS:
+            return position
+        state = self._sampler.state_at(position.epoch, position.step)
+        return position._replace(mark=state)
 
-    def move_to(self, position: LoaderPosition) -> None:
-        self._sampler.load_state_dict(self._sampler_state(position))
+    def released(self, position: Position) -> Position:
+        return position._replace(reading=None, mark=_OURS)
 
-    def set_epoch(self, epoch: int) -> None:
+    def move_to(self, position: Position) -> Position:
+        if position.mark is _OURS:
+            self._sampler.set_epoch(position.epoch, step=position.step)
+        elif position.mark is not None:
+            self._sampler.load_state_dict(position.mark)
+        return self.start(position.skipped)
+
+    def end_epoch(self, position: Position) -> Position:
+        return self.start(position.skipped)  # the sampler is there since iter()
+
+    def set_epoch(self, epoch: int, position: Position) -> Position:
         self._sampler.set_epoch(epoch)
+        return self.start(position.skipped)
 
-    def reshuffle(self) -> None:
+    def reshuffle(self, position: Position) -> Position:
         if not hasattr(self._sampler, "reshuffle"):
             raise TypeError(f"a {type(self._sampler).__name__} cannot reshuffle")
         self._sampler.reshuffle()
+        return self.start(position.skipped)
 
-    def _sampler_state(self, position: LoaderPosition) -> Any:
-        epoch, step, state = position
-        return self._sampler.state_at(epoch, step) if state is None else state
+    def state_at(self, position: Position) -> dict[str, Any]:
+        state = {"max_tokens": self._max_tokens, "sampler": self.pinned(position).mark}
+        return state | position.skipped.state()
 
-    def state_at(self, position: LoaderPosition) -> dict[str, Any]:
-        return {"max_tokens": self._max_tokens, "sampler": self._sampler_state(position)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], position: Position) -> Position:
         self._sampler.load_state_dict(_part_of(state, "sampler"))
         saved, mine = state.get("max_tokens"), self._max_tokens
         if saved != mine and not isinstance(self._sampler, PackedBatchSampler):  # it logs more
@@ -188,14 +223,11 @@ class _SampledLoader(_Loader):
                 "per step, in other rows",
                 *(saved, mine),
             )
+        return self.start(position.skipped)
 
 
 class _StreamLoader(_Loader):
-    """A DataLoader of a stream.
-
-    Its mark has the positions of all shards of this rank, and the epoch of the source, as it was
-    when the pass began; None before.
-    """
+    """A DataLoader of a stream."""
 
     has_sampler = False
 
@@ -211,66 +243,49 @@ class _StreamLoader(_Loader):
         self._passes = _Passes(self._stream)
         collate = partial(_collate_turn, loader.collate_fn)
         super().__init__(loader, dataset=self._passes, collate_fn=collate)
-        self._position = self._at(self._stream.first_pass(), self._stream.start())
-        self._received, self._source_epoch = self._position.mark  # of the pass that is being read
 
-    def _at(self, epoch: int, positions: _Positions) -> LoaderPosition:
-        num_given = sum(at.num_given for at in positions.values())
-        source_epoch = None if positions == self._stream.beginning() else self._stream.epoch
-        return LoaderPosition(epoch, num_given, (positions, source_epoch))
+    def start(self, skipped: SkippedExamples) -> Position:
+        return self._at(self._stream.first_pass(), self._stream.start(), skipped)
 
-    def position(self) -> LoaderPosition:
-        return self._position
+    def _at(self, epoch: int, places: _Places, skipped: SkippedExamples) -> Position:
+        num_given = sum(at.num_given for at in places.values())
+        source_epoch = None if places == self._stream.beginning() else self._stream.epoch
+        return Position(epoch, num_given, (places, source_epoch), skipped)
 
-    def begin(self) -> tuple[int | None, Iterator[Any]]:
-        epoch, _, (positions, source_epoch) = self._position
-        if self._passes.following != (epoch, positions):
+    def begin(self, position: Position) -> Iterator[Any]:
+        epoch, (places, source_epoch) = position.epoch, position.mark
+        if self._passes.following != (epoch, places):
             self.close()  # persistent workers would read on elsewhere
-        self._passes.following = (epoch, positions)
-        self._source_epoch = self._stream.epoch if source_epoch is None else source_epoch
-        self._received = dict(positions)
+        self._passes.following = (epoch, places)
+        source_epoch = self._stream.epoch if source_epoch is None else source_epoch
         turns = self._begun()
         self._passes.following = (epoch + 1, self._stream.beginning())
-        return None, self._received_from(turns)
+        return _received(turns, dict(places), source_epoch)
 
-    def _received_from(self, turns: Iterator[Any]) -> Iterator[Any]:
-        received = self._received
-        for turn in turns:
-            if turn.after is not None:
-                received[turn.shard] = turn.after
-            if turn.has_batch:
-                collated = turn.batch
-                del turn
-                yield collated
-                del collated  # it would be held beside the next
+    def move_to(self, position: Position) -> Position:
+        return position
 
-    def mark(self) -> tuple[_Positions, int | None]:
-        return dict(self._received), self._source_epoch
+    def end_epoch(self, position: Position) -> Position:
+        return self.set_epoch(position.epoch + 1, position)
 
-    def move_to(self, position: LoaderPosition) -> None:
-        self._position = position
+    def set_epoch(self, epoch: int, position: Position) -> Position:
+        return self._at(checked_word("epoch", epoch), self._stream.beginning(), position.skipped)
 
-    def end_epoch(self, epoch: int) -> None:
-        self.set_epoch(epoch + 1)
-
-    def set_epoch(self, epoch: int) -> None:
-        self._position = self._at(checked_word("epoch", epoch), self._stream.beginning())
-
-    def reshuffle(self) -> None:
+    def reshuffle(self, position: Position) -> Position:
         raise TypeError(
             "reshuffle(): the order of a stream is its source's own; use "
             "batch_sampler=PrefetchingSampler(...) with data that can be indexed"
         )
 
-    def state_at(self, position: LoaderPosition) -> dict[str, Any]:
-        positions, source_epoch = position.mark
+    def state_at(self, position: Position) -> dict[str, Any]:
+        places, source_epoch = position.mark
         source_epoch = self._stream.epoch if source_epoch is None else source_epoch
-        stream = self._stream.state_at(positions, position.epoch, source_epoch)
+        stream = self._stream.state_at(places, position.epoch, source_epoch)
         return {"epoch": position.epoch, "stream": stream}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        stream = _part_of(state, "stream")
-        self._position = self._at(state["epoch"], self._stream.positions_in(stream))
+    def load_state_dict(self, state: Mapping[str, Any], position: Position) -> Position:
+        places = self._stream.positions_in(_part_of(state, "stream"))
+        return self._at(state["epoch"], places, position.skipped)
 
 
 class _Passes(IterableDataset[Any]):
@@ -281,13 +296,25 @@ class _Passes(IterableDataset[Any]):
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
-        self.following: tuple[int, _Positions] = (0, stream.beginning())
+        self.following: tuple[int, _Places] = (0, stream.beginning())
 
     def __iter__(self) -> Iterator[Any]:
-        epoch, positions = self.following
-        turns = self._stream.turns(positions, epoch)
+        epoch, places = self.following
+        turns = self._stream.turns(places, epoch)
         self.following = (epoch + 1, self._stream.beginning())
         return turns
+
+
+def _received(turns: Iterator[Any], places: _Places, source_epoch: int) -> Iterator[Collated]:
+    """Yield the batches of a pass, each marked with the places of all shards after it."""
+    for turn in turns:
+        if turn.after is not None:
+            places[turn.shard] = turn.after
+        if turn.has_batch:
+            collated = turn.batch._replace(mark=(dict(places), source_epoch))
+            del turn
+            yield collated
+            del collated  # it would be held beside the next
 
 
 def _collate_turn(collate: Callable[[Any], Any], turn: Any) -> Any:

@@ -1,14 +1,24 @@
-"""Where a step ends: the steps of an order, by examples."""
+"""Where a step ends: the steps of an order, by examples, or by tokens of documents joined."""
 
 from __future__ import annotations
 
+import copy
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self, get_args
 
-from torch_collate_kit.loading.orders.checks import Indices
+import numpy as np
+
+from torch_collate_kit._checks import checked_choice
+from torch_collate_kit.loading.orders.checks import MAX_COUNT, Indices, Tail
+from torch_collate_kit.loading.orders.mixed_order import MixedOrder
 from torch_collate_kit.loading.orders.order import Order
-from torch_collate_kit.packing import PackingPlan
+from torch_collate_kit.packing import PackingOptions, PackingPlan
+from torch_collate_kit.packing.rows import running_sum
+from torch_collate_kit.packing.steps import WindowPlan, plan_wrapped
+
+_logger = logging.getLogger("torch_collate_kit.loading")
 
 
 class Step(NamedTuple):
@@ -18,31 +28,35 @@ class Step(NamedTuple):
     plan: PackingPlan | None = None
 
 
-class Windows(NamedTuple):
-    """How many rows a step has, and how they are planned."""
-
-    batch_rows: int
-    window: int
-    """Steps that are planned together."""
-    group: int
-    """Rows that cost alike, for ranks to compute at the same time."""
-
-
 class Budget(ABC):
-    """The steps of the epochs of an order."""
+    """The steps of the epochs of an order. ``settings`` are those that a resumed run must share."""
 
-    batch_rows: int  # where steps count rows
+    def __init__(self, order: Order, tail: Tail, settings: dict[str, Any]) -> None:
+        self.order, self.tail, self.settings = order, tail, settings
+        checked_choice("tail", tail, get_args(Tail))
+        self._forget()
 
-    def __init__(self, order: Order, tail: str) -> None:
-        self.order, self.tail = order, tail
+    def over(self, order: Order) -> Self:
+        """Return the budget for another order."""
+        other = copy.copy(self)
+        other.order = order
+        other._forget()
+        return other
+
+    def _forget(self) -> None:  # noqa: B027
+        """Drop what is kept of the order."""
+
+    def adopt(self, state: Mapping[str, Any]) -> Self:
+        """Return the budget with the settings that a state may decide."""
+        return self
 
     @abstractmethod
     def num_steps(self, epoch: int) -> int:
         """Return the number of steps of an epoch."""
 
     @abstractmethod
-    def step(self, epoch: int, step: int) -> Step:
-        """Return a step that the epoch has."""
+    def step(self, epoch: int, step: int) -> Step | None:
+        """Return a step; None if the epoch does not have it."""
 
     @abstractmethod
     def steps_of(self, epoch: int, example: int) -> list[int]:
@@ -50,15 +64,7 @@ class Budget(ABC):
 
     @abstractmethod
     def place(self, epoch: int, step: int) -> int:
-        """Return the place of the order from which on a reshuffle before a step may change it."""
-
-    def is_counted(self, epoch: int) -> bool:
-        """Return whether ``length`` is exact."""
-        return True
-
-    def length(self, epoch: int) -> int:
-        """Return the number of steps, or an estimate until a very long epoch is counted."""
-        return self.num_steps(epoch)
+        """Return the first position that a reshuffle before this step may change."""
 
     def has_step(self, epoch: int, step: int) -> bool:
         """Return whether an epoch has a step of this number."""
@@ -73,9 +79,9 @@ class Budget(ABC):
                 f"{most.partition('=')[0]}, or use tail='keep' or 'wrap'"
             )
 
+    @abstractmethod
     def _less_than_a_step(self, epoch: int) -> tuple[str, str]:
         """Return what an epoch without a step has, and the option that asks for more."""
-        return "fills fewer than", f"batch_rows={self.batch_rows} rows"
 
     def state(self, epoch: int, step: int) -> dict[str, Any]:
         """Return what a state of this position holds besides it."""
@@ -86,14 +92,58 @@ class Budget(ABC):
         return
 
 
+class RowBudget(Budget):
+    """Steps of ``batch_rows`` rows, of which ``window`` steps are planned together.
+
+    Rows come in groups that cost alike, for ranks to compute at the same time.
+    """
+
+    def __init__(
+        self,
+        order: Order,
+        tail: Tail,
+        packing: PackingOptions,
+        *,
+        batch_rows: int,
+        window: int,
+    ) -> None:
+        self.batch_rows, self.window, self.group = batch_rows, window, packing.row_multiple
+        self._packing = packing
+        packed = {k: v for k, v in packing.as_state().items() if k != "dp"}
+        super().__init__(
+            order,
+            tail,
+            {
+                "batch_rows": batch_rows,
+                "window": window,
+                **packed,
+                "rows_multiple_of": self.group,
+                "reserved": packing.reserved,
+            },
+        )
+
+    def adopt(self, state: Mapping[str, Any]) -> Self:
+        """Return the budget with the group of rows of the first start, unless it is given here."""
+        group = state.get("rows_multiple_of")
+        is_own = self._packing.rows_multiple_of is not None
+        if is_own or type(group) is not int or group < 1 or self.batch_rows % group:
+            return self
+        other = copy.copy(self)
+        other.group, other.settings = group, {**self.settings, "rows_multiple_of": group}
+        return other
+
+    def _less_than_a_step(self, epoch: int) -> tuple[str, str]:
+        return "fills fewer than", f"batch_rows={self.batch_rows} rows"
+
+
 class ByExamples(Budget):
     """Steps of ``batch_size`` examples; a kept tail has at least ``least``, or an epoch is refused.
 
     ``tail`` is that of ``PrefetchingSampler``.
     """
 
-    def __init__(self, order: Order, tail: str, batch_size: int, least: int) -> None:
-        super().__init__(order, tail)
+    def __init__(self, order: Order, tail: Tail, batch_size: int, least: int) -> None:
+        super().__init__(order, tail, {"batch_size": batch_size})
         self._size, self._least = batch_size, least
 
     def num_steps(self, epoch: int) -> int:
@@ -120,8 +170,10 @@ class ByExamples(Budget):
     def _less_than_a_step(self, epoch: int) -> tuple[str, str]:
         return f"has {self.order.size(epoch)} examples, fewer than", f"batch_size={self._size}"
 
-    def step(self, epoch: int, step: int) -> Step:
-        """Return a step that the epoch has."""
+    def step(self, epoch: int, step: int) -> Step | None:
+        """Return a step; None if the epoch does not have it."""
+        if step >= self.num_steps(epoch):
+            return None
         start = step * self._size - self._carried(epoch)
         stop = start + self._size
         if self.tail == "keep":
@@ -143,3 +195,163 @@ class ByExamples(Budget):
     def _carried(self, epoch: int) -> int:
         """Return the number of examples of earlier epochs in the first batch of an epoch."""
         return self.order.before(epoch) % self._size if self.tail == "wrap" else 0
+
+
+class ByTokens(RowBudget):
+    """Steps of ``batch_rows`` rows of ``max_tokens`` tokens each, which documents are cut into.
+
+    Step k of an epoch has its tokens from ``k * batch_rows * max_tokens`` on; the rows of a window
+    of steps are dealt so that steps cost alike.
+    """
+
+    def __init__(
+        self, order: Order, tail: Tail, packing: PackingOptions, *, lengths: Indices, **rows: int
+    ) -> None:
+        self._lengths = lengths
+        super().__init__(order, tail, packing, **rows)
+        self._per_step = self.batch_rows * packing.capacity
+
+    def _forget(self) -> None:
+        self._kept_sums: dict[int, Indices] = {}
+        self._totals: dict[int, int] = {}  # tokens of each epoch
+        self._planned: tuple[tuple[int, int, int], Indices, WindowPlan] | None = None
+
+    def num_steps(self, epoch: int) -> int:
+        """Return the number of steps of an epoch."""
+        if self.tail == "wrap":
+            return self._before(epoch + 1) // self._per_step - self._before(epoch) // self._per_step
+        tokens = self._total(epoch)
+        return tokens // self._per_step if self.tail == "drop" else -(-tokens // self._per_step)
+
+    def step(self, epoch: int, step: int) -> Step | None:
+        """Return a step; None if the epoch does not have it."""
+        if step >= self.num_steps(epoch):
+            return None
+        first, last = self._window_of(epoch, step)
+        documents, window = self._plan(epoch, first, last)
+        chosen, plan = window.step(step - first, self._packing)
+        return Step(documents[chosen], plan)
+
+    def _plan(self, epoch: int, first: int, last: int) -> tuple[Indices, WindowPlan]:
+        """Return the documents of a window of steps, and its rows."""
+        kept = self._planned  # one read: another thread may be at another window
+        if kept is not None and kept[0] == (epoch, first, last):
+            return kept[1:]
+        start, stop = (k * self._per_step - self._carried(epoch) for k in (first, last))
+        if self.tail == "keep":
+            stop = min(stop, self._total(epoch))
+        place, skipped = self._document_at(epoch, start)
+        end, used = self._document_at(epoch, stop)
+        documents = self.order.take(epoch, place, end + (used > 0))
+        lengths = self._lengths[documents].astype(np.int64)
+        lengths[len(lengths) - 1 :] = used or lengths[-1]
+        window = plan_wrapped(
+            lengths,
+            self._packing,
+            skipped=skipped,
+            num_steps=last - first,
+            batch_rows=self.batch_rows,
+            group=self.group,
+        )
+        self._planned = (epoch, first, last), documents, window
+        return documents, window
+
+    def steps_of(self, epoch: int, example: int) -> list[int]:
+        """Return the steps of an epoch that have an example, ascending."""
+        num_steps, carried = self.num_steps(epoch), self._carried(epoch)
+        tokens = [(-carried, -1)] if carried else []
+        for place in self.order.places(epoch, example):
+            start = int(self._sums(epoch)[place])
+            tokens.append((start, start + int(self._lengths[example]) - 1))
+        steps: set[int] = set()
+        for ends in tokens:
+            first, last = ((token + carried) // self._per_step for token in ends)
+            if first < num_steps:
+                windows = (self._window_of(epoch, min(k, num_steps - 1)) for k in (first, last))
+                (begin, _), (_, stop) = windows
+                steps |= set(range(begin, stop))
+        found = ((k, self.step(epoch, k)) for k in steps)
+        return sorted(k for k, step in found if step and (step.examples == example).any())
+
+    def place(self, epoch: int, step: int) -> int:
+        """Return the place of the order from which on a reshuffle may change it."""
+        if not step:
+            return 0
+        stop = self._window_of(epoch, step - 1)[1] * self._per_step - self._carried(epoch)
+        place, used = self._document_at(epoch, min(stop, self._total(epoch)))
+        return place + (used > 0)
+
+    def _window_of(self, epoch: int, step: int) -> tuple[int, int]:
+        """Return the first step of the window that has a step, and the one after its last."""
+        first = step // self.window * self.window
+        return first, min(first + self.window, self.num_steps(epoch))
+
+    def _sums(self, epoch: int) -> Indices:
+        """Return the tokens before each place of an epoch, and all: int64, 8 bytes per document."""
+        kept = self._kept_sums  # one read: another thread may be at another epoch
+        if epoch not in kept:
+            order = self.order.take(epoch, 0, self.order.size(epoch))
+            kept = {**dict(list(kept.items())[-2:]), epoch: running_sum(self._lengths[order])}
+            self._kept_sums = kept
+        return kept[epoch]
+
+    def _total(self, epoch: int) -> int:
+        if epoch not in self._totals:
+            if self.order.is_permutation:
+                total = int(self._lengths[: self.order.size(epoch)].sum())
+            else:
+                total = int(self._sums(epoch)[-1])
+            self._totals[epoch] = total
+        return self._totals[epoch]
+
+    def _before(self, epoch: int) -> int:
+        return sum(map(self._total, range(epoch)))
+
+    def _carried(self, epoch: int) -> int:
+        """Return the number of tokens of earlier epochs in the first step of an epoch."""
+        return self._before(epoch) % self._per_step if self.tail == "wrap" else 0
+
+    def _document_at(self, epoch: int, token: int) -> tuple[int, int]:
+        """Return the place of the document that has a token, and its tokens before that one.
+
+        Tokens below 0 are of the epochs before; those from the total on, of the next one.
+        """
+        if token < 0:
+            place, used = self._document_at(epoch - 1, token + self._total(epoch - 1))
+            return place - self.order.size(epoch - 1), used
+        if token >= self._total(epoch):
+            if self.tail != "wrap" or not self._total(epoch + 1):  # or all data have been read
+                return self.order.size(epoch), 0
+            place, used = self._document_at(epoch + 1, token - self._total(epoch))
+            return place + self.order.size(epoch), used
+        sums = self._sums(epoch)
+        place = int(np.searchsorted(sums, token, side="right")) - 1
+        return place, token - int(sums[place])
+
+
+class SourceLimits:
+    """Logs every source once in an epoch, at the step from which on its weight is the others'."""
+
+    def __init__(self, budget: Budget, epoch: int) -> None:
+        self._budget, self._epoch = budget, epoch
+        self._logged: set[int] = set()
+        self._place = 0  # of the order, before which no other source can end
+
+    def log(self, step: int) -> None:
+        """Log the sources that end in a step, by rows in its window."""
+        order, epoch = self._budget.order, self._epoch
+        if not isinstance(order, MixedOrder) or not any(order.mixture.max_passes):
+            return
+        place = min(self._budget.place(epoch, step + 1), order.size(epoch))
+        if place < self._place:
+            return
+        left = {k: n for k, n in order.left(epoch, place).items() if k not in self._logged}
+        for source in [source for source, number in left.items() if not number]:
+            self._logged.add(source)
+            del left[source]
+            _logger.warning(
+                "epoch %d, step %d: source %r has been read max_passes=%s times; from here on its "
+                "weight goes to the others",
+                *(epoch, step, order.mixture.names[source], order.mixture.max_passes[source]),
+            )
+        self._place = place + min(left.values(), default=MAX_COUNT)

@@ -1,41 +1,91 @@
-"""Packing over data-parallel ranks: every rank plans the whole batch and reads its own rows."""
+"""The two ways to make a StepSampler: by examples, and packed over data-parallel ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from torch_collate_kit._checks import checked_int
 from torch_collate_kit._reprs import KindAndSize
+from torch_collate_kit.collators.packed import checked_collator
 from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading.dataset import TokenizedDataset
 from torch_collate_kit.loading.orders import Mixture
 from torch_collate_kit.loading.orders.checks import (
     NEW_RUN,
-    Indices,
     Shuffle,
     Tail,
-    checked_collator,
+    checked_batch_size,
     is_same,
 )
-from torch_collate_kit.loading.orders.mixed_order import MixedOrder
-from torch_collate_kit.loading.orders.order import Order, UserOrder
-from torch_collate_kit.loading.ranks import rank_in
-from torch_collate_kit.loading.sampler.budgets import Budget, ByExamples, Step, Windows
-from torch_collate_kit.loading.sampler.by_rows import ByRows
-from torch_collate_kit.loading.sampler.resuming import ResumingSampler
+from torch_collate_kit.loading.orders.mixed_order import order_of
+from torch_collate_kit.loading.orders.order import UserOrder
+from torch_collate_kit.loading.ranks import rank_and_size, rank_in
+from torch_collate_kit.loading.sampler.budgets import Budget, ByExamples, ByTokens, Step
+from torch_collate_kit.loading.sampler.by_rows import ByRows, Entries
+from torch_collate_kit.loading.sampler.sampler import Division, StepSampler
 from torch_collate_kit.loading.sampler.sizes import ExampleSizes
-from torch_collate_kit.loading.sampler.wrapped import ByTokens
 from torch_collate_kit.packing import PackingOptions, RankPlan
 from torch_collate_kit.packing.atoms import Patches
 from torch_collate_kit.packing.planner import plan_rows
-from torch_collate_kit.packing.rows import running_sum
 
 
-class PackedBatchSampler(ResumingSampler):
+class PrefetchingSampler(StepSampler):
+    """Batches of one dataset's indices: shuffled by (seed, epoch), sharded, resumable.
+
+    Args:
+        examples: their number, anything with ``len()``, or a ``Mixture``. If it has a
+            ``fingerprint``, as a TokenizedDataset has, a state is refused by other data of the same
+            size.
+        batch_size: examples of a step over all ranks. Rank r gets the r-th contiguous part.
+        shuffle, seed: an epoch is in an order that is a function of (seed, epoch), or in sequence
+            (False). "keyed" is a shuffled order in O(1) memory, for very many examples.
+        tail: the examples after the last full batch make a short batch ("keep"), are left out
+            ("drop"), or begin the next epoch's first batch ("wrap").
+        order: ``order(epoch, rng)`` returns the indices of an epoch, which may repeat or be left
+            out. It must be a pure function; ``rng`` is seeded by (seed, epoch).
+        dp_rank, dp_size: which part of each batch is yielded, as a list of Python ints; by default
+            that of this process in ``torch.distributed`` when the sampler is made.
+
+    The ``state_dict`` is small JSON, the same on all ranks, and loads on any number of them. More
+    in docs/loading.md.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong, an epoch has no step to drop to, or a kept tail
+            has fewer examples than there are ranks.
+
+    >>> sampler = PrefetchingSampler(5, batch_size=2, shuffle=False, tail="wrap")
+    >>> [list(sampler), list(sampler)]
+    [[[0, 1], [2, 3]], [[4, 0], [1, 2], [3, 4]]]
+    """
+
+    def __init__(
+        self,
+        examples: int | Sized | Mixture,
+        *,
+        batch_size: int,
+        shuffle: Shuffle = True,
+        seed: int = 0,
+        tail: Tail = "keep",
+        order: UserOrder | None = None,
+        dp_rank: int | None = None,
+        dp_size: int | None = None,
+    ) -> None:
+        rank, size = rank_and_size(dp_rank, dp_size)
+        batch_size = checked_batch_size(batch_size, size)
+        own = order_of(examples, seed=seed, shuffle=shuffle, user=order)
+        self._mixture = examples if isinstance(examples, Mixture) else None
+        budget = ByExamples(own, tail, batch_size, least=size)
+        division = _ExamplesOfRank(rank, size)
+        super().__init__(examples, budget, division, size)
+
+    def __repr__(self) -> str:
+        return self._shown(str(self.num_examples) if self._mixture is None else repr(self._mixture))
+
+
+class PackedBatchSampler(StepSampler):
     """Batches whose rows are planned over all ranks, of which each rank reads only its own.
 
     Args:
@@ -49,7 +99,7 @@ class PackedBatchSampler(ResumingSampler):
         window: by rows, the steps that are planned together.
         dp_rank: the rank whose rows are yielded; by default ``parallel.place`` of this process in
             ``torch.distributed`` when the sampler is made.
-        shuffle, seed, tail, order, allow_appended: as for ``PrefetchingSampler``; a kept tail may
+        shuffle, seed, tail, order: as for ``PrefetchingSampler``; a kept tail may
             be of any size, since ranks without examples get rows of pads.
         num_loss_tokens: beside bare lengths, trained tokens of every example, ints [N]. With
             several ranks and ``normalize_loss=True`` the loss is divided by those of all ranks.
@@ -79,6 +129,8 @@ class PackedBatchSampler(ResumingSampler):
     ([1, 2], [[2, 1], [0, 3]], 6)
     """
 
+    _division: _RowsOfRank
+
     def __init__(
         self,
         examples: TokenizedDataset | Mixture | npt.ArrayLike,
@@ -92,137 +144,157 @@ class PackedBatchSampler(ResumingSampler):
         seed: int = 0,
         tail: Tail = "keep",
         order: UserOrder | None = None,
-        allow_appended: bool = False,
         num_loss_tokens: npt.ArrayLike | None = None,
         patches: Patches | None = None,
     ) -> None:
         self._collate = checked_collator(collate)
-        self._packing = self._collate.packing
-        self._is_wrapped = self._packing.strategy == "wrapped"
-        parallel = self._packing.parallel
+        packing = self._collate.packing
+        parallel = packing.parallel
         dp_rank = rank_in(parallel, dp_rank)
-        is_dataset = isinstance(examples, TokenizedDataset | Mixture)
-        shown = examples if isinstance(examples, Mixture) else KindAndSize(examples)
-        self._shown_examples = repr(shown) if is_dataset else None
-        self._window = checked_int("window", window)
-        self._group = self._packing.row_multiple
-        num_global = self._checked_global(batch_size, batch_rows)
-        self._sizes = ExampleSizes(examples, self._collate, num_loss_tokens, patches)
-        self._entries = self._sizes.entries() if num_global[0] == "batch_rows" else None
-        ordered: Any = examples if is_dataset else len(self._sizes.lengths)
-        super().__init__(
-            ordered,
-            num_global=num_global,
-            shuffle=shuffle,
+        window = checked_int("window", window)
+        batch_size, batch_rows = _checked_global(packing, batch_size, batch_rows)
+        sizes = ExampleSizes(examples, self._collate, num_loss_tokens, patches)
+        entries = Entries(sizes.lengths) if batch_rows is None else sizes.entries()
+        self._data = examples if isinstance(examples, TokenizedDataset | Mixture) else None
+        own = order_of(
+            len(sizes.lengths) if self._data is None else self._data,
             seed=seed,
-            tail=tail,
-            order=order,
-            dp_rank=dp_rank,
-            dp_size=parallel.dp,
-            allow_appended=allow_appended,
+            shuffle=shuffle,
+            user=order,
+            lengths=entries.lengths,
+            offsets=entries.offsets,
         )
-        self._num_ranks = parallel.dp * parallel.cp * parallel.tp
-
-    def _checked_global(self, batch_size: int | None, batch_rows: int | None) -> tuple[str, int]:
-        """Return which of the two numbers is given, and it."""
-        if (batch_size is None) == (batch_rows is None):
-            raise TypeError(
-                "pass one of batch_size, the examples of a step, and batch_rows, its rows; got "
-                f"batch_size={batch_size!r}, batch_rows={batch_rows!r}"
-            )
-        if batch_rows is None:
-            return "batch_size", checked_int("batch_size", batch_size)
-        batch_rows = checked_int("batch_rows", batch_rows)
-        for name, divisor in (
-            ("parallel.dp", self._packing.parallel.dp),
-            ("rows_multiple_of", self._group),
-        ):
-            if batch_rows % divisor:
-                raise ValueError(
-                    f"batch_rows must be a multiple of {name}={divisor}, got {batch_rows}; it "
-                    "counts the rows of a step over all ranks"
-                )
-        return "batch_rows", batch_rows
-
-    def _piece_offsets(self) -> Indices | None:
-        entries = self._entries
-        if entries is None or entries.atoms is None or not entries.are_pieces:
-            return None
-        return running_sum(np.bincount(entries.atoms.examples, minlength=len(self._sizes.lengths)))
-
-    def _entry_lengths(self) -> Indices:
-        return self._sizes.lengths if self._entries is None else self._entries.lengths
-
-    def _new_budget(self, order: Order) -> Budget:
-        number, packing = self._num_global[1], self._packing
-        if self._entries is None:
-            return ByExamples(order, self._tail, number, least=1)  # rows are divided, not examples
-        windows = Windows(number, self._window, self._group)
-        if self._is_wrapped:
-            return ByTokens(order, self._tail, self._sizes.lengths, packing, windows)
-        return ByRows(order, self._tail, self._entries, packing, windows)
+        budget: Budget
+        if batch_size is not None:
+            budget = ByExamples(own, tail, batch_size, least=1)  # rows are divided, not examples
+        else:
+            rows = {"batch_rows": batch_rows or 0, "window": window}
+            if packing.strategy == "wrapped":
+                budget = ByTokens(own, tail, packing, lengths=sizes.lengths, **rows)
+            else:
+                budget = ByRows(own, tail, packing, entries=entries, **rows)
+        division = _RowsOfRank(sizes, packing, dp_rank, self._data, by_rows=batch_size is None)
+        num_ranks = parallel.dp * parallel.cp * parallel.tp
+        super().__init__(self._data, budget, division, num_ranks)
 
     def __repr__(self) -> str:
-        sizes, examples = self._sizes, self._shown_examples
-        given = {} if examples else {"patches": sizes.patches, "num_loss_tokens": sizes.counts}
-        shown: dict[str, Any] = {k: KindAndSize(of) for k, of in given.items() if of is not None}
-        lengths = f"<{self.num_examples:,} lengths, {int(sizes.lengths.sum()):,} tokens>"
-        return self._shown(f"{examples or lengths}, {self._collate!r}", **shown)
+        if self._data is not None:
+            is_mixture = isinstance(self._data, Mixture)
+            shown = repr(self._data if is_mixture else KindAndSize(self._data))
+            return self._shown(shown, repr(self._collate))
+        sizes = self._division.sizes
+        given = {"patches": sizes.patches, "num_loss_tokens": sizes.counts}
+        shown = f"<{self.num_examples:,} lengths, {int(sizes.lengths.sum()):,} tokens>"
+        counts = {k: KindAndSize(of) for k, of in given.items() if of is not None}
+        return self._shown(shown, repr(self._collate), **counts)
 
-    def _pick(self, step: Step) -> RankPlan:
-        packing, batch, plan = self._packing, step.examples, step.plan
-        sizes, dp = self._sizes, packing.parallel.dp
+
+def _checked_global(
+    packing: PackingOptions, batch_size: int | None, batch_rows: int | None
+) -> tuple[int | None, int | None]:
+    """Check that one of the two is given, and fits the ranks."""
+    if (batch_size is None) == (batch_rows is None):
+        raise TypeError(
+            "pass one of batch_size, the examples of a step, and batch_rows, its rows; got "
+            f"batch_size={batch_size!r}, batch_rows={batch_rows!r}"
+        )
+    if batch_rows is None:
+        return checked_int("batch_size", batch_size), None
+    batch_rows = checked_int("batch_rows", batch_rows)
+    for name, divisor in (
+        ("parallel.dp", packing.parallel.dp),
+        ("rows_multiple_of", packing.row_multiple),
+    ):
+        if batch_rows % divisor:
+            raise ValueError(
+                f"batch_rows must be a multiple of {name}={divisor}, got {batch_rows}; it "
+                "counts the rows of a step over all ranks"
+            )
+    return None, batch_rows
+
+
+class _ExamplesOfRank(Division):
+    """A contiguous part of the examples of a step; the first ranks may have one more."""
+
+    def __init__(self, dp_rank: int, dp_size: int) -> None:
+        self._rank, self._size = dp_rank, dp_size
+
+    def part(self, step: Step) -> list[int]:
+        """Return the examples of this rank, in the order in which they are read."""
+        batch = step.examples
+        each, longer = divmod(len(batch), self._size)
+        start = self._rank * each + min(self._rank, longer)
+        mine: list[int] = batch[start : start + each + (self._rank < longer)].tolist()
+        return mine
+
+    def shown(self) -> dict[str, int]:
+        """Return the rank and the number of ranks, if there are several."""
+        return {} if self._size == 1 else {"dp_rank": self._rank, "dp_size": self._size}
+
+    def layout(self) -> dict[str, Any]:
+        """Return the number of ranks."""
+        return {"dp_size": self._size}
+
+
+class _RowsOfRank(Division):
+    """A rank's rows of the plan of a step, which is made here if the budget did not."""
+
+    def __init__(
+        self,
+        sizes: ExampleSizes,
+        packing: PackingOptions,
+        dp_rank: int,
+        data: TokenizedDataset | Mixture | None,
+        *,
+        by_rows: bool,
+    ) -> None:
+        self.sizes, self._packing, self._rank = sizes, packing, dp_rank
+        self._mixture = data if isinstance(data, Mixture) else None
+        self._by_rows = by_rows
+        self._costs = {"image_costs_digest": sizes.image_costs_digest}
+
+    def part(self, step: Step) -> RankPlan:
+        """Return the plan of a step, with this rank's rows."""
+        packing, batch, plan, sizes = self._packing, step.examples, step.plan, self.sizes
         lengths = sizes.lengths[batch]
         counts = None if sizes.counts is None else sizes.counts[batch]
         if plan is None:
             plan = plan_rows(sizes.atoms(batch), packing)
-        if self._is_wrapped:
-            counts = None
-        part = RankPlan(plan, self._dp_rank, batch, lengths, counts, dp_size=dp)
+        is_wrapped = packing.strategy == "wrapped"
+        own = None if is_wrapped else counts
+        part = RankPlan(plan, self._rank, batch, lengths, own, dp_size=packing.parallel.dp)
         if not sizes.are_divisors:
             part.is_divisor = False
-        if self._is_wrapped and sizes.counts is not None:  # all tokens are trained
+        if is_wrapped and counts is not None:  # all tokens are trained
             firsts = len(plan.lengths) if packing.isolate else plan.num_rows - plan.num_dummy_rows
             part.num_loss_tokens = int(plan.lengths.sum()) - firsts
-        if isinstance(self._order, MixedOrder):
-            mixture = self._order.mixture
-            part.metadata = mixture.counts_in(mixture.source_of(batch), plan)
+        if self._mixture is not None:
+            part.metadata = self._mixture.counts_in(self._mixture.source_of(batch), plan)
         return part
 
-    def _layout(self) -> dict[str, Any]:
-        if self._entries is not None:
+    def shown(self) -> dict[str, int]:
+        """Return the rank, if it is not the first."""
+        return {"dp_rank": self._rank} if self._rank else {}
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return digests of the sizes of the examples, as JSON."""
+        found = self.sizes.fingerprint(with_trees=self._by_rows)
+        return {**found, **self._costs} if self._by_rows else found
+
+    def layout(self) -> dict[str, Any]:
+        """Return the settings that a resumed run may change: by rows, the number of ranks."""
+        if self._by_rows:
             return {"dp": self._packing.parallel.dp}
-        return {**self._packing.as_state(), "image_costs_digest": self._sizes.image_costs_digest}
+        return {**self._packing.as_state(), **self._costs}
 
-    def _fits(self, like: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        fits = super()._fits(like)
-        if self._entries is None:
-            return fits
-        packing = self._packing.as_state()
-        del packing["dp"]
-        packing |= {"rows_multiple_of": self._group, "reserved": self._packing.reserved}
-        return {
-            **fits,
-            "window": self._window,
-            **packing,
-            "image_costs_digest": self._sizes.image_costs_digest,
-        }
-
-    def _load(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        if self._entries is not None and isinstance(state, Mapping):
-            group, rows = state.get("rows_multiple_of"), self._num_global[1]
-            is_own = self._packing.rows_multiple_of is not None
-            if not is_own and type(group) is int and group > 0 and rows % group == 0:
-                self._group = group  # that of the first start
-        return super()._load(state)
-
-    def _check_layout(self, layout: dict[str, Any]) -> None:
-        if self._entries is not None:
+    def check_layout(self, layout: dict[str, Any]) -> None:
+        """Check the layout of a state. Raises StateError if its steps cannot be repeated here."""
+        if self._by_rows:
             return
         known = {key: of for key, of in layout.items() if key != "image_costs_digest"}
         before = PackingOptions.from_state(known)
         now = self._packing  # what was too long then, and lost tokens, must lose the same ones now
-        if before != now and self._sizes.lost(before) != self._sizes.lost(now):
+        if before != now and self.sizes.lost(before) != self.sizes.lost(now):
             was, has = (
                 f"max_tokens={of.max_tokens}, overflow={of.overflow!r}"
                 + (f", share_prefixes={of.share_prefixes!r}" if of.share_prefixes else "")
@@ -233,18 +305,12 @@ class PackedBatchSampler(ResumingSampler):
                 f"so steps would not have what they had; {NEW_RUN}"
             )
 
-    def _replans(self, before: Mapping[str, Any]) -> bool:
-        if self._entries is not None:
+    def replans(self, layout: Mapping[str, Any]) -> bool:
+        """Return whether rows differ from those of another layout."""
+        if self._by_rows:
             return False
-        other = {k for k, v in self._layout().items() if not is_same(v, before.get(k))}
-        planned_for = before.get("rows_multiple_of") or before["dp"]
+        other = {k for k, v in self.layout().items() if not is_same(v, layout.get(k))}
+        planned_for = layout.get("rows_multiple_of") or layout["dp"]
         return (
             other - {"dp", "rows_multiple_of"} != set() or planned_for != self._packing.row_multiple
         )
-
-    def _rank_settings(self) -> dict[str, int]:
-        return {"dp_rank": self._dp_rank} if self._dp_rank else {}
-
-    def _fingerprint(self, num_examples: int) -> dict[str, Any]:
-        own = self._sizes.fingerprint(num_examples, with_trees=self._entries is not None)
-        return {**own, **super()._fingerprint(num_examples)}

@@ -15,17 +15,17 @@ from torch.utils.data import Dataset, Sampler
 
 from torch_collate_kit._checks import checked_int
 from torch_collate_kit._reprs import KindAndSize, call_repr
+from torch_collate_kit.collators.packed import checked_collator
 from torch_collate_kit.loading.dataset import TokenizedDataset
+from torch_collate_kit.loading.dataset.fingerprints import digest_in_blocks
 from torch_collate_kit.loading.orders import Mixture
-from torch_collate_kit.loading.orders.checks import Indices, checked_collator, checked_word
+from torch_collate_kit.loading.orders.checks import Indices, checked_word
 from torch_collate_kit.loading.orders.mixed_order import MixedOrder
-from torch_collate_kit.loading.orders.permutations import seeded_generator
-from torch_collate_kit.loading.orders.states import digest_in_blocks
+from torch_collate_kit.loading.orders.order import seeded_generator
 from torch_collate_kit.loading.sampler.sizes import is_tokenized, sized
 from torch_collate_kit.packing import PackingPlan
 from torch_collate_kit.packing.atoms import NO_ATOMS, Atoms
-from torch_collate_kit.packing.fitting import fitted
-from torch_collate_kit.packing.planner import plan_rows
+from torch_collate_kit.packing.planner import fitted, plan_rows
 from torch_collate_kit.packing.rank_plan import PlannedExamples, PlannedRow, RankPlan
 from torch_collate_kit.packing.rows import Rows, running_sum
 from torch_collate_kit.reading.columns import ROW_OF_DATASETS

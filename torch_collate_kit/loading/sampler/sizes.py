@@ -12,14 +12,15 @@ import numpy.typing as npt
 from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading.dataset import TokenizedDataset
+from torch_collate_kit.loading.dataset.fingerprints import digest_in_blocks
 from torch_collate_kit.loading.orders import Mixture
 from torch_collate_kit.loading.orders.checks import Indices
-from torch_collate_kit.loading.orders.states import digest_in_blocks
 from torch_collate_kit.loading.sampler.by_rows import Entries
 from torch_collate_kit.packing import PackingOptions
 from torch_collate_kit.packing.atoms import Atoms, Patches, checked_sizes
-from torch_collate_kit.packing.fitting import fitted
 from torch_collate_kit.packing.plan import PackingPlan
+from torch_collate_kit.packing.planner import fitted
+from torch_collate_kit.packing.rows import running_sum
 from torch_collate_kit.packing.trees import bare_lengths, is_shared
 
 
@@ -104,7 +105,8 @@ class ExampleSizes:
             )
         if self._packing.overflow != "split" or not len(pieces.cut):
             return Entries(self.lengths, self._atoms)
-        return Entries(pieces.lengths, pieces.atoms, are_pieces=True)
+        offsets = running_sum(np.bincount(pieces.example_indices, minlength=len(self.lengths)))
+        return Entries(pieces.lengths, pieces.atoms, offsets)
 
     def atoms(self, examples: Indices) -> Atoms:
         """Return what is planned of some examples, numbered from 0."""
@@ -166,24 +168,23 @@ class ExampleSizes:
             raise StateError(f"state is of a packing that no run can have had: {error}") from error
         return pieces.num_cut_tokens, pieces.dropped.tolist()
 
-    def fingerprint(self, num_examples: int, *, with_trees: bool) -> dict[str, Any]:
-        """Return digests of the first so many examples, as JSON; ``with_trees`` of their cells."""
-        of_loss = self.counts if self.are_divisors else None
+    def fingerprint(self, *, with_trees: bool) -> dict[str, Any]:
+        """Return digests of the sizes of all examples, as JSON; ``with_trees`` of their cells."""
         counted = {
-            "lengths_digest": self.lengths[:num_examples],
-            "patches_digest": None if self.patches is None else self.patches[:num_examples],
-            "loss_tokens_digest": None if of_loss is None else of_loss[:num_examples],
+            "lengths_digest": self.lengths,
+            "patches_digest": self.patches,
+            "loss_tokens_digest": self.counts if self.are_divisors else None,
         }
         if (atoms := self._atoms) is not None and atoms.are_lists:
-            counted["num_segments_digest"] = counts = atoms.segments[:num_examples]
-            counted["segments_digest"] = self._sizes[: int(counts.sum())]
+            counted["num_segments_digest"] = atoms.segments
+            counted["segments_digest"] = self._sizes
             if with_trees:
-                counted["trees_digest"] = atoms.cells[:num_examples] if atoms.share else None
+                counted["trees_digest"] = atoms.cells if atoms.share else None
         digests = {
             name: None if numbers is None else digest_in_blocks(numbers)
             for name, numbers in counted.items()
         }
-        return {"num_tokens": int(self.lengths[:num_examples].sum()), **digests}
+        return {"num_tokens": int(self.lengths.sum()), **digests}
 
 
 def sized(examples: Any, packing: PackingOptions) -> tuple[Indices, Indices | None, Indices | None]:

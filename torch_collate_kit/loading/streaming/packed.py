@@ -19,7 +19,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torch_collate_kit._checks import checked_bool, checked_int, checked_optional_int
 from torch_collate_kit._reprs import KindAndSize, call_repr, changed_settings
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.loading.orders.checks import checked_collator, checked_word
+from torch_collate_kit.collators.packed import checked_collator
+from torch_collate_kit.loading.orders.checks import checked_word
 from torch_collate_kit.loading.orders.mixture import Mixture
 from torch_collate_kit.loading.ranks import divided_again, rank_in
 from torch_collate_kit.loading.skipping import OnError, SkipPolicy

@@ -23,7 +23,7 @@ from torch_collate_kit.loading.streaming.shards import Example, Part, Stream
 from torch_collate_kit.loading.streaming.skipping import WrongExamples
 from torch_collate_kit.loading.streaming.states import Place
 from torch_collate_kit.packing.atoms import Atoms, checked_sizes
-from torch_collate_kit.packing.fitting import fitted, num_pieces
+from torch_collate_kit.packing.planner import fitted, num_pieces
 from torch_collate_kit.packing.rows import running_sum
 from torch_collate_kit.packing.trees import depths_of
 from torch_collate_kit.ragged import Ragged

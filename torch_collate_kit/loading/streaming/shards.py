@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 from torch.utils.data import get_worker_info
 
 from torch_collate_kit._checks import type_name
+from torch_collate_kit.collators.packed import checked_collator
 from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading.dataset import TokenizedDataset
-from torch_collate_kit.loading.orders.checks import checked_collator
-from torch_collate_kit.loading.orders.permutations import seeded_generator
+from torch_collate_kit.loading.orders.order import seeded_generator
 from torch_collate_kit.loading.streaming.fingerprints import SourceFingerprint
 from torch_collate_kit.loading.streaming.outside_streams import (
     canonical_part,

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from torch_collate_kit.errors import StateError
-from torch_collate_kit.loading.orders.permutations import seeded_generator
+from torch_collate_kit.loading.orders.order import seeded_generator
 from torch_collate_kit.loading.streaming.entries import ENTRY, place_after
 from torch_collate_kit.loading.streaming.readers import Reader
 from torch_collate_kit.loading.streaming.states import Place

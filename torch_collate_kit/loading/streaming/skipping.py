@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.loading.skipping import Skipped, SkipPolicy, failing_alone
+from torch_collate_kit.loading.skipping import Skipped, SkipPolicy, collated, named
 from torch_collate_kit.packing import PackingPlan
 from torch_collate_kit.packing.planner import part_of
 from torch_collate_kit.packing.rows import Rows, running_sum
@@ -49,23 +48,23 @@ class WrongExamples:
             them: None for each that is in the batch. Nothing is returned of them where none may be
             left out. ``collate(entries, plan)`` raises a DataError that names the position.
         """
-        batch, wrong = None, dict[int, Skipped]()
-        try:
-            batch = collate(entries, plan)
-        except DataError:
-            wrong = _wrong_alone(entries, plan, collate) if self._policy.skips else {}
-            if not wrong:
-                raise
-        if wrong:
-            is_wrong = np.zeros(len(entries), dtype=bool)
-            is_wrong[list(wrong)] = True
-            plan = _plan_without(plan, is_wrong)
-            if len(plan.example_indices):
-                batch = collate(entries[~is_wrong], plan)
+        everything = np.arange(len(entries))
+
+        def collate_part(numbers: Sequence[int]) -> Any:
+            if len(numbers) == len(entries):
+                return collate(entries, plan)
+            kept = np.isin(everything, numbers)
+            return collate(entries[kept], _plan_without(plan, ~kept))
+
+        if not self._policy.skips:
+            return collate(entries, plan), []
+        batch, failing = collated(collate_part, everything.tolist(), DataError)
+        if failing and set(plan.example_indices.tolist()) <= failing.keys():
+            batch = None  # what is left was dropped
+        wrong = {n: Skipped(int(entries["position"][n]), str(e)) for n, e in failing.items()}
         outcomes: list[Skipped | None] = []
-        if self._policy.skips:
-            for number, before in enumerate(entries["skipped"]):
-                outcomes += [*before, wrong.get(number)]
+        for number, before in enumerate(entries["skipped"]):
+            outcomes += [*before, wrong.get(number)]
         return batch, outcomes
 
     def taken(self) -> tuple[Skipped, ...]:
@@ -82,32 +81,9 @@ class WrongExamples:
         >>> wrong.named(DataError("example 1 is empty"), [6, 7])
         DataError('example 7 of the stream is empty')
         """
-        message, named = str(error), set(re.findall(r"(example|row) (\d+)", str(error)))
-        if len(named) != 1:
-            return DataError(f"{message} (a batch of examples {positions} of {self._of})")
-        ((kind, number),) = named
-        position = int(number) if kind == "row" else positions[int(number)]  # a row is a position
-        found, of = f"{kind} {number}", self._of
-        if self._names and kind != "row":
-            of = self._names[sources[int(number)]]
-        return DataError(message.replace(found, f"example {position} of {of}", 1))
-
-
-def _wrong_alone(
-    entries: np.ndarray, plan: PackingPlan, collate: Callable[..., Any]
-) -> dict[int, Skipped]:
-    """Return the examples of a batch that cannot be collated alone, by their number in it."""
-
-    def collate_one(number: int) -> None:
-        others = np.arange(len(entries)) != number
-        collate(entries[~others], _plan_without(plan, others))
-
-    # those that overflow drops are read, too
-    numbers = np.union1d(plan.example_indices, plan.dropped).tolist()
-    return {
-        number: Skipped(int(entries["position"][number]), str(error))
-        for number, error in failing_alone(collate_one, numbers, DataError)
-    }
+        names = self._names
+        wheres = [names[source] for source in sources] if names else [self._of] * len(positions)
+        return named(error, list(zip(positions, wheres, strict=True)))
 
 
 def _plan_without(plan: PackingPlan, is_wrong: npt.NDArray[np.bool_]) -> PackingPlan:

@@ -1,7 +1,8 @@
-"""The tokens of all rows in one flat column, and what is trained of them."""
+"""Tokens of all rows in one flat column, which of them are trained, and their turns."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -10,13 +11,16 @@ from typing import Any
 import numpy as np
 
 from torch_collate_kit.reporting.audit.findings import Found, Refused, Severity, words_of
-from torch_collate_kit.reporting.audit.turns import Turns, turns_of
 from torch_collate_kit.reporting.audit.vocabulary import Vocabulary
 
 _BEFORE, _AFTER, _LONGEST = 24, 12, 40  # tokens of an excerpt
 _AGREE, _DISAGREE, _LEAST_LABELS = 0.9, 0.5, 2  # of the labels of a row that are shifted
 _LEAST_CHANCE, _CERTAIN = 0.01, 1e-6  # of a zero, at least; that values are equal by chance
 _AT_A_TIME = 1 << 17  # tokens
+_MARKUP = re.compile(r"</?[^<>\s]{1,40}>|\[/?[A-Z_]+\]")
+_FURTHEST = 5  # tokens that a mask is moved by
+_LONGEST_GAP = 48  # tokens; what a prompt adds to the header is shorter
+_MOST = 0.5
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ class AuditColumns:
     is_last_step: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.bool_))
     """bool [N], the last step of each trajectory."""
     logprobs: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.float32))
-    """float32 [T], NaN where there is none: in prompts; empty if rollouts have none."""
+    """float32 [T], NaN in prompts; empty if rollouts have no log-probs."""
     uids: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.int64))
     """int64 [N], a number for the uid of each rollout; empty if they have none."""
     refused: Sequence[Refused] = ()
@@ -60,7 +64,7 @@ class AuditColumns:
     forged: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.int64))
     """int64, numbers of chat records with a message that has a token that begins or ends turns."""
     are_labelled: bool = False
-    """Whether examples have a label (KTO): their segments are no pairs."""
+    """Whether examples have a label (KTO): then their segments are not pairs."""
     has_unread_images: bool = False
     """Whether there are images, and no processor that says how many tokens they take."""
     vocabulary: Vocabulary = field(default_factory=Vocabulary)
@@ -127,14 +131,14 @@ class AuditColumns:
         return np.asarray(num_before(stops) - num_before(begins))
 
     def next_trained(self, places: np.ndarray) -> np.ndarray:
-        """Return the first trained token from each place on; T where there is none."""
-        firsts, stops = (np.append(of, len(self.ids)) for of in self.runs[:2])
+        """Return the first trained token at or after each place; T without one."""
+        firsts, stops = (np.append(places, len(self.ids)) for places in self.runs[:2])
         run = np.minimum(np.searchsorted(stops, places, side="right"), len(firsts) - 1)
         found: np.ndarray = np.maximum(firsts[run], places)
         return found
 
     def last_trained_before(self, stops: np.ndarray) -> np.ndarray:
-        """Return the last trained token before each place; -1 where there is none."""
+        """Return the last trained token before each place; -1 without one."""
         begins, ends, _ = self.runs
         found: np.ndarray = np.minimum(np.append(0, ends)[np.searchsorted(begins, stops)], stops)
         return found - 1
@@ -146,17 +150,17 @@ class AuditColumns:
 
     @cached_property
     def first_trained(self) -> np.ndarray:
-        """int64 [N], the first trained token of each row, among the T; -1 where there is none."""
+        """int64 [N], the first trained token of each row, among the T; -1 without one."""
         return np.where(self.num_trained > 0, self.next_trained(self.starts), -1)
 
     @cached_property
     def last_trained(self) -> np.ndarray:
-        """int64 [N], the last trained token of each row, among the T; -1 where there is none."""
+        """int64 [N], the last trained token of each row, among the T; -1 without one."""
         return np.where(self.num_trained > 0, self.last_trained_before(self.ends), -1)
 
     @cached_property
     def is_fully_trained(self) -> np.ndarray:
-        """Rows of two tokens or more of which all but the first are trained: bool [N]."""
+        """Rows of two or more tokens that train all but the first: bool [N]."""
         return (self.num_trained == self.lengths - 1) & (self.lengths > 1)
 
     @cached_property
@@ -178,7 +182,8 @@ class AuditColumns:
         def is_shifted(shift: int, is_counted: np.ndarray) -> np.ndarray:
             is_same = is_counted & (self.labels == np.roll(self.ids, -shift))
             counts, same = (
-                np.add.reduceat(of, self.starts, dtype=np.int64) for of in (is_counted, is_same)
+                np.add.reduceat(flags, self.starts, dtype=np.int64)
+                for flags in (is_counted, is_same)
             )
             return is_other & (same >= _AGREE * np.maximum(counts, 1))
 
@@ -198,7 +203,7 @@ class AuditColumns:
 
     @cached_property
     def are_classes(self) -> bool:
-        """Whether the target of each row is its last token, one of a few that end no answer."""
+        """Whether the target of each row is its last token, from a few that do not end answers."""
         is_last = self.has_target and np.array_equal(self.trained_places, self.ends - 1)
         return is_last and 1 < len(np.unique(self.ids[self.ends - 1])) <= len(self.ends) / 3
 
@@ -348,3 +353,144 @@ class AuditColumns:
         text = f"{sides[0]}{before} \u27e6{marked}\u27e7 {after}{sides[1]}".strip()
         segment = f", segment {self.segments[row]}" if len(self.segments) else ""
         return f"row {self.numbers[row]}{segment}: {' '.join(text.split())}"
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Turns of all rows in order, as tokens among the T of ``columns``. Legend: M turns.
+
+    A turn is its header, its text from ``begins`` on, the token that ends it, and what the template
+    writes before the next header.
+    """
+
+    columns: AuditColumns
+    starts: np.ndarray
+    """int64 [M], the first token of each header."""
+    begins: np.ndarray
+    """int64 [M], the first token after each header."""
+    kinds: np.ndarray
+    """int64 [M], the number of its header in ``Vocabulary.role_ids``."""
+    are_answers: np.ndarray
+    """bool [M]."""
+
+    @cached_property
+    def rows(self) -> np.ndarray:
+        """int64 [M], the row of each turn."""
+        return self.columns.rows_of(self.starts)
+
+    @cached_property
+    def limits(self) -> np.ndarray:
+        """int64 [M], the next header, or the end of the row."""
+        following = np.append(self.starts[1:], len(self.columns.ids))
+        return np.minimum(following, self.columns.ends[self.rows])
+
+    @cached_property
+    def ends(self) -> np.ndarray:
+        """int64 [M], the token that ends each text, which may begin the next header; or -1."""
+        places = np.flatnonzero(self.columns.is_end)
+        if not len(places):
+            return np.full(len(self.starts), -1)
+        which = np.searchsorted(places, self.begins)
+        found = places[np.minimum(which, len(places) - 1)]
+        is_inside = (which < len(places)) & (found < np.minimum(self.limits + 1, self.row_ends))
+        return np.where(is_inside, found, -1)
+
+    @cached_property
+    def stops(self) -> np.ndarray:
+        """int64 [M], the end of each text, + 1: after its end token, or before the next header."""
+        return np.where(self.ends >= 0, self.ends + 1, self.limits)
+
+    @cached_property
+    def text_stops(self) -> np.ndarray:
+        """int64 [M], the end of each text, without its end token."""
+        return np.where(self.ends >= 0, self.ends, self.limits)
+
+    def holding(self, places: np.ndarray) -> np.ndarray:
+        """Return the turn whose text, without header and end, holds each of these tokens; or -1."""
+        which = np.searchsorted(self.starts, places, side="right") - 1
+        if not len(self.starts):
+            return which
+        is_inside = (self.begins[which] <= places) & (places < self.text_stops[which])
+        return np.where((which >= 0) & is_inside, which, -1)
+
+    @cached_property
+    def row_ends(self) -> np.ndarray:
+        """int64 [M], the end of the row of each turn."""
+        return self.columns.ends[self.rows]
+
+    @cached_property
+    def is_set_aside(self) -> np.ndarray:
+        """Turns in rows that another finding explains: bool [M]."""
+        return self.columns.is_set_aside[self.rows]
+
+    @cached_property
+    def shifts(self) -> np.ndarray:
+        """int64 [M], tokens by which a mask is late at both ends; negative: early, 0: right."""
+        columns, trained = self.columns, self.columns.trained
+        by = np.zeros(len(self.starts), dtype=np.int64)
+        num_trained = columns.num_trained_in(self.expected, self.ends + 1)
+        is_odd = (
+            self.are_answers & (self.ends >= 0) & (num_trained != self.ends + 1 - self.expected)
+        )
+        which = np.flatnonzero(is_odd & ~np.logical_or(*columns.shifted_labels)[self.rows])
+        starts, ends, limits = (
+            places[which] for places in (self.expected, self.ends, self.row_ends)
+        )
+        for distance in (*range(1, _FURTHEST + 1), *range(-1, -_FURTHEST - 1, -1)):
+            begins, stops = starts + distance, np.minimum(ends + 1 + distance, limits)
+            fits = (begins < stops) & (begins > columns.starts[self.rows[which]])
+            fits &= (distance < 0) | (stops > ends + 1)
+            first, stop = np.where(fits, begins, 0), np.where(fits, stops, 1)
+            fits &= trained[first] & ~trained[first - 1]
+            fits &= columns.num_trained_in(first, stop) == stop - first
+            fits &= (stop == limits) | ~trained[np.minimum(stop, len(trained) - 1)]
+            fits &= by[which] == 0
+            if fits.any():
+                is_other = np.isin(begins[fits], self.expected)  # the answer of another turn
+                by[which[fits][~is_other]] = distance
+        return by
+
+    @cached_property
+    def expected(self) -> np.ndarray:
+        """int64 [M], the first token of an answer that should be trained.
+
+        Before it are the rest of the generation prompt, or tags that most answers leave out.
+        """
+        columns, vocabulary = self.columns, self.columns.vocabulary
+        rest = vocabulary.prompt_ids[len(vocabulary.header_ids) :]
+        width, is_prompted = len(rest), self.begins + len(rest) <= self.limits
+        for i, token in enumerate(rest):
+            is_prompted &= columns.ids[np.minimum(self.begins + i, len(columns.ids) - 1)] == token
+        gaps = columns.next_trained(self.begins) - self.begins
+        is_trained = self.are_answers & (gaps < self.stops - self.begins)
+        if is_trained.any():
+            usual = int(np.bincount(np.minimum(gaps[is_trained], _LONGEST_GAP + 1)).argmax())
+            like = self.begins[is_trained & (gaps == usual)]
+            is_usual = len(like) > _MOST * is_trained.sum()
+            if is_usual and self.is_markup(int(like[0]), int(like[0]) + usual):
+                is_prompted, width = self.begins + usual <= self.limits, usual
+        return np.where(is_prompted, self.begins + width, self.begins)
+
+    def is_markup(self, start: int, stop: int) -> bool:
+        """Whether these tokens are white space and tags alone."""
+        if stop - start > _LONGEST_GAP:
+            return False
+        return not _MARKUP.sub("", self.columns.text(start, stop)).strip()
+
+
+def turns_of(columns: AuditColumns) -> Turns:
+    """Find the turns of rows. Needs a template that begins answers with an added token."""
+    none = np.empty(0, dtype=np.int64)
+    starts, widths, kinds = [none], [none], [none]
+    names = columns.vocabulary.role_ids
+    for kind, (ids, role) in enumerate(names.items()):
+        places = columns.places_of(ids)
+        starts.append(columns.without_repeated(places) if role == "assistant" else places)
+        widths.append(np.full_like(starts[-1], len(ids)))
+        kinds.append(np.full_like(starts[-1], kind))
+    found = np.stack([np.concatenate(parts) for parts in (starts, widths, kinds)])
+    found = found[:, np.lexsort((-found[1], found[0]))]  # of headers at one place the longest
+    stops = np.maximum.accumulate(np.append(-1, found[0] + found[1]))
+    first, width, kind = found[:, found[0] >= stops[:-1]]
+    are_answers = np.array([role == "assistant" for role in names.values()], dtype=np.bool_)
+    return Turns(columns, first, first + width, kind, are_answers[kind])

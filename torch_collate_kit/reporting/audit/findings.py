@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from torch_collate_kit._reprs import plural
-from torch_collate_kit.batch.showing.tables import html_table
+from torch_collate_kit.batch.showing.style import html_table
 
 Severity = Literal["error", "warning", "note"]
 
@@ -40,18 +40,21 @@ class Refused(NamedTuple):
     number: int
     message: str
     of_images: bool = False
-    """Whether its text would be accepted without its images."""
+    """Whether a reader accepts the text without its images."""
 
 
 def words_of(kinds: Mapping[str, np.ndarray]) -> str:
     """Return the words, with "or" between, of the kinds that hold any places, or any True."""
-    is_there = {what: of.any() if of.dtype == np.bool_ else len(of) for what, of in kinds.items()}
+    is_there = {
+        what: places.any() if places.dtype == np.bool_ else len(places)
+        for what, places in kinds.items()
+    }
     return " or ".join(what for what, found in is_there.items() if found)
 
 
 @dataclass(frozen=True, eq=False)
 class Finding:
-    """One thing that is wrong with a dataset, or worth knowing.
+    """One fault of a dataset, or a fact worth knowing.
 
     Attributes:
         name: one of the names in docs/audit_checks.md.
@@ -114,7 +117,7 @@ class AuditReport:
 
     @property
     def ok(self) -> bool:
-        """Whether there is no error and no warning; notes do not count."""
+        """Whether there are neither errors nor warnings; notes do not count."""
         return all(finding.severity == "note" for finding in self.findings)
 
     @property
@@ -147,11 +150,13 @@ class AuditReport:
         names: dict[str, list[str]] = {}
         for name, what in self.not_checked.items():
             names.setdefault(what, []).append(name)
-        return [f"without {what}: {', '.join(of)}" for what, of in names.items()]
+        return [f"without {what}: {', '.join(checks)}" for what, checks in names.items()]
 
     def _summary(self) -> str:
-        counts = {of: sum(f.severity == of for f in self.findings) for of in SEVERITIES}
-        found = [f"{n} {of}{'s' * (n > 1)}" for of, n in counts.items() if n]
+        counts = {
+            severity: sum(f.severity == severity for f in self.findings) for severity in SEVERITIES
+        }
+        found = [f"{n} {severity}{'s' * (n > 1)}" for severity, n in counts.items() if n]
         what = f"audit of {plural(self.num_rows, 'row')} ({plural(self.num_tokens, 'token')})"
         return f"{what}: {', '.join(found) or 'nothing found'}"
 

@@ -8,7 +8,7 @@ from collections import Counter
 
 import numpy as np
 
-from torch_collate_kit.reporting.audit.check import FEW, MOST, check
+from torch_collate_kit.reporting.audit.checks import FEW, MOST, check
 from torch_collate_kit.reporting.audit.columns import AuditColumns
 from torch_collate_kit.reporting.audit.findings import Found
 from torch_collate_kit.reporting.audit.vocabulary import THINKING_TAGS
@@ -31,7 +31,7 @@ _MOST_READ, _SAMPLED = 1000, 500_000  # rows that are tokenized again; tokens at
 
 @check("warning", "role_ids")
 def template_not_followed(columns: AuditColumns) -> Found | None:
-    """Find turns that are not as the template writes them, each kind in a third at most."""
+    """Find turns that differ from the template's, of kinds in at most a third of the rows."""
     found: dict[str, np.ndarray] = {}
     num_rows = int(columns.in_rows(columns.turns.rows).sum()) * (not columns.are_classes)
     for find in (_forged, _control_tokens, _separators, _unfinished, _line_breaks, _cut_starts):
@@ -67,7 +67,7 @@ def _control_tokens(columns: AuditColumns) -> dict[str, np.ndarray]:
     is_inside = np.where(is_answer, is_border & (not vocabulary.repeats_header), turn >= 0)
     places = places[is_inside]
     return {
-        f"{vocabulary.text([token])!r} stands inside a text": places[columns.ids[places] == token]
+        f"{vocabulary.text([token])!r} is inside a text": places[columns.ids[places] == token]
         for token in set(columns.ids[places].tolist())
     }
 
@@ -132,7 +132,7 @@ def _line_breaks(columns: AuditColumns) -> dict[str, np.ndarray]:
     texts = vocabulary.texts(known[:, None].tolist())
     is_break = np.array([text[:1] == "\n" for text in texts])[which]
     kinds = turns.kinds[has_text]
-    broken, all_of = (np.bincount(kinds, weights=of) for of in (is_break, None))
+    broken, all_of = (np.bincount(kinds, weights=weights) for weights in (is_break, None))
     odd = has_text[~is_break & (broken > (1 - FEW) * all_of)[kinds]]
     return {"a header is not followed by a line break": turns.starts[odd]}
 
@@ -153,9 +153,9 @@ def _cut_starts(columns: AuditColumns) -> dict[str, np.ndarray]:
 
 @check("warning", "role_ids", of_rollouts="note", of_most="note")
 def thinking_not_closed(columns: AuditColumns) -> Found | None:
-    """Find turns that begin with an opening tag and lack the closing one, or have it alone."""
+    """Find turns that begin with an opening tag without its closing tag, or the reverse."""
     found = [_thinking_with_one_tag(columns, tag) for tag in THINKING_TAGS]
-    unclosed, unopened = (np.concatenate(of) for of in zip(*found, strict=True))
+    unclosed, unopened = (np.concatenate(places) for places in zip(*found, strict=True))
     return columns.found_by(
         {"it is not closed": unclosed, "it is not opened": unopened},
         "ROWS train thinking with one of its two tags: WHAT, so a model learns to think without an "
@@ -164,14 +164,14 @@ def thinking_not_closed(columns: AuditColumns) -> Found | None:
 
 
 def _thinking_with_one_tag(columns: AuditColumns, tag: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the first tokens of turns with the opening tag alone, and with the closing one."""
+    """Return the first tokens of turns with only the opening tag, and with only the closing one."""
     turns = columns.turns
     tags = (columns.vocabulary.ids_of_tag(side + tag) for side in ("<", "</"))
     opens, closes = (columns.places_of(*ids) for ids in tags)
     if not len(opens) and not len(closes):
         return opens, closes
     numbers = np.arange(len(turns.starts))
-    has_open, has_close = (np.isin(numbers, turns.holding(of)) for of in (opens, closes))
+    has_open, has_close = (np.isin(numbers, turns.holding(places)) for places in (opens, closes))
     is_trained = columns.num_trained_in(turns.begins, turns.text_stops) > 0
     is_trained &= turns.are_answers
     is_open = is_trained & has_open & ~has_close
@@ -191,7 +191,7 @@ def _thinking_with_one_tag(columns: AuditColumns, tag: str) -> tuple[np.ndarray,
 
 @check("warning", "role_ids")
 def broken_tool_call(columns: AuditColumns) -> Found | None:
-    """Find trained calls between the tags of the template that are no JSON, if most are."""
+    """Find trained calls between the template's tags that are not JSON, where most are."""
     vocabulary, turns = columns.vocabulary, columns.turns
     if vocabulary.call_tags is None:
         return None
@@ -244,13 +244,13 @@ def text_garbled(columns: AuditColumns) -> Found | None:
         return None
     return columns.found_by(
         found,
-        "ROWS have tokens that are no text of this tokenizer (WHAT); use the tokenizer that made "
+        "ROWS have tokens that are not text of this tokenizer (WHAT); use the tokenizer that made "
         "the ids, and correct texts that were cut within a character or read in a wrong encoding",
     )
 
 
 def _replaced(columns: AuditColumns) -> np.ndarray:
-    """Return tokens that with their neighbours are no whole character, not at the end of a row."""
+    """Return tokens inside rows that do not make a whole character with their neighbours."""
     vocabulary = columns.vocabulary
     if np.isin(columns.ids[:_SAMPLED], vocabulary.partial_ids).mean() > _MANY_PARTIAL:
         return _NONE

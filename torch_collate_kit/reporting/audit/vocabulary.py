@@ -1,21 +1,25 @@
-"""The special tokens of a tokenizer, and how its chat template begins and ends turns."""
+"""The special tokens of a tokenizer, and the texts its chat template writes around messages."""
 
 from __future__ import annotations
 
+import copy
 import itertools
+import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from torch_collate_kit.chat.plain_turn import plain_turn
-from torch_collate_kit.chat.template import ChatTemplate
+from torch_collate_kit.chat.preview import CASES
+from torch_collate_kit.chat.rendering import preferred_style
+from torch_collate_kit.chat.template import ChatTemplate, num_shared
 from torch_collate_kit.chat.tokenize import ids_before
+from torch_collate_kit.chat.turns import plain_turn
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.reporting.audit.roles import RoleTexts, role_texts
 
 THINKING_TAGS = ("think", "thinking", "reasoning")
 
@@ -23,6 +27,11 @@ _MEDIA_WORDS = ("image", "video", "audio", "vision", "pad")
 _REPLACEMENT = "\ufffd"
 _QUESTION, _THINKING, _ANSWER = "Who?", "A thought", "An answer"
 _KNOWN: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
+_RULES, _ASKED, _ANSWERED, _NEXT, _RESULT = "Rules7", "Question7", "Answer7", "Next7", "Result7"
+# Written as the user's header with another name, by templates that write any role
+_OTHER_ROLES = ("system", "tool", "developer", "function", "observation", "ipython", "environment")
+_TAG_BEFORE = re.compile(r"(<[^<>\s]{1,40}>|\[[A-Z_]+\])\s*$")
+_TAG_AFTER = re.compile(r"\s*(</[^<>\s]{1,40}>|\[/[A-Z_]+\])")
 
 
 class Vocabulary:
@@ -32,13 +41,13 @@ class Vocabulary:
 
     Attributes:
         tokenizer, size, template: the tokenizer, its number of ids, and its chat template.
-        bos_id, eos_id, pad_id, unk_id: special tokens; unk_id is none of the others.
+        bos_id, eos_id, pad_id, unk_id: special tokens; unk_id differs from the others.
         end_ids: tokens that end an answer: EOS, and the one that the chat template writes.
         late_end_ids: tokens that end an answer when something follows it.
         prompt_ids: the generation prompt of the chat template.
         header_ids: the same without the white space around it, and without a tag of thinking.
-        role_ids: the role of each header of messages; empty where those before an answer, or what
-            ends it, are unknown.
+        role_ids: the role of each message header; empty if the headers of answers, or the tokens
+            that end them, are unknown.
         repeats_header: whether the model, too, writes the header: between thinking and answer
             (gpt-oss).
         call_tags: the tags around the JSON of a tool call, or None.
@@ -48,7 +57,7 @@ class Vocabulary:
         template_ids: added tokens whose text is in the source of the chat template.
 
     Raises:
-        TypeError: something that cannot decode.
+        TypeError: an object without ``decode``.
     """
 
     def __init__(self, tokenizer: Any = None, template_kwargs: dict[str, Any] | None = None):
@@ -83,7 +92,9 @@ class Vocabulary:
         if tokenizer is not None and text:
             self.template = ChatTemplate.of(tokenizer, kwargs, None)
         source = "" if self.template is None else self.template.source
-        self.template_ids = frozenset(token for token, of in added.items() if of.content in source)
+        self.template_ids = frozenset(
+            token for token, added_token in added.items() if added_token.content in source
+        )
         self._read_turns()
 
     def _read_turns(self) -> None:
@@ -185,7 +196,7 @@ class Vocabulary:
 
     @property
     def partial_ids(self) -> np.ndarray:
-        """Ids, int64, that by themselves are no whole character."""
+        """Ids, int64, that are not a whole character by themselves."""
         return self.ids_with(_REPLACEMENT)
 
     def ids_with(self, pattern: str) -> np.ndarray:
@@ -201,7 +212,7 @@ class Vocabulary:
         return np.flatnonzero([bool(has(t)) for t in self.texts([[i] for i in range(size)])])
 
     def text(self, ids: Sequence[int]) -> str:
-        """Return the text of ids; the ids as numbers without a tokenizer, or beyond its size."""
+        """Return the text of ids, or the numbers without a tokenizer or over its size."""
         is_known = self.size is None or not ids or (min(ids) >= 0 and max(ids) < self.size)
         try:
             if self.tokenizer is not None and is_known:
@@ -217,3 +228,125 @@ def _known(owner: Any, key: Any, make: Callable[..., Any], *arguments: Any) -> A
     if key not in known:
         known[key] = make(*arguments)
     return known[key]
+
+
+@dataclass(frozen=True)
+class RoleTexts:
+    """Headers by role and ends of answers, without the white space around them.
+
+    Headers without an added token are left out, since any text may hold them.
+
+    Attributes:
+        headers: the role of each header; empty where those before an answer are unknown.
+        ends: added tokens that end an answer when something follows it.
+        call: the tags around the JSON of a tool call, the second may be ""; or None.
+        names_system: whether a system message has a header.
+    """
+
+    headers: Mapping[str, str] = field(default_factory=dict)
+    ends: tuple[str, ...] = ()
+    call: tuple[str, str] | None = None
+    names_system: bool = True
+
+
+def role_texts(template: ChatTemplate, bos: str, end: str) -> RoleTexts:
+    """Return the texts around messages, found by rendering small conversations.
+
+    ``bos`` may begin a text before its header; ``end`` is the token that ends an answer.
+    """
+    style = preferred_style(template, None)
+
+    def rendered(messages: list[dict[str, Any]]) -> str:
+        try:
+            return template.render([style.apply(m) for m in messages]).removeprefix(bos)
+        except DataError:
+            return ""
+
+    def talk(**turns: str) -> str:
+        return rendered(
+            [{"role": role.rstrip("_"), "content": text} for role, text in turns.items()]
+        )
+
+    added = template.added_token
+    whole = talk(user=_ASKED, assistant=_ANSWERED, user_=_NEXT)
+    again = whole.partition(_ANSWERED)[2].partition(_NEXT)[0]
+    ends = added.findall(again)[:1]
+    stops = [stop for stop in (end, template.eos_token, *ends) if stop]
+    asked = talk(user=_ASKED).partition(_ASKED)[0]
+    both = num_shared(asked[::-1], again[::-1])
+    user = _header(template, asked[len(asked) - both :], stops)
+    ruled = talk(system=_RULES, user=_ASKED, assistant=_ANSWERED)
+    system = _header(template, ruled.partition(_RULES)[0], stops) if _RULES in ruled else ""
+    messages = copy.deepcopy(CASES["tool call"])
+    messages[2]["content"], messages[3]["content"] = _RESULT, _ANSWERED
+    call, before, after = _tool_call(rendered(messages), messages)
+    if not any(stop in before for stop in stops):
+        tokens = list(added.finditer(before))[-2:]
+        before = before[tokens[-1].start() :] if tokens else ""
+        ends += [token[0] for token in tokens[:-1]]
+    tool = _header(template, before, stops)
+    others = _OTHER_ROLES if user.count("user") == 1 else ()
+    names = {user.replace("user", role): role for role in others}
+    names |= {tool: "tool", system: "system", user: "user"}
+    names |= dict.fromkeys(_answer_headers(template, whole, after, stops), "assistant")
+    return RoleTexts(
+        {text: role for text, role in names.items() if text and "assistant" in names.values()},
+        tuple(dict.fromkeys(token for token in ends if names.get(token) != "assistant")),
+        call,
+        bool(system) or _RULES not in ruled,
+    )
+
+
+def _answer_headers(
+    template: ChatTemplate, talk: str, after_tool: str, stops: list[str]
+) -> tuple[str, ...]:
+    """Return the header after a question, and the one after a tool's result if that differs."""
+    header = plain_turn(template).header.partition("<think")[0].strip()
+    if not header:
+        header = _header(template, talk.partition(_ASKED)[2].partition(_ANSWERED)[0], stops)
+    if not template.added_token.search(header):
+        return ()
+    tokens = list(template.added_token.finditer(after_tool))
+    if not tokens or header in after_tool:
+        return (header,)
+    return header, after_tool[tokens[-1].start() :].strip()
+
+
+def _header(template: ChatTemplate, before: str, stops: list[str]) -> str:
+    """Return the header that ``before`` ends with, after the end of the last turn."""
+    ends = [(before.rfind(stop), len(stop)) for stop in stops if stop in before]
+    place, width = max(ends, default=(0, 0))
+    header = before[place + width :]
+    if not header.strip():  # the header of the next question is what ends an answer
+        header = before[place:]
+    tokens = list(template.added_token.finditer(header))
+    if not tokens:
+        return ""
+    line = header.find("\n", tokens[-1].end())
+    return header[tokens[0].start() : line if line >= 0 else None].strip()
+
+
+def _tool_call(text: str, messages: list[Any]) -> tuple[tuple[str, str] | None, str, str]:
+    """Return the tags of the call, the text from call to result, and that from result to answer."""
+    name = messages[1]["tool_calls"][0]["function"]["name"]
+    before, _, after = text.partition(_RESULT)
+    if not after or name not in before:
+        return None, "", ""
+    called, call = before.find(name), None
+    for match in re.finditer(r"[{[]", before):
+        try:
+            _, json_end = json.JSONDecoder().raw_decode(before, match.start())
+        except ValueError:
+            continue
+        if json_end > called:
+            tag = _TAG_BEFORE.search(before[: match.start()])
+            close = _TAG_AFTER.match(before, json_end)
+            call = (tag[1], close[1] if close else "") if tag else None
+            before = before[json_end:]
+            break
+    else:
+        before = before[called + len(name) :]
+    before = before.rpartition("Lima")[2]  # the last word of the arguments
+    for word in (name, messages[2]["tool_call_id"]):  # in the header of a result
+        before = before.partition(word)[0]
+    return call, before, after.partition(_ANSWERED)[0]
