@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from typing import Any, Protocol
 
 import numpy as np
@@ -466,6 +467,33 @@ def trie(segments: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[int],
         depths.append(depth)
         parents.append(path[depth - 1] if depth else -1)
     return paths, depths, parents, len(cells)
+
+
+def mixed_order(
+    units: Sequence[Sequence[int]],
+    weights: Sequence[Any],
+    counts: Sequence[int] = (),
+    most: int | None = None,
+) -> list[tuple[int, int]]:
+    """The next entries of a mixture, each as (source, number), after ``counts`` of each source.
+
+    ``units`` of each entry are its tokens, or 1.
+    """
+    exact = [Fraction(str(weight)) for weight in weights]
+    at, taken, found = list(counts) or [0] * len(units), [0] * len(units), []
+    while most is None or len(found) < most:
+        due = {}
+        for i, weight in enumerate(exact):
+            rest = units[i][at[i] :]
+            if weight:
+                due[i] = Fraction(2 * taken[i] + (rest[0] if rest else 0)) / weight, not rest, i
+        turn = min(due.values(), default=(0, True, 0))[-1]
+        if at[turn] == len(units[turn]):
+            break
+        found.append((turn, at[turn]))
+        taken[turn] += units[turn][at[turn]]
+        at[turn] += 1
+    return found
 
 
 def context_cells(batch: Mapping[str, Any], rank: int, size: int, layout: str) -> list[list[int]]:

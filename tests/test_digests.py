@@ -311,7 +311,7 @@ DIGESTS = {
     "by rows, split": "319191df07af4fe6",
     "wrapped": "d88b5d16eed389e8",
     "packed rows": "288d68fc82a34291",
-    "stream": "60454c183bad3965",
+    "stream": "cde617ec75647652",
     "rollouts": "7fc78bca04545fe2",
     "mini-batches": "75ed558a908e9522",
     "pairs": "088bbaa0623200f4",

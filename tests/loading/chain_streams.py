@@ -57,27 +57,20 @@ def stream_chain(rng: np.random.Generator, *, with_workers: bool) -> Counter[str
         found["wrong: partition"] += examples_read != list(range(len(examples)))
     else:
         found["mixtures"] += 1
+        found["wrong: partition"] += len(set(examples_read)) != len(examples_read)
     return found
 
 
 def _mixture(rng: np.random.Generator, examples: truth.Examples, num_shards: int) -> dict[str, Any]:
-    """Sources of which each shard has examples, and stages that begin after so many rows."""
+    """Sources of which each shard has examples."""
     cuts = rng.integers(num_shards, len(examples) - num_shards + 1, size=int(rng.integers(0, 3)))
     cuts = [0, *sorted({cut - cut % num_shards for cut in cuts.tolist()}), len(examples)]
-    weights = [rng.integers(0, 4, size=len(cuts) - 1) for _ in range(int(rng.integers(1, 4)))]
-    for of in weights:
-        of[rng.integers(len(of))] += 1
-    rows = sorted(rng.choice(range(1, 8), size=len(weights) - 1, replace=False).tolist())
-    stop = str(rng.choice(["first_exhausted", "all_exhausted"]))
+    weights = rng.integers(0, 4, size=len(cuts) - 1)
+    weights[rng.integers(len(weights))] += 1
     return {
         "sources": [examples[start:end] for start, end in pairwise(cuts)],
-        # each step of any number of ranks begins with one of these rows
-        "stages": [
-            (n * 2 * num_shards, of.tolist()) for n, of in zip([0, *rows], weights, strict=True)
-        ],
+        "weights": weights.tolist(),
         "by": str(rng.choice(["examples", "tokens"])),
-        "stop": stop,
-        "max_passes": int(rng.integers(1, 4)) if stop == "all_exhausted" else None,
     }
 
 
@@ -114,8 +107,7 @@ class Run:
         """Each rank takes so many batches, or reads to the end of the pass."""
         states = []
         for rank in range(dp_size):
-            source = self._source(dp_size)
-            stream = packed_stream(source, **self.settings, dp_rank=rank, dp_size=dp_size)
+            stream = packed_stream(self._source(), **self.settings, dp_rank=rank, dp_size=dp_size)
             num_workers = min(self.num_workers, self.settings["num_shards"] // dp_size)
             options: dict[str, Any] = {"collate_fn": stream.as_is, "num_workers": num_workers}
             with PrefetchLoader(DataLoader(stream, batch_size=None, **options)) as loader:
@@ -129,16 +121,12 @@ class Run:
             most = 64 if self.mixture is None else 64 + 64 * len(self.mixture["sources"])
             self.found["wrong: size of a state"] += len(json.dumps(shards)) > most * len(shards)
 
-    def _source(self, dp_size: int) -> Any:
-        """The examples, or a mixture of streams whose steps are those of so many ranks."""
+    def _source(self) -> Any:
+        """The examples, or a mixture of streams."""
         if self.mixture is None:
             return self.examples
-        mixture = {**self.mixture}
-        sources, stages = mixture.pop("sources"), mixture.pop("stages")
-        batch_rows = self.settings["rows"] * dp_size
-        schedule = [(rows // batch_rows, weights) for rows, weights in stages]
-        streams = [lambda of=of: iter(of) for of in sources]
-        return Mixture(streams, schedule=schedule, **mixture)
+        streams = [lambda part=part: iter(part) for part in self.mixture["sources"]]
+        return Mixture(streams, weights=self.mixture["weights"], by=self.mixture["by"])
 
     def _read(self, batches: Iterable[Any]) -> None:
         before = None

@@ -173,7 +173,7 @@ STREAMS: dict[str, Callable[[], Any]] = {
     **{name: SOURCES[name] for name in ("list", "datasets")},
     "dataset": lambda: TokenizedDataset(PAIRS),
     "callable": lambda: lambda: iter(PAIRS),
-    "mixture": lambda: Mixture([PAIRS[:20], PAIRS[20:]], weights=[1, 2], stop="all_exhausted"),
+    "mixture": lambda: Mixture([PAIRS[:20], PAIRS[20:]], weights=[1, 2]),
 }
 
 

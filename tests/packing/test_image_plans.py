@@ -15,8 +15,8 @@ from tests.packing.image_mixes import MIXES, mix, totals
 from tests.packing.oracle_packing import needed_dummies, pack_with
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing import ModelCost, PackingOptions, PackingPlan, ParallelLayout, pack
-from torch_collate_kit.packing.atoms import NO_ATOMS, Atoms
-from torch_collate_kit.packing.planner import batch_of_rows, fill_rows, plan_rows
+from torch_collate_kit.packing.atoms import Atoms
+from torch_collate_kit.packing.planner import plan_rows
 
 STRATEGIES = ("best_fit_decreasing", "first_fit_decreasing", "balanced", "sequential")
 
@@ -140,31 +140,6 @@ def test_without_images_plans_are_those_of_less_tokens(
 
 def atoms_of(lengths: list[int], packing: PackingOptions, images: list[list[int]]) -> Atoms:
     return Atoms.of(np.array(lengths, dtype=np.int64), None, packing, images)
-
-
-@given(calls(), st.data())
-def test_rows_alone_are_the_rows_that_were_filled(
-    call: tuple[list[int], list[list[int]], PackingOptions], data: Any
-) -> None:
-    """Where ranks add no row; what the rows hold, and all laws, also where they do."""
-    lengths, images, packing = call
-    if packing.overflow == "split":  # a stream splits examples before it fills rows
-        packing = dataclasses.replace(packing, overflow="drop")
-    filled = fill_rows(atoms_of(lengths, packing, images), packing)
-    first = data.draw(st.integers(0, filled.num_rows - 1))
-    rows = np.arange(first, data.draw(st.integers(first + 1, filled.num_rows)))
-    examples, plan = batch_of_rows(filled, rows, NO_ATOMS, packing)
-    assert examples.tolist() == sorted(i for row in rows for i in filled.bins[row])
-    kept = [lengths[i] for i in examples]
-    of_kept = [images[i] for i in examples]
-    limit = packing.capacity - packing.reserved
-    shorter = [n if image else min(n, limit) for n, image in zip(kept, of_kept, strict=True)]
-    unrestricted = dataclasses.replace(packing, overflow="drop")
-    found = dataclasses.replace(plan, cut=plan.cut[:0])
-    assert_lawful(found, shorter, of_kept, unrestricted)
-    if packing.parallel.dp == 1 and packing.strategy not in ("balanced", "sequential"):
-        members = [[examples[i] for i in row] for row in plan.bins]
-        assert members == [filled.bins[row] for row in rows.tolist()]
 
 
 # What does not fit

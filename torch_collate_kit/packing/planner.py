@@ -307,32 +307,6 @@ def plan_rows(atoms: Atoms, packing: PackingOptions, cuts: Cuts | None = None) -
     return _for_ranks(pieces, filled_rows(pieces.atoms, limits, packing), limits, packing)
 
 
-def fill_rows(atoms: Atoms, packing: PackingOptions) -> PackingPlan:
-    """Fill rows as the strategy opens them: not evened out, and for no ranks yet.
-
-    "balanced" opens the rows of best fit.
-    """
-    pieces = fitted(atoms, packing)
-    limits = limits_of(pieces.atoms, packing)
-    return pieces.in_rows(filled_rows(pieces.atoms, limits, packing))
-
-
-def batch_of_rows(
-    filled: PackingPlan, rows: Ints, left_out: Atoms, packing: PackingOptions
-) -> tuple[Ints, PackingPlan]:
-    """Plan some rows that ``fill_rows`` has filled as a batch for all ranks of ``packing``.
-
-    Returns its examples, int64 [E] ascending, and a plan in which they are numbered 0 to E - 1.
-    Without images it is the plan of these examples alone (sequential: where rows are neighbours),
-    since whether a row is fuller than another does not depend on a third.
-    """
-    chosen = filled.rows.take(np.sort(rows))
-    examples = np.unique(np.append(filled.atoms.examples[chosen.order], left_out.examples))
-    part = part_of(replace(filled, left_out=left_out), chosen, examples)
-    part = replace(part, num_cut_tokens=0)
-    return examples, _for_ranks(part, part.rows, limits_of(part.atoms, packing), packing)
-
-
 def _for_ranks(
     pieces: PackingPlan, rows: Rows, limits: Limits, packing: PackingOptions
 ) -> PackingPlan:

@@ -24,7 +24,12 @@ from torch_collate_kit.testing import assert_exact_resume
 
 # shard 0 has twelve examples of a row each, shard 1 two, shard 2 five
 LENGTHS = {0: 12, 1: 2, 2: 5}
-SETTINGS: dict[str, Any] = {"tokenizer": 0, "max_tokens": 4, "buffer_size": 3}
+SETTINGS: dict[str, Any] = {
+    "tokenizer": 0,
+    "max_tokens": 4,
+    "buffer_size": 3,
+    "strategy": "sequential",
+}
 
 
 def part(shard: int) -> list[dict[str, Any]]:

@@ -5,15 +5,13 @@
 "time" is the modelled time of a real token: 1 without padding and without waiting. A segment of n
 tokens costs n * (24576 + n); all cells of a row are computed, and a step takes as long as its
 slowest rank. Then the share of the tokens that a mixture of two streams reads in shards: the short
-conversations, and the long ones of ``tau_airline_all.qwen.npy`` beside it. Then by how many steps a
-stage of a schedule begins too late, and how many steps' tokens are on the wrong side of it.
+conversations, and the long ones of ``tau_airline_all.qwen.npy`` beside it.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from itertools import count, islice
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +24,7 @@ Lengths = list[np.ndarray]  # of one row or more
 
 
 def steps_of(
-    lengths: np.ndarray, dp_size: int, rows: int, max_tokens: int, *, num_passes: int = 3
+    lengths: np.ndarray, dp_size: int, rows: int, max_tokens: int, *, num_passes: int = 1
 ) -> list[list[Lengths]]:
     """The lengths in every row of every rank, for the steps that all ranks have."""
     tokens = np.arange(int(lengths.max()), dtype=np.int32)
@@ -83,58 +81,11 @@ def share_read(sources: list[np.ndarray], by: str, num_shards: int) -> float:
     return read / sum(int(of.sum()) for of in sources)
 
 
-def _endless(lengths: np.ndarray, *seed: int) -> Iterator[dict[str, np.ndarray]]:
-    tokens = np.ones(int(lengths.max()), dtype=np.int32)
-    for turn in count():
-        for n in np.random.default_rng([*seed, turn]).permutation(lengths).tolist():
-            yield {"input_ids": tokens[:n]}
-
-
-def tokens_by_step(
-    sources: list[np.ndarray], schedule: list[tuple[int, list[int]]], num_shards: int, stop: int
-) -> np.ndarray:
-    """Tokens of each source in each step of 8 ranks with 2 rows, [stop, sources].
-
-    One process reads the shards of all ranks: round k has steps k * num_shards / 8 and following.
-    """
-    streams = [lambda shard, own=own, i=i: _endless(own, i, shard) for i, own in enumerate(sources)]
-    mixture = Mixture(streams, schedule=[(8 * at, w) for at, w in schedule], by="tokens")
-    collate = PackedCollator(0, max_tokens=8192)
-    sharded = {"num_shards": num_shards, "presharded": True}
-    dataset = PackedIterableDataset(mixture, collate, batch_rows=2, **sharded)
-    each = num_shards // 8  # shards of a rank, which it reads in turn
-    found = np.zeros((stop + each, len(sources)), dtype=np.int64)
-    for batch in islice(dataset, 8 * stop):
-        at = batch.metadata["step"] * each + batch.metadata["shard"] % each
-        found[at] += list(batch.metadata["source_tokens"].values())
-    return found[: stop // each * each]
-
-
-def show_stages(lengths: np.ndarray, short: np.ndarray, long: np.ndarray) -> None:
-    half = len(lengths) // 2
-    kinds = {"alike": [lengths[:half], lengths[half:]], "short, long": [short, long]}
-    for name, num_shards, begin in (
-        *(("alike", 8, 100), ("alike", 8, 1000), ("alike", 64, 1000)),
-        *(("short, long", 8, 100), ("short, long", 8, 1000), ("short, long", 64, 1000)),
-    ):
-        stop = begin + 40 * num_shards
-        found = tokens_by_step(kinds[name], [(0, [1, 0]), (begin, [0, 1])], num_shards, stop)
-        late, early = found[begin:, 0].sum(), found[:begin, 1].sum()
-        of_a_step = found[: begin // 2].sum() / (begin // 2)
-        print(f"{name}, {num_shards} shards, stage at step {begin}:", end=" ")
-        print(f"{(late - early) / of_a_step:.1f} steps late,", end=" ")
-        print(f"{(late + early) / of_a_step:.1f} steps of tokens on the other side")
-    found = tokens_by_step(kinds["short, long"], [(0, [7, 3]), (400, [3, 7])], 8, 800)
-    for steps in (found[:400], found[400:], found[100:200], found[300:400], found[600:700]):
-        print("share of the first source:", round(float(steps[:, 0].sum() / steps.sum()), 4))
-
-
 def main() -> None:
     path, rng = Path(sys.argv[1]), np.random.default_rng(0)
     lengths, long = np.load(path), np.load(path.with_name("tau_airline_all.qwen.npy"))
     lengths, long = lengths[lengths <= 8192], long[long <= 8192]
     sources = [rng.permutation(of) for of in (lengths[lengths <= 1008], long)]
-    show_stages(rng.permutation(lengths), *sources)
     for by in ("tokens", "examples"):
         shares = {n: share_read(sources, by, n) for n in (1, 2, 8, 64)}
         print("mixed by", by, {f"{n} shards": round(share, 3) for n, share in shares.items()})

@@ -12,7 +12,10 @@ import torch
 from tests.loading.seals import resealed
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators import PackedCollator
-from torch_collate_kit.packing import PackingOptions, ParallelLayout, pack
+from torch_collate_kit.packing.atoms import Atoms
+from torch_collate_kit.packing.planner import plan_rows
+from torch_collate_kit.packing.rank_plan import PlannedExamples
+from torch_collate_kit.packing.steps import num_rows_needed, num_that_fit, plan_window
 
 datasets = pytest.importorskip("datasets")
 SETTINGS: dict[str, Any] = {"tokenizer": 0, "max_tokens": 12, "buffer_size": 7}
@@ -53,19 +56,18 @@ class StatefulSource:
 
 
 def place_of(dataset: Any) -> dict[str, Any]:
-    """Return the position of the only shard in the state of a stream."""
-    ((_, entry),) = dataset.state_dict()["shards"].items()
-    return dict(zip(("num_read", "start", "num_batches"), entry, strict=False))
+    """Return the record of the only shard in the state of a stream, with its zeros."""
+    ((_, record),) = dataset.state_dict()["shards"].items()
+    return {"num_read": 0, "start": 0, "num_batches": 0, "num_given": 0} | record
 
 
 def moved(state: dict[str, Any], source: Any = None, **place: int) -> dict[str, Any]:
     """Return the state of one shard with another place."""
-    ((shard, entry),) = state["shards"].items()
-    counts = dict(zip(("num_read", "start", "num_batches"), entry, strict=False)) | place
-    num_given = entry[3] if counts["num_batches"] == entry[2] else counts["num_batches"]
-    shards = {shard: [*counts.values(), num_given]}
+    ((shard, record),) = state["shards"].items()
+    if "num_batches" in place:
+        place["num_given"] = place["num_batches"]
     sources = {} if source is None else {"sources": {shard: source}}
-    return resealed(state, shards=shards, **sources)
+    return resealed(state, shards={shard: record | place}, **sources)
 
 
 def tokens_of(batches: list[Any]) -> list[int]:
@@ -85,87 +87,34 @@ def without_step(batch: Batch) -> Batch:
 
 
 def plain_loop(
-    examples: list[dict[str, Any]],
-    collator: PackedCollator,
-    buffer_size: int,
-    num_rows: int,
-    following: Callable[[int, int], dict[str, Any] | None] | None = None,
+    examples: list[dict[str, Any]], collator: PackedCollator, buffer_size: int, num_rows: int
 ) -> list[Batch]:
-    """Give out full rows while a window of eight buffers lasts, then a beginning of the buffer.
+    """Plan the beginning of the buffer that fills whole batches, and begin the next with the rest.
 
-    After the examples come those of ``following(batches, tokens in them)``, until None.
+    How many fill it and which rows they make is held by the tests of packing.
     """
-    examples = list(examples)
-    packing = collator.packing
-    limit, align = packing.max_tokens, packing.parallel.align
-    alone = PackingOptions(
-        limit,
-        strategy=packing.strategy.replace("balanced", "best_fit_decreasing"),  # levelled later
-        parallel=ParallelLayout(tp=align),
-        overflow=packing.overflow,
-        max_sequences_per_row=packing.max_sequences_per_row,
-    )
-    batches: list[Batch] = []
-    unread, buffer, held_back, num_read = list(range(len(examples))), [], set(), 0
-    num_buffers = 1 if packing.strategy == "sequential" else 8
-
-    def rows_of(waiting: list[int]) -> list[list[int]]:
-        plan = pack([len(examples[i]["input_ids"]) for i in waiting], packing=alone)
-        return [[waiting[j] for j in row] for row in plan.bins if row]
-
-    def percent_free(row: list[int]) -> int:
-        lengths = [min(len(examples[i]["input_ids"]), limit) for i in row]
-        return (limit - sum(-(-n // align) * align for n in lengths)) * 100 // limit
-
-    def give(rows: list[list[int]], among: list[int]) -> None:
-        kept = {i for row in rows_of(among) for i in row}
-        lost = [i for i in among if i not in kept]
-        rows.sort(key=lambda row: row[0])
-        for i in range(0, max(1, len(rows)), num_rows):
-            members = sum(rows[i : i + num_rows], lost if i == 0 else [])
-            batches.append(without_step(collator([examples[j] for j in sorted(members)])))
-            buffer[:] = [j for j in buffer if j not in members]
-
-    def full_rows() -> list[list[int]]:
-        rows = sorted(rows_of(buffer), key=lambda row: (percent_free(row), row[0]))
-        for most in range(num_rows, len(rows) - num_rows + 1, num_rows):
-            if 3 * sum(map(len, rows[:most])) >= sum(map(len, rows)):
-                return rows[:most]
-        return []
-
-    def beginning() -> list[int]:
-        num_all = len(rows_of(buffer))
-        for fewer in range(len(buffer) - 1, 0, -1):
-            made = len(rows_of(buffer[:fewer]))
-            if 0 < made < num_all and made % num_rows == 0:
-                return buffer[:fewer]
-        return list(buffer)
-
-    def read_on() -> None:
-        nonlocal num_read
-        tokens_given = sum(len(e["input_ids"]) for e in examples) if following else 0
-        tokens_given -= sum(len(examples[i]["input_ids"]) for i in buffer)
-        while len(buffer) < buffer_size:
-            if not unread and following:
-                example = following(len(batches), tokens_given)
-                if example is not None:
-                    examples.append(example)
-                    unread.append(len(examples) - 1)
-            if not unread:
-                return
-            buffer.append(unread.pop(0))
-            num_read += 1
-
-    while read_on() or buffer:
-        is_full = len(buffer) == buffer_size  # there may be more
-        if is_full and num_read <= (num_buffers - 1) * buffer_size and (rows := full_rows()):
-            give(rows, buffer)
-            held_back = set(buffer)
+    packing, batches, rest = collator.packing, list[Batch](), list(examples)
+    while rest:
+        buffer = rest[:buffer_size]
+        lengths = np.array([len(example["input_ids"]) for example in buffer])
+        atoms = Atoms.of(lengths, None, packing)
+        num_steps = num_rows_needed(atoms, packing) // num_rows
+        if num_steps:
+            number = num_that_fit(atoms, packing, num_steps * num_rows, more_follow=False)
+            window = plan_window(
+                atoms.take(np.arange(number)),
+                packing,
+                num_steps=num_steps,
+                batch_rows=num_rows,
+                group=packing.row_multiple,
+            )
+            steps = [window.step(step, packing) for step in range(num_steps)]
         else:
-            given = beginning() if is_full else list(buffer)
-            give(rows_of(given), given)
-            if not buffer or given[-1] not in held_back:
-                held_back, num_read = set(), len(buffer)
+            number, steps = len(buffer), [(np.arange(len(buffer)), plan_rows(atoms, packing))]
+        for chosen, plan in steps:
+            batch = collator(PlannedExamples(plan, [buffer[i] for i in chosen.tolist()]))
+            batches.append(without_step(batch))
+        rest = rest[number:]
     return batches
 
 

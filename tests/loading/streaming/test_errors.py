@@ -57,9 +57,7 @@ def test_a_state_of_a_longer_or_another_stream_is_refused() -> None:
     with pytest.raises(StateError, match="after example 20 of the stream, which has 9; the source"):
         next(iter(shorter))
     dataset.load_state_dict(moved(state, num_batches=80))
-    with pytest.raises(
-        StateError, match=r"is 80 batches after example 0 .* at most \d\d follow now"
-    ):
+    with pytest.raises(StateError, match=r"is 80 batches after example 0 .* at most 3 follow now"):
         next(iter(dataset))
     dataset.load_state_dict(moved(state, num_read=len(EXAMPLES), num_batches=1))
     with pytest.raises(StateError, match=r"is 1 batches after example 43 .* at most 1 follow now"):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from torch_collate_kit.loading.streaming.outside_streams import has_exact_state
+from torch_collate_kit.loading.streaming.shards import has_exact_state
 
 datasets = pytest.importorskip("datasets")
 split_dataset_by_node = pytest.importorskip("datasets.distributed").split_dataset_by_node

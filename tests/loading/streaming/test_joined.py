@@ -83,7 +83,7 @@ def test_what_cannot_be() -> None:
     with pytest.raises(DataError, match="not with the end token 1 of the tokenizer"):
         list(without_end)
     state = stream_of().state_dict()
-    state["shards"]["0"][1] = 500  # tokens of the first document
+    state["shards"]["0"]["start"] = 500  # tokens of the first document
     damaged = stream_of()
     damaged.load_state_dict(resealed(state))
     with pytest.raises(StateError, match="after token 500 of example 0 of the stream, which has"):

@@ -127,8 +127,8 @@ def test_what_a_newer_datasets_calls_otherwise_is_skipped_not_restored(name: str
     for _ in range(12):
         next(batches)
     state = json.loads(json.dumps(dataset.state_dict()))
-    assert state["shards"]["0"][0] > 0
-    assert len(state["shards"]["0"]) == 4
+    assert state["shards"]["0"]["num_read"] > 0
+    assert "sources" not in state
     resumed = packed_stream(make(), **settings)
     resumed.load_state_dict(state)
     assert list(map(batch_digest, resumed)) == list(map(batch_digest, batches))

@@ -124,7 +124,7 @@ def load_and_read(dataset: PackedIterableDataset, state: dict[str, Any]) -> None
 def test_rounds_without_a_batch_are_not_counted_one_by_one() -> None:
     state, dataset = saved(), make(overflow="split")
     expected = len(list(make(overflow="split"))) - 5
-    state["shards"]["2"][3] += 2**20
+    state["shards"]["2"]["num_given"] += 2**20
     dataset.load_state_dict(resealed(state, overflow="split"))
     began = time.perf_counter()
     assert len(list(dataset)) == expected
@@ -145,7 +145,7 @@ def test_merged_states_are_those_of_one_rank_and_change_nothing() -> None:
     assert states == before
     assert list(merged["shards"]) == ["0", "1", "2", "3"]
     assert merged == merge_states([merge_states(states[2:]), merge_states(states[:2])])
-    merged["shards"]["0"][0] = 99
+    merged["shards"]["0"]["num_read"] = 99
     assert states == before
     assert merge_states([whole := saved()]) == whole
 
@@ -157,7 +157,7 @@ def test_the_ended_shards_of_all_states_have_ended() -> None:
         list(dataset)
         states.append(dataset.state_dict())
     merged = merge_states(states)
-    assert merged["ended"] == [0, 1, 2, 3]
+    assert all(record["has_ended"] for record in merged["shards"].values())
     assert merge_states(states[::-1]) == merged
     whole = make(EXAMPLES[:6])
     whole.load_state_dict(merged)
@@ -172,7 +172,7 @@ def test_the_ended_shards_of_all_states_have_ended() -> None:
         ([], "there is no state to merge; pass the states of all ranks"),
         ([None], "state 0 must be a mapping, got NoneType"),
         (
-            [resealed({"version": 7})],
+            [resealed({"version": 8})],
             r"state 0 has \['version'\], no shards; pass the state of a Pa",
         ),
         (states_of(4) + states_of(2)[:1], "state 4 has the shards 0, 1 of a state before it; pass"),
@@ -201,5 +201,5 @@ def test_states_of_loaders_in_other_passes_are_refused() -> None:
         StateError, match="state 1 is of epoch=0, state 0 of epoch=1; merge the sta"
     ):
         merge_states(states)
-    with pytest.raises(StateError, match="state 1 has version 2, this release reads version 7"):
+    with pytest.raises(StateError, match="state 1 has version 2, this release reads version 8"):
         merge_states([saved(dp_rank=0, dp_size=2), states[1]])

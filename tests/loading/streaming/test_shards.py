@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import pickle
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
+from torch.utils.data._utils.worker import WorkerInfo
 
 from tests.batch_checks import assert_same_batch
 from tests.building import ForTrainer, packed_stream
@@ -17,6 +20,7 @@ from tests.loading.streaming.streaming_oracle import (
     EXAMPLES,
     SETTINGS,
     SOURCES,
+    STREAMS,
     StatefulSource,
     all_tokens,
     datasets,
@@ -32,6 +36,7 @@ from torch_collate_kit.loading import (
 )
 from torch_collate_kit.testing import batch_digest
 
+split_dataset_by_node = pytest.importorskip("datasets.distributed").split_dataset_by_node
 NUM_SHARDS = 6
 
 
@@ -100,43 +105,86 @@ def by_turn(batches: Any) -> dict[tuple[int, int], str]:
     return found
 
 
+def in_worker(
+    monkeypatch: pytest.MonkeyPatch, dataset: PackedIterableDataset, worker: int, num_workers: int
+) -> list[Any]:
+    """What a DataLoader worker would iterate over, without the fork."""
+    if not num_workers:
+        return list(dataset)
+    info = WorkerInfo(id=worker, num_workers=num_workers, seed=0, dataset=dataset)
+    monkeypatch.setattr(torch.utils.data._utils.worker, "_worker_info", info)
+    batches = list(dataset)
+    monkeypatch.undo()
+    return batches
+
+
 @pytest.mark.parametrize("name", [*WHOLE, *PRESHARDED])
-def test_every_example_is_in_one_shard_whatever_the_number_of_ranks(name: str) -> None:
+def test_every_source_is_read_once_by_any_ranks_and_goes_on_with_others(name: str) -> None:
+    """chains.py has more of ranks and workers."""
     whole = list(make(name))
     assert tokens_of(whole) == all_tokens(EXAMPLES)
     expected = by_turn(whole)
     assert list(expected) == sorted(expected)  # round by round, and in a round by shard
     assert {shard for _, shard in expected} == set(range(NUM_SHARDS))
+    if name in BY_POSITION:
+        assert_packed_as_by_the_plain_loop(whole, make(name))
     for dp_size in (2, 6):
-        found: dict[tuple[int, int], str] = {}
-        for rank in range(dp_size):
-            part = by_turn(make(name, rank, dp_size))
+        parts = [by_turn(make(name, rank, dp_size)) for rank in range(dp_size)]
+        assert {turn: batch for part in parts for turn, batch in part.items()} == expected
+        for rank, part in enumerate(parts):
             assert list(part) == sorted(part)
-            each = NUM_SHARDS // dp_size
-            assert {shard // each for _, shard in part} == {rank}
-            found |= part
-        assert found == expected
+            assert {shard * dp_size // NUM_SHARDS for _, shard in part} == {rank}
+    first = make(name)
+    found = by_turn(islice(first, 7))
+    state, states = json.loads(json.dumps(first.state_dict())), []
+    for rank in range(3):
+        part = make(name, rank, 3)
+        part.load_state_dict(state)
+        found |= by_turn(islice(part, 1 + rank))
+        states.append(part.state_dict())
+    assert len(found) == 7 + 1 + 2 + 3
+    last = make(name)
+    last.load_state_dict(json.loads(json.dumps(merge_states(states))))
+    rest = by_turn(last)
+    assert not found.keys() & rest.keys()
+    assert found | rest == expected
 
 
-@pytest.mark.parametrize("name", BY_POSITION)
-@pytest.mark.parametrize("settings", [{}, {"rows": 2, "buffer_size": 4}])
-def test_a_shard_is_packed_as_the_plain_loop_packs_every_sixth_example(
-    name: str, settings: dict[str, Any]
-) -> None:
-    dataset = make(name, **settings)
-    found: list[list[Any]] = [[] for _ in range(NUM_SHARDS)]
-    for batch in dataset:
-        of_shard = found[batch.metadata.pop("shard")]
-        assert batch.metadata.pop("step") == len(of_shard)
-        of_shard.append(batch)
-    rows = dataset.batch_rows
-    for shard, batches in enumerate(found):
-        examples = EXAMPLES[shard::NUM_SHARDS]
-        wanted = plain_loop(examples, dataset.collate, dataset.buffer_size, rows)
-        assert len(batches) == len(wanted) > 1
+def assert_packed_as_by_the_plain_loop(found: list[Any], dataset: PackedIterableDataset) -> None:
+    """Each shard has every sixth example."""
+    shards: list[list[Any]] = [[] for _ in range(NUM_SHARDS)]
+    for batch in found:
+        assert batch.metadata["step"] == len(shards[batch.metadata["shard"]])
+        shards[batch.metadata["shard"]].append(batch)
+    for shard, batches in enumerate(shards):
+        wanted = plain_loop(EXAMPLES[shard::NUM_SHARDS], dataset.collate, dataset.buffer_size, 1)
+        assert len(wanted) > 1
         for batch, expected in zip(batches, wanted, strict=True):
-            batch.metadata.pop("epoch", None)
+            named = {
+                k: batch.metadata[k] for k in ("shard", "step", "epoch") if k in batch.metadata
+            }
+            expected.metadata |= named
             assert_same_batch(batch, expected)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("name", SOURCES)
+def test_without_a_number_of_shards_ranks_and_workers_lose_nothing(
+    name: str, num_workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for dp_size, by_node in ((1, False), (4, False), (4, True)):
+        if by_node and name not in STREAMS:
+            continue
+        found = []
+        for rank in range(dp_size):
+            source: Any = SOURCES[name]()
+            ranks = {"dp_rank": rank, "dp_size": dp_size}
+            if by_node:
+                source, ranks = split_dataset_by_node(source, rank, dp_size), {}
+            dataset = packed_stream(source, **SETTINGS, **ranks)
+            for worker in range(max(1, num_workers)):
+                found += in_worker(monkeypatch, dataset, worker, num_workers)
+        assert tokens_of(found) == all_tokens(EXAMPLES), dp_size
 
 
 def test_a_stream_with_a_file_for_each_shard_reads_each_file_once() -> None:
@@ -181,27 +229,6 @@ def test_names_shard_and_round_and_the_epoch_of_the_source() -> None:
 # --- resuming ---
 
 
-@pytest.mark.parametrize("name", [*WHOLE, *PRESHARDED])
-def test_a_run_goes_on_with_another_number_of_ranks(name: str) -> None:
-    """From one rank to three, and back to one; chains.py has more of ranks and workers."""
-    expected = by_turn(make(name))
-    first = make(name)
-    found = by_turn(islice(first, 7))
-    state = json.loads(json.dumps(first.state_dict()))
-    states = []
-    for rank in range(3):
-        part = make(name, rank, 3)
-        part.load_state_dict(state)
-        found |= by_turn(islice(part, 1 + rank))
-        states.append(part.state_dict())
-    assert len(found) == 7 + 1 + 2 + 3
-    last = make(name)
-    last.load_state_dict(json.loads(json.dumps(merge_states(states))))
-    rest = by_turn(last)
-    assert not found.keys() & rest.keys()
-    assert found | rest == expected
-
-
 def test_of_a_merged_state_a_rank_saves_its_own_shards() -> None:
     whole = make("list")
     list(islice(whole, 4))
@@ -221,14 +248,48 @@ def test_states_by_hand() -> None:
         "seed": None, "presharded": False, "epoch": None,
         "fingerprint": {"num_examples": 43, **TokenizedDataset(EXAMPLES).fingerprint()},
     }  # fmt: skip
-    alone = {"dp_size": 1, "num_workers": 0, "shards": {"0": [0, 0, 3, 3]}, "ended": []}
-    divided = {"shards": {"0": [0, 0, 2, 2], "1": [0, 0, 1, 1]}, "ended": []}
+    first, second = ({"num_batches": n, "num_given": n} for n in (2, 1))
+    alone = {"dp_size": 1, "num_workers": 0, "shards": {"0": first}}
+    divided = {"shards": {"0": second, "1": second}}
     for num_shards, shards in ((None, alone), (2, divided)):
-        expected = {"version": 7, "num_shards": num_shards, **common, **shards}
+        expected = {"version": 8, "num_shards": num_shards, **common, **shards}
         dataset = packed_stream(EXAMPLES, **SETTINGS, num_shards=num_shards)
-        list(islice(dataset, 3))
+        list(islice(dataset, 2))
         assert dataset.state_dict() == resealed(expected)
         dataset = packed_stream(EXAMPLES, **SETTINGS, num_shards=num_shards)
         with PrefetchLoader(DataLoader(dataset, batch_size=None)) as loader:
-            list(islice(loader, 3))
+            list(islice(loader, 2))
             assert loader.state_dict()["stream"] == resealed(expected)
+
+
+def test_each_rank_packs_its_part_as_one_rank_does() -> None:
+    """``batch_rows`` counts the rows of both ranks."""
+    one, two = (PackedCollator(0, max_tokens=12, parallel=ParallelLayout(dp=n)) for n in (1, 2))
+    for rank in range(2):
+        part = PackedIterableDataset(EXAMPLES, two, batch_rows=4, buffer_size=7, dp_rank=rank)
+        alone = PackedIterableDataset(EXAMPLES[rank::2], one, batch_rows=2, buffer_size=7)
+        assert list(part) == list(alone)
+        assert [len(batch) for batch in part][:3] == [2, 2, 2]
+
+
+def test_a_presharded_source_is_not_split_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = EXAMPLES[1::2]
+    dataset = packed_stream(mine, **SETTINGS, dp_rank=1, dp_size=2, presharded=True)
+    assert tokens_of(list(dataset)) == all_tokens(mine)
+    found = []
+
+    def source() -> Iterator[Any]:  # iterates over a stream, which looks at the worker
+        yield from SOURCES["shards"]()
+
+    for worker in range(2):
+        dataset = packed_stream(source, **SETTINGS, presharded=True)
+        found += in_worker(monkeypatch, dataset, worker, 2)
+    assert tokens_of(found) == all_tokens(EXAMPLES)
+
+
+def test_pickles_into_spawned_workers() -> None:
+    dataset = packed_stream(SOURCES["shards"](), **SETTINGS)
+    next(iter(dataset))
+    copied = pickle.loads(pickle.dumps(dataset))
+    assert copied.state_dict() == dataset.state_dict()
+    assert tokens_of(list(copied)) == all_tokens(EXAMPLES)

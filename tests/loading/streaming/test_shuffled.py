@@ -171,14 +171,14 @@ def test_a_state_in_the_middle_of_a_block_names_it() -> None:
     found = set()
     batches = iter(dataset)
     for _ in batches:
-        entry = dataset.state_dict()["shards"]["0"]
-        found.add((entry[0], entry[4]))
+        record = {"num_read": 0, "taken": 0} | dataset.state_dict()["shards"]["0"]
+        found.add((record["num_read"], record["taken"]))
         source = StatefulSource(examples)
         resumed = packed_stream(source, **options, buffer_size=20)
         resumed.load_state_dict(json.loads(json.dumps(dataset.state_dict())))
         assert source.num_reads == 0
         next(iter(resumed), None)
-        assert source.num_reads <= 9 * 20 + 20  # a window, and the block in which it begins
+        assert source.num_reads <= 20 + 20  # a window, and the block in which it begins
     assert any(taken for _, taken in found)
     starts = {*range(0, len(examples), 20), len(examples)}
     assert all(num_read in starts and taken < 20 for num_read, taken in found)
@@ -298,7 +298,9 @@ def test_holds_two_buffers_of_examples() -> None:
 
     gc.disable()
     try:
-        num_given = sum(b.metadata["num_examples"] for b in packed_stream(source, **SHUFFLED))
+        num_given = sum(
+            b.metadata["num_examples"] for b in packed_stream(source, **SHUFFLED, rows=2)
+        )
     finally:
         gc.enable()
     assert num_given == 3 * len(EXAMPLES)

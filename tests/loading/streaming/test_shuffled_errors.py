@@ -46,7 +46,9 @@ def saved(num_batches: int = 5, **more: Any) -> dict[str, Any]:
 
 def test_a_source_that_became_shorter_is_noticed() -> None:
     dataset = packed_stream(lambda: iter(EXAMPLES[:10]), **SHUFFLED)
-    dataset.load_state_dict(resealed(saved(), fingerprint=None, shards={"0": [7, 0, 0, 2, 3]}))
+    dataset.load_state_dict(
+        resealed(saved(), fingerprint=None, shards={"0": {"num_read": 7, "taken": 3}})
+    )
     message = "after 3 examples of a shuffled block of 3 that begins after example 7 of the stream"
     with pytest.raises(StateError, match=message):
         list(dataset)

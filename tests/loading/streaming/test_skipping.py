@@ -145,7 +145,7 @@ def test_skipped_examples_are_counted_once_and_logged_once(caplog: Any) -> None:
         texts_again += [record.getMessage() for record in caplog.records]
         num_given += len(batch.metadata.get("skipped", []))
         state = dataset.state_dict()
-        assert state.get("skipped", {"0": [0]})["0"][0] == num_given
+        assert state["shards"]["0"].get("num_skipped", 0) == num_given
     assert texts_again == texts
     assert num_given == len(NAMED)
 
@@ -174,7 +174,7 @@ def test_wrong_examples_after_the_last_batch_are_named_in_it(
     caplog.clear()
     assert list(ended) == []
     assert ended.state_dict() == saved.state_dict(), "nothing is counted twice"
-    assert saved.state_dict()["skipped"]["0"][0] == len(last)
+    assert saved.state_dict()["shards"]["0"]["num_skipped"] == len(last)
     assert caplog.records == []
     with pytest.raises(DataError, match=f"{len(last)} examples are wrong, more than max_skipped="):
         list(make(SOURCES[name](data), buffer_size=buffer_size, max_skipped=len(last) - 1))
@@ -205,7 +205,8 @@ def test_a_rest_that_is_all_wrong_is_counted_at_the_end() -> None:
     resumed.load_state_dict(state)
     assert tokens_of(found) == all_tokens(GOOD[:3])
     assert list(resumed) == []
-    assert resumed.state_dict()["skipped"] == {"0": [2, 2]}
+    record = resumed.state_dict()["shards"]["0"]
+    assert (record["num_skipped"], record["num_in_a_row"]) == (2, 2)
 
 
 @pytest.mark.parametrize("source", [list, dataset_of])
@@ -245,7 +246,7 @@ def test_too_many_raise(resumed_after: int | None) -> None:
     message = r"5 examples are wrong, more than max_skipped=4; the last one: example \d+ of the s"
     with pytest.raises(DataError, match=message):
         list(dataset)
-    assert dataset.state_dict().get("skipped", {"0": [0]})["0"][0] <= 4
+    assert dataset.state_dict()["shards"]["0"].get("num_skipped", 0) <= 4
 
 
 @pytest.mark.parametrize("more", [{}, {"num_shards": 2}, {"rows": 2}])
@@ -280,11 +281,11 @@ def test_shards_count_for_themselves_with_any_ranks_and_workers() -> None:
             found += [batch_digest(batch) for batch in islice(part, 8)]
             states.append(part.state_dict())
     merged = json.loads(json.dumps(merge_states(states)))
-    skipped = merged["stream"]["skipped"]
-    assert sum(num_skipped for num_skipped, _ in skipped.values()) >= 4
+    shards = merged["stream"]["shards"]
+    assert sum(record.get("num_skipped", 0) for record in shards.values()) >= 4
     with loader(0, 1) as rest:
         rest.load_state_dict(merged)
-        assert rest.state_dict()["stream"]["skipped"] == skipped
+        assert rest.state_dict()["stream"]["shards"] == shards
         found += [batch_digest(batch) for batch in rest]
     assert sorted(found) == sorted(expected)
 

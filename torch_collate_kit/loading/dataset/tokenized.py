@@ -15,20 +15,17 @@ from torch_collate_kit.loading.dataset.columns import (
     ArrayColumn,
     ListColumn,
     NestedColumn,
-    TextColumn,
-    VectorColumn,
     are_lists_of_segments,
     column_of,
     plain,
 )
 from torch_collate_kit.loading.dataset.fingerprints import fingerprint_of
-from torch_collate_kit.loading.dataset.sources import IDS, DatasetSource, kept_source
+from torch_collate_kit.loading.dataset.sources import DatasetSource, kept_source
 from torch_collate_kit.packing import RankPlan
 from torch_collate_kit.packing.rank_plan import PlannedExamples
 from torch_collate_kit.packing.rows import running_sum
 from torch_collate_kit.packing.trees import depths_of
 from torch_collate_kit.ragged import Nested, Ragged, row_indices, unchecked
-from torch_collate_kit.reading.keys import PER_EXAMPLE
 from torch_collate_kit.reading.reader import read_columns
 from torch_collate_kit.reading.source import ArrowFiles, is_a
 from torch_collate_kit.vision import VisionLayout
@@ -278,25 +275,11 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
             return indices.with_examples(self.__getitems__(indices.indices))
         return _BatchColumns(self._take(indices, self._columns))
 
-    def _is_plain(self) -> bool:
-        """Return whether collators accept its columns as examples: lists, and integer ids."""
-        kinds = ListColumn | NestedColumn
-        lists = {k: of.dtype for k, of in self._columns.items() if isinstance(of, kinds)}
-        texts = TextColumn | VectorColumn
-        others = {k for k, of in self._columns.items() if isinstance(of, texts)}
-        has_ids = all(lists[name].kind in "iu" for name in IDS if name in lists)
-        return has_ids and lists.keys() | others == self._columns.keys() - PER_EXAMPLE
-
     def _ids_of(self, indices: np.ndarray) -> np.ndarray:
         """Return the token ids of these rows, end to end."""
         ids = self._column_at("input_ids", indices)
         values: np.ndarray = (ids.rows if isinstance(ids, Nested) else ids).values
         return values
-
-    def _lengths_at(self, indices: np.ndarray) -> np.ndarray | Ragged:
-        """Return the tokens of these rows alone, int64; a Ragged of lists of segments."""
-        named, rows = self._rows(indices)
-        return self._tokens.lengths_at(rows, named)
 
     def _depths_at(self, indices: np.ndarray) -> np.ndarray:
         """Return the tokens that the segments of these rows share: int64, end to end."""

@@ -12,7 +12,6 @@ from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading.dataset import TokenizedDataset
 from torch_collate_kit.loading.dataset.fingerprints import fingerprint_of, sampled_rows
 from torch_collate_kit.loading.orders.checks import differences
-from torch_collate_kit.loading.streaming.outside_streams import is_datasets_stream
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.source import are_nested, is_a
 
@@ -59,7 +58,7 @@ def check_same_data(saved: Any, mine: Mapping[str, Any] | None) -> None:
 
 
 def _fingerprint(source: Any) -> dict[str, Any] | None:
-    if is_datasets_stream(source):
+    if is_a(source, "datasets", "IterableDataset"):
         return {"num_files": getattr(source, "num_shards", None)}
     if not hasattr(source, "__len__"):
         return None

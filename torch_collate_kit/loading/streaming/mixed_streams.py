@@ -1,56 +1,50 @@
 """Several streams mixed by weight, in every shard by the same rule as a ``Mixture`` of datasets.
 
-An entry is due when the share of its source reaches its middle, and the source whose next entry is
-due first has the next turn. So each source is within half of its longest example of its share in
-every shard, and a place is that of each source and how much was read of it: nothing is drawn.
-With a schedule the count of what was read begins anew in each stage.
+The next entry is of the source with the least (2 * taken + units of its next entry) / weight: it is
+due when the share of its source reaches its middle. So each source is within half of its longest
+example of its share in every shard, and a place is that of each source and how much was taken of
+it: nothing is drawn. A pass ends when the source whose turn it is has no next entry.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import partial
+from itertools import chain, count
 from typing import Any
 
-import numpy as np
-
+from torch_collate_kit.errors import DataError
 from torch_collate_kit.loading.orders.mixture import Mixture
 from torch_collate_kit.loading.skipping import SkipPolicy
-from torch_collate_kit.loading.streaming.entries import ENTRY, place_after
-from torch_collate_kit.loading.streaming.mixed_source import MixedSource
-from torch_collate_kit.loading.streaming.outside_streams import node_of
-from torch_collate_kit.loading.streaming.readers import Reader, reader_of
-from torch_collate_kit.loading.streaming.shards import Part, Stream
-from torch_collate_kit.loading.streaming.shuffled_blocks import ShuffledReader
-from torch_collate_kit.loading.streaming.skipping import WrongExamples
-from torch_collate_kit.loading.streaming.stages import ShardStages
-from torch_collate_kit.loading.streaming.states import Place
+from torch_collate_kit.loading.streaming.entries import (
+    Entry,
+    LeftOut,
+    read_entries,
+    shuffled_blocks,
+)
+from torch_collate_kit.loading.streaming.shards import Stream, node_of
+from torch_collate_kit.loading.streaming.states import MixedPlace, Place, Position
 
+_BEGIN = Place()
+_STOP = "first_exhausted"
 _logger = logging.getLogger("torch_collate_kit.loading")
 
 
 class MixedStream:
-    """A ``Mixture`` as a stream: a ``Stream`` for each source that has a weight."""
+    """A ``Mixture`` as a stream: a ``Stream`` for each source."""
 
-    def __init__(self, mixture: Mixture, *args: Any, batch_rows: int, **options: Any) -> None:
+    def __init__(self, mixture: Mixture, *args: Any, **options: Any) -> None:
         _check_mixture(mixture)
         self.source = mixture
-        self.streams = {
-            number: Stream(source, *args, **options)
-            for number, source in enumerate(mixture.sources)
-            if any(weights[number] for _, weights in mixture.stages)
-        }
-        for number, stream in self.streams.items():
+        self.streams = [Stream(source, *args, **options) for source in mixture.sources]
+        for name, stream in zip(mixture.names, self.streams, strict=True):
             is_asked = mixture._is_named and "source" in stream.collator.fields
-            stream.added = {"source": mixture.names[number]} if is_asked else {}
-        self.periods = [_periods(weights) for _, weights in mixture.stages]
-        # rows over all ranks before each later stage
-        self.stage_rows = [step * batch_rows for step, _ in mixture.stages[1:]]
-        self.reported: set[tuple[int, int | None]] = set()  # sources and passes
-        first = next(iter(self.streams.values()))
+            stream.added = {"source": name} if is_asked else {}
+        self._weights = tuple(str(weight) for weight in mixture.stages[0][1])
+        first = self.streams[0]
         self.collate, self.collator, self.seed = first.collate, first.collator, first.seed
         self.node, self.presharded, self.num_shards = first.node, first.presharded, first.num_shards
         self.shards = first.shards
@@ -60,226 +54,189 @@ class MixedStream:
         """None: the epochs of the sources are in the fingerprint."""
         return None
 
-    def stages(self) -> list[list[Any]]:
-        """Return the rows of the pass, over all ranks, before each later stage, and its weights."""
-        weights = [list(map(str, weights)) for _, weights in self.source.stages[1:]]
-        return [[rows, *of] for rows, of in zip(self.stage_rows, weights, strict=True)]
+    @property
+    def beginning(self) -> Place:
+        """The place before the first entry."""
+        number = len(self.streams)
+        return Place(mixed=MixedPlace(self._weights, (0,) * number, (_BEGIN,) * number))
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the settings of the mixture and the fingerprints of its sources."""
         mixture = self.source
-        found: dict[str, Any] = {
-            "mixture": {
-                "weights": list(map(str, mixture.stages[0][1])),
-                "by": mixture.by,
-                "stop": mixture.stop,
-                "names": mixture.names,
-                "max_passes": [None if of is None else int(of) for of in mixture.max_passes],
-            }
-        }
-        for number, stream in self.streams.items():
-            of_source = {"epoch": stream.epoch, **(stream.fingerprint() or {})}
-            found[f"source {mixture.names[number]!r}"] = of_source
+        found: dict[str, Any] = {"mixture": {"by": mixture.by, "names": mixture.names}}
+        for name, stream in zip(mixture.names, self.streams, strict=True):
+            found[f"source {name!r}"] = {"epoch": stream.epoch, **(stream.fingerprint() or {})}
         return found
 
+    def renewed(self, place: Place) -> Place:
+        """Return a place from which on the mixture's own weights apply, and what is taken is 0.
 
-class _MixedReader:
-    """Reads entries of several sources, each when it is due, in stages if there are several."""
+        Within a joined document it stays: the document is chosen with the weights before.
+        """
+        mixed = place.mixed
+        if mixed is None or mixed.weights == self._weights or place.start:
+            return place
+        return place._replace(
+            mixed=MixedPlace(self._weights, (0,) * len(mixed.taken), mixed.places)
+        )
+
+    def check_weights(self, positions: Mapping[int, Position]) -> None:
+        """Warn if the positions in a state are of a run with other weights."""
+        places = [position.place.mixed for position in positions.values()]
+        others = {mixed.weights for mixed in places if mixed is not None} - {self._weights}
+        if others:
+            _logger.warning(
+                "the state was saved with weights=%s, the mixture has %s: what is taken of each "
+                "source is counted anew, in each shard from its next window on",
+                *(list(min(others)), list(self._weights)),
+            )
+
+    def entries(
+        self,
+        place: Place,
+        open_source: Callable[[int, Place], Iterator[Entry]],
+        *,
+        is_within: bool,
+    ) -> Iterator[Entry]:
+        """Yield the entries after ``place``, each with the place after it.
+
+        All are chosen with the weights of the place, or if it ``is_within`` a document only the
+        first one.
+        """
+        assert place.mixed is not None
+        weights, all_taken, places = place.mixed
+        sources = [
+            _MixedSource(number, taken, own, partial(open_source, number), self.source)
+            for number, (taken, own) in enumerate(zip(all_taken, places, strict=True))
+        ]
+        periods = _periods(weights)
+        for num_read in count(place.num_read + 1):
+            source = sources[min(sources[i].due(period) for i, period in periods.items())[-1]]
+            entry = source.take()
+            if entry is None:
+                return
+            if is_within and weights != self._weights:
+                weights, periods = self._weights, _periods(self._weights)
+                for other in sources:
+                    other.taken = 0
+            all_taken, places = zip(*((one.taken, one.place) for one in sources), strict=True)
+            after = Place(num_read, mixed=MixedPlace(weights, all_taken, places))
+            yield entry._replace(place=after, source=source.number)
+            del entry  # it would be held beside the next
+
+
+class _MixedSource:
+    """A source in one shard: how much was taken of it, and what comes next."""
 
     def __init__(
         self,
-        stream: MixedStream,
-        sources: list[MixedSource],
-        stages: ShardStages,
+        number: int,
+        taken: int,
         place: Place,
-        epoch: int | None,
+        open_source: Callable[[Place], Iterator[Entry]],
+        mixture: Mixture,
     ) -> None:
-        self._stream, self._sources, self._place = stream, sources, place
-        self._stages, self._epoch = stages, epoch
-        for source in sources:
-            source.period = stream.periods[stages.number].get(source.number, 0)
-        self._states = [source.state() for source in sources]
+        self.number, self.taken, self.place = number, taken, place
+        self._open, self._by_tokens = open_source, mixture.by == "tokens"
+        self._entries: Iterator[Entry] | None = None
+        self._next: Entry | None = None
 
-    @property
-    def place(self) -> Place:
-        """The place after all that was read."""
-        return self._place
+    def due(self, period: int) -> tuple[int, bool, int]:
+        """Return twice the virtual time at which the next entry is due, or the end if it has none.
 
-    def read(self, num_entries: int) -> np.ndarray:
-        """Return the next entries, ENTRY [num_entries]; fewer only at the end of the mixture."""
-        parts, numbers, states = [np.empty(0, dtype=ENTRY)], list[int](), list[Any]()
-        has_stages = len(self._stream.periods) > 1
-        while len(numbers) < num_entries and (source := self._next()) is not None:
-            parts.append(source.given())
-            numbers.append(source.number)
-            # a source that has begun another pass stays described as it was until it is read
-            self._states = list(self._states)
-            self._states[self._sources.index(source)] = source.state()
-            self._stages.read(int(parts[-1]["num_tokens"][0]))
-            states.append([*self._states, self._stages.state()] if has_stages else self._states)
-        entries, num_read = np.concatenate(parts), self._place.num_read
-        entries["of"], entries["next_start"], entries["taken"] = numbers, 0, 0
-        entries["num_read"] = num_read + 1 + np.arange(len(entries))
-        for column, i in ((entries["source"], i) for i in range(len(entries))):
-            column[i] = states[i]  # one by one: a list of lists would be taken for an array
-        if len(entries):
-            self._place = place_after(entries[-1])
-        return entries
+        Of what is due at once the first source comes first, and an end last.
+        """
+        if self._entries is None:
+            self._entries = self._open(self.place)
+            self._next = next(self._entries, None)
+        time = (2 * self.taken + self._units(self._next)) * period
+        return time, self._next is None, self.number
 
-    def examples(self, entries: np.ndarray, *, as_rows: bool = False) -> list[Any]:
-        """Return the examples of entries, as a list."""
-        found: list[Any] = [None] * len(entries)
-        for source in self._sources:
-            places = np.flatnonzero(entries["of"] == source.number)
-            if len(places):
-                examples: Any = source.opened().examples(entries[places], as_rows=True)
-                for place, example in zip(places.tolist(), examples, strict=True):
-                    found[place] = example
-        return found
+    def take(self) -> Entry | None:
+        """Return the next entry and move after it; None if there is none."""
+        entry = self._next
+        if entry is not None:
+            assert self._entries is not None
+            self.taken, self.place = self.taken + self._units(entry), entry.place
+            self._next = next(self._entries, None)
+        return entry
 
-    def _next(self) -> MixedSource | None:
-        """Return the source whose next entry is due first; None at the end."""
-        while self._stages.begins():
-            self._end_passes()
-            for source in self._sources:
-                source.begin_stage(self._stream.periods[self._stages.number].get(source.number, 0))
-            self._states = [source.state() for source in self._sources]
-        self._end_passes()
-        ready = [source for source in self._sources if source.period and source.has_next()]
-        first, end = min(ready, key=MixedSource.due, default=None), self._end_time()
-        if first is None or (end is not None and first.due() > end):
-            self._stages.has_ended = True
-            return None
-        return first
-
-    def _end_passes(self) -> None:
-        """Record where passes over sources have ended; read these again if the others go on."""
-        is_read_again = self._stream.source.stop == "all_exhausted"
-        while over := [
-            source
-            for source in self._sources
-            if source.period and not source.has_ended and not source.has_next()
-        ]:
-            used_up = [s for s in over if s.end_pass(is_read_again=is_read_again)]
-            if any(source.period and not source.has_ended for source in self._sources):
-                for source in used_up:
-                    self._report(source)
-
-    def _report(self, source: MixedSource) -> None:
-        """Log a source that has been read ``max_passes`` times, in the first of the shards."""
-        key = source.number, self._epoch
-        if key not in self._stream.reported:
-            self._stream.reported.add(key)
-            _logger.warning(
-                "%s has been read max_passes=%d times in this pass over the stream; from here on "
-                "its weight goes to the others (each shard counts for itself; the first is logged)",
-                *(source.name, source.most_passes),
-            )
-
-    def _end_time(self) -> int | None:
-        """Return twice the virtual time at which the mixture ends; None if not known yet."""
-        if self._stream.source.stop == "first_exhausted":
-            ends = [2 * source.end * source.period for source in self._sources if source.end >= 0]
-            return min(ends, default=None)
-        read = [source for source in self._sources if source.period]
-        if any(source.end < 0 for source in read):
-            return None
-        return max((2 * source.end * source.period for source in read), default=0)
+    def _units(self, entry: Entry | None) -> int:
+        if entry is None:
+            return 0
+        return entry.num_tokens if self._by_tokens else 1
 
 
 def open_shard(
     stream: Stream | MixedStream,
     shard: int,
     place: Place,
-    stages: ShardStages,
     *,
     epoch: int | None,
     policy: SkipPolicy,
     block_size: int,
-) -> tuple[Reader, WrongExamples, str]:
-    """Return a reader of a shard from a place on, its wrong examples, and its name."""
-    words = None if stream.seed is None else (stream.seed, epoch or 0)
-    if stream.collator.packing.strategy == "wrapped":
-        place = place._replace(start=0)  # it is of the batches, not of what is read
+) -> tuple[Iterator[Entry], LeftOut]:
+    """Return the entries of a shard from a place on, and those left out where it is read."""
+    words = () if stream.seed is None else (stream.seed, epoch or 0)
+    is_within = False
+    if stream.collator.packing.strategy == "wrapped":  # the start is of the batches
+        is_within, place = place.start > 0, place._replace(start=0)
     if isinstance(stream, Stream):
-        part = stream.part(shard, words)
-        wrong = WrongExamples(policy, part.name)
-        name = part.name if part.num_shards == 1 else f"shard {part.first} of the stream"
-        return _reader(stream, part, shard, place, words, block_size, wrong), wrong, name
-    mixture, sources, names = stream.source, [], {}
-    for number, of in stream.streams.items():
-        names[number] = f"source {mixture.names[number]!r} of the mixture"
-        wrong = WrongExamples(policy, names[number])
-        opened = partial(_open_source, of, shard, number, words, block_size, wrong)
-        where = "" if stream.num_shards is None else f"shard {shard} of "
-        by_tokens, passes = mixture.by == "tokens", mixture.max_passes[number]
-        most_passes = None if passes is None else int(passes)
-        name = where + names[number]
-        sources.append(MixedSource(number, name, opened, by_tokens, most_passes))
-    if place.source is not None:
-        states = place.source
-        if len(mixture.stages) > 1:
-            *states, of_stages = states
-            stages.restore(of_stages)
-        _restore(sources, states)
-    reader = _MixedReader(stream, sources, stages, place, epoch)
-    return reader, WrongExamples(policy, "the mixture", names), "the mixture"
+        return _open_source(stream, shard, place, words, policy, block_size)
+
+    def open_source(number: int, own: Place) -> Iterator[Entry]:
+        source, name = (
+            stream.streams[number],
+            f"source {stream.source.names[number]!r} of the mixture",
+        )
+        mixed_words = (*words, number) if words else ()
+        entries, _ = _open_source(source, shard, own, mixed_words, policy, block_size, name)
+        first = next(entries, None)
+        if first is None and own == _BEGIN:
+            where = "" if stream.num_shards is None else f"shard {shard} of "
+            raise DataError(
+                f"{where}{name} has no examples; leave it out of the mixture, or use fewer shards "
+                "or workers than it has files and examples"
+            )
+        return entries if first is None else chain([first], entries)
+
+    return stream.entries(place, open_source, is_within=is_within), LeftOut(policy, "the mixture")
 
 
 def _open_source(
     stream: Stream,
     shard: int,
-    number: int,
-    words: tuple[int, ...] | None,
-    block_size: int,
-    wrong: WrongExamples,
     place: Place,
-    turn: int,
-) -> Reader:
-    words = None if words is None else (*words, number, turn)
-    part = stream.part(shard, words)
-    return _reader(stream, part, shard, place, words, block_size, wrong)
-
-
-def _reader(
-    stream: Stream,
-    part: Part,
-    shard: int,
-    place: Place,
-    words: tuple[int, ...] | None,
+    words: tuple[int, ...],
+    policy: SkipPolicy,
     block_size: int,
-    wrong: WrongExamples,
-) -> Reader:
-    reader = reader_of(stream, part, place._replace(taken=0), wrong)
-    if words is None:
-        return reader
-    return ShuffledReader(reader, place, block_size=block_size, words=(*words, shard))
-
-
-def _restore(sources: list[MixedSource], states: Any) -> None:
-    """Move sources to where a state has them."""
-    for source, (*counts, units, turn, end) in zip(sources, (of[:6] for of in states), strict=True):
-        source.units, source.turn, source.end = units, turn, end
-        source.place = Place(counts[0], counts[1], None, counts[2])
-    for source, state in zip(sources, states, strict=True):
-        if len(state) > 6:
-            source.place = source.place._replace(source=state[6])
+    where: str = "",
+) -> tuple[Iterator[Entry], LeftOut]:
+    part = stream.part(shard, words or None)
+    whole = part.name if part.num_shards == 1 else f"shard {part.first} of the stream"
+    left_out = LeftOut(policy, where or part.name, whole)
+    begin = place._replace(taken=0)
+    entries = read_entries(stream.examples(part, begin), begin, stream.collator, left_out)
+    if words:
+        words = (*words, shard)
+        entries = shuffled_blocks(entries, place, block_size=block_size, words=words)
+    return entries, left_out
 
 
 def _check_mixture(mixture: Mixture) -> None:
     """Refuse what a mixture of streams cannot have."""
-    for name, passes in zip(mixture.names, mixture.max_passes, strict=True):
-        if passes is not None and passes.denominator > 1:
-            raise ValueError(
-                f"max_passes={float(passes):g} of source {name!r}, a stream, must be a whole "
-                "number: how many examples it has is known at its end"
-            )
-        if passes is not None and mixture.stop == "first_exhausted":
-            raise ValueError(
-                "max_passes= of streams counts within a pass over the mixture, and one with "
-                'stop="first_exhausted" reads no example twice; leave it out, or pass '
-                'stop="all_exhausted"'
-            )
+    if any(passes is not None for passes in mixture.max_passes) or mixture.stop != _STOP:
+        name = "max_passes=" if mixture.stop == _STOP else f"stop={mixture.stop!r}"
+        raise ValueError(
+            f"{name} of a mixture of streams: its pass ends with the first source that ends; let a "
+            "source that is to be read again repeat itself: stream.repeat(None) of datasets, or a "
+            "class that begins anew and has a state (docs/migration.md)"
+        )
+    if len(mixture.stages) > 1:
+        raise ValueError(
+            "schedule= of a mixture of streams: save the state where the next stage is to begin, "
+            "and load it with a Mixture of the same streams with other weights (docs/migration.md)"
+        )
     if len({id(source) for source in mixture.sources}) < len(mixture.sources):
         raise ValueError("the mixture has one stream twice, which has one position; give it once")
     for name, source in zip(mixture.names, mixture.sources, strict=True):
@@ -290,10 +247,8 @@ def _check_mixture(mixture: Mixture) -> None:
             )
 
 
-def _periods(weights: Sequence[Fraction]) -> dict[int, int]:
+def _periods(weights: Sequence[str]) -> dict[int, int]:
     """Return the inverse of each weight that is not 0, as integers, by the number of its source."""
-    read = {number: weight for number, weight in enumerate(weights) if weight}
-    whole = math.lcm(*(weight.denominator for weight in read.values()))
-    exact = {number: int(weight * whole) for number, weight in read.items()}
-    common = math.lcm(*exact.values())
-    return {number: common // weight for number, weight in exact.items()}
+    periods = {i: 1 / Fraction(weight) for i, weight in enumerate(weights) if Fraction(weight)}
+    scale = math.lcm(*(period.denominator for period in periods.values()))
+    return {number: int(period * scale) for number, period in periods.items()}

@@ -1,13 +1,23 @@
-"""A stream of examples: opened at a place, divided over ranks and workers."""
+"""A stream of examples: opened at a place, divided over ranks and workers.
+
+A stream of ``datasets`` divides itself over DataLoader workers, and one of its examples iterables
+has one position. A canonical shard needs neither: it is read as outside a worker, and from an
+object of its own.
+"""
 
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
 from itertools import islice
 from typing import Any, NamedTuple
 
+import numpy as np
 from torch.utils.data import get_worker_info
+from torch.utils.data._utils import worker as torch_worker
 
 from torch_collate_kit._checks import type_name
 from torch_collate_kit.collators.packed import checked_collator
@@ -15,18 +25,11 @@ from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading.dataset import TokenizedDataset
 from torch_collate_kit.loading.orders.order import seeded_generator
 from torch_collate_kit.loading.streaming.fingerprints import SourceFingerprint
-from torch_collate_kit.loading.streaming.outside_streams import (
-    canonical_part,
-    has_exact_state,
-    is_datasets_stream,
-    no_worker,
-    node_of,
-    outside_workers,
-    with_shuffled_files,
-)
 from torch_collate_kit.loading.streaming.states import Place
 from torch_collate_kit.reading.source import is_a
 
+_END: Any = object()
+_logger = logging.getLogger("torch_collate_kit.loading")
 Example = Mapping[str, Any]
 ExampleSource = Iterable[Example] | Callable[..., Iterable[Example]]
 
@@ -71,11 +74,12 @@ class Stream:
         self.presharded, self.num_shards = presharded, num_shards
         self.seed = seed  # None: not shuffled
         self.added: dict[str, Any] = {}  # to every example
-        self.stage_rows: list[int] = []  # where stages of a mixture begin
         self._was_moved = False  # a datasets stream keeps the state it was given for every pass
         if num_shards is not None:
             _check_divisible(source, num_shards, dp_size, presharded=presharded)
         self._check_not_split(source)
+        if isinstance(source, TokenizedDataset) or is_a(source, "datasets", "Dataset"):
+            _log_faster_way(type(source).__name__)
 
     @property
     def node(self) -> tuple[int, int]:
@@ -142,45 +146,45 @@ class Stream:
             )
         return source
 
-    def columns(self, part: Part, place: Place) -> TokenizedDataset | None:
-        """Return the source as columns, if their rows are what iterating over it gives.
+    @property
+    def beginning(self) -> Place:
+        """The place before the first example."""
+        return Place()
 
-        Not a ``datasets.IterableDataset``, whose state is exact only between the tables that it
-        reads (docs/design_log.md), nor a ``datasets.Dataset`` with declared fields. With images
-        every example is read, since its length does not say how large they are.
-        """
-        source = part.source
-        if self.collator.vision is not None or place.source is not None or self.added:
-            return None
-        if (
-            is_a(source, "datasets", "Dataset")
-            and type(source).__module__ == "datasets.arrow_dataset"
-        ):
-            has_format = source.format["type"] or source.format["columns"] != source.column_names
-            if has_format or self.collator.fields:
-                return None
-            try:
-                source = TokenizedDataset(source, train_all=self.collator.train_all)
-            except DataError:  # raised with its position when it is read
-                return None
-        return source if type(source) is TokenizedDataset and source._is_plain() else None
+    def renewed(self, place: Place) -> Place:
+        """Return the place: only of a mixture may it be one of other weights."""
+        return place
+
+    def check_weights(self, positions: Mapping[int, Any]) -> None:
+        """Do nothing: it is a mixture that has weights."""
 
     def examples(self, part: Part, place: Place) -> Iterator[tuple[Example, int, Place]]:
-        """Yield each example after ``place``, its position, and the place after it."""
-        source, num_shards = part.source, part.num_shards
-        has_state = has_exact_state(source)
-        examples = self._open(source, place, has_state)
-        num_before = (part.first - place.num_read) % num_shards
-        for i, example in enumerate(islice(examples, num_before, None, num_shards)):
-            position = place.num_read + num_before + i * num_shards
-            state = source.state_dict() if has_state else None
-            if self.added:
-                example = {**example, **self.added}
-            yield example, position, Place(position + 1, 0, state)
+        """Yield each example after ``place``, its position, and the place after it.
 
-    def _open(self, source: Any, place: Place, has_state: bool) -> Iterator[Example]:
+        In place of an example that cannot be read its DataError is yielded.
+        """
+        source = part.source
+        if _is_indexed(source) and place.source is None:
+            found, has_state = _indexed(part, place), False
+        else:
+            found, has_state = self._iterated(part, place), has_exact_state(source)
+        for position, example in found:
+            state = source.state_dict() if has_state else None
+            if self.added and not isinstance(example, DataError):
+                example = {**example, **self.added}
+            yield example, position, Place(position + 1, 0, 0, state)
+
+    def _iterated(self, part: Part, place: Place) -> Iterator[tuple[int, Example]]:
+        """Yield examples of a source that can only be iterated over, and their positions."""
+        num_before = (part.first - place.num_read) % part.num_shards
+        following = islice(self._open(part.source, place), num_before, None, part.num_shards)
+        for number, example in enumerate(following):
+            yield place.num_read + num_before + number * part.num_shards, example
+
+    def _open(self, source: Any, place: Place) -> Iterator[Example]:
+        read = iter if self.num_shards is None else outside_workers
         if place.source is not None:
-            if not has_state:
+            if not has_exact_state(source):
                 raise StateError(
                     "the state holds a state of the source, but this source cannot load one (it "
                     "has no load_state_dict, or a step that is not known to be restored exactly, "
@@ -189,19 +193,13 @@ class Stream:
                 )
             source.load_state_dict(copy.deepcopy(place.source))
             self._was_moved = True
-            return self._iterated(source)
+            return read(source)
         if self.num_shards is None and self._was_moved and is_datasets_stream(source):
             source.load_state_dict(None)
             self._was_moved = False
-        if type(source) in (list, tuple):
-            _check_num_read(place, len(source))
-            return islice(source, place.num_read, None)
-        examples = self._iterated(source)
+        examples = read(source)
         _check_num_read(place, sum(1 for _ in islice(examples, place.num_read)))
         return examples
-
-    def _iterated(self, source: Any) -> Iterator[Example]:
-        return iter(source) if self.num_shards is None else outside_workers(source)
 
     def _index(self, source: Any) -> tuple[int, int]:
         """Return the first example of this process, and the distance to its next one."""
@@ -271,5 +269,173 @@ def _check_num_read(place: Place, num_examples: int) -> None:
         )
 
 
+@cache
+def _log_faster_way(kind: str) -> None:
+    """Log once that a dataset is read faster by a sampler."""
+    _logger.info(
+        "a stream reads a %s example by example; PackedBatchSampler is 2 to 4 times as fast",
+        kind,
+    )
+
+
+def _is_indexed(source: Any) -> bool:
+    """Return whether an example of a source can be read without those before it."""
+    is_ours = isinstance(source, list | tuple | TokenizedDataset)
+    return is_ours or is_a(source, "datasets", "Dataset")
+
+
+def _indexed(part: Part, place: Place) -> Iterator[tuple[int, Example]]:
+    """Yield the examples of a shard after ``place``, and their positions."""
+    positions = part.after(place, len(part.source))
+    if positions and hasattr(part.source, "select"):  # twice as fast as one by one
+        return zip(positions, part.source.select(positions), strict=True)
+    return ((position, _example_at(part.source, position)) for position in positions)
+
+
+def _example_at(source: Any, position: int) -> Any:
+    """Return an example, or the DataError with which it cannot be read."""
+    try:
+        return source[position]
+    except DataError as error:
+        return error
+
+
 def _is_iterable(source: Any) -> bool:
     return hasattr(source, "__iter__") or hasattr(source, "__getitem__")
+
+
+# ---- streams of datasets, and sources that look at the DataLoader worker ----
+
+
+def is_datasets_stream(source: Any) -> bool:
+    """Return whether a source is a ``datasets.IterableDataset``."""
+    return is_a(source, "datasets", "IterableDataset")
+
+
+def node_of(source: Any) -> tuple[int, int] | None:
+    """Return rank and number of ranks of a stream made by ``split_dataset_by_node``, or None."""
+    node = source._distributed if is_datasets_stream(source) else None
+    return None if node is None else (node.rank, node.world_size)
+
+
+def canonical_part(stream: Any, shard: int, num_shards: int) -> Any:
+    """Return a new stream of the shard-th part of a ``datasets`` stream.
+
+    Files of its own if ``num_shards`` divides their number, otherwise every num_shards-th example.
+    """
+    from datasets.distributed import split_dataset_by_node
+
+    alone = _alone(stream)
+    part = split_dataset_by_node(alone, shard, num_shards)
+    part.set_epoch(stream.epoch)
+    return part
+
+
+def with_shuffled_files(stream: Any, generator: np.random.Generator) -> Any:
+    """Return a new stream of the same files in another order; after take or skip, the same.
+
+    ``stream.shuffle`` would add a buffer, whose state ``datasets`` does not restore.
+    """
+    alone = _alone(stream)
+    try:
+        alone._ex_iterable = alone._ex_iterable.shuffle_data_sources(generator)
+    except Exception as error:
+        if type(error).__name__ != "DataSourcesShufflingDisallowed":
+            raise
+    return alone
+
+
+def _alone(stream: Any) -> Any:
+    """Copy a stream with its steps; ``copy.copy`` of one shares its attributes."""
+    alone = object.__new__(type(stream))
+    vars(alone).update(vars(stream), _ex_iterable=_own_steps(stream._ex_iterable))
+    return alone
+
+
+def _own_steps(step: Any) -> Any:
+    """Copy the steps of a stream: a position is kept in them."""
+    step = copy.copy(step)
+    if hasattr(step, "ex_iterables"):
+        step.ex_iterables = [_own_steps(below) for below in step.ex_iterables]
+    elif hasattr(step, "ex_iterable"):
+        step.ex_iterable = _own_steps(step.ex_iterable)
+    return step
+
+
+@contextmanager
+def no_worker() -> Iterator[None]:
+    """``torch.utils.data.get_worker_info()`` is None inside."""
+    info = torch_worker._worker_info
+    if info is not None:  # else nothing is written: another thread may be a loader's
+        torch_worker._worker_info = None
+    try:
+        yield
+    finally:
+        if info is not None:
+            torch_worker._worker_info = info
+
+
+def outside_workers(examples: Iterable[Any]) -> Iterator[Any]:
+    """Iterate over examples as if this were no DataLoader worker."""
+    if torch_worker._worker_info is None:
+        yield from examples
+        return
+    with no_worker():
+        rest = iter(examples)
+    while True:
+        with no_worker():
+            example = next(rest, _END)
+        if example is _END:
+            return
+        yield example
+
+
+# The steps of a datasets stream that their state restores exactly: those that read data, and those
+# that take it from other steps. Any other step, such as a shuffle buffer or one that a newer
+# datasets has renamed, is not trusted: a resumed pass reads and skips.
+_EXACT_BASES = {
+    "ExamplesIterable",
+    "ArrowExamplesIterable",
+    "ShuffledDataSourcesExamplesIterable",
+    "ShuffledDataSourcesArrowExamplesIterable",
+}
+_EXACT_STEPS = {
+    "RebatchedArrowExamplesIterable",
+    "SelectColumnsIterable",
+    "StepExamplesIterable",
+    "CyclingMultiSourcesExamplesIterable",
+    "VerticallyConcatenatedMultiSourcesExamplesIterable",
+    "HorizontallyConcatenatedMultiSourcesExamplesIterable",
+    "RandomlyCyclingMultiSourcesExamplesIterable",
+    "MappedExamplesIterable",
+    "FilteredExamplesIterable",
+    "SkipExamplesIterable",
+    "RepeatExamplesIterable",
+    "TakeExamplesIterable",
+    "FormattedExamplesIterable",
+    "TypedExamplesIterable",
+}
+
+
+def has_exact_state(source: Any) -> bool:
+    """Return whether a source's state restores it exactly; of datasets, if all steps are known to.
+
+    Before datasets 5 a step that follows Arrow tables goes on at another example.
+    """
+    if not (hasattr(source, "state_dict") and hasattr(source, "load_state_dict")):
+        return False
+    if not is_datasets_stream(source):
+        return True
+    from datasets import __version__
+
+    is_new = int(__version__.partition(".")[0]) >= 5
+    return is_new and _is_exact(getattr(source, "_ex_iterable", None))
+
+
+def _is_exact(node: Any) -> bool:
+    """Return whether a step of a datasets stream, and all steps before it, are known."""
+    kind = type(node).__name__
+    if kind in _EXACT_BASES:
+        return True
+    below = getattr(node, "ex_iterables", None) or [getattr(node, "ex_iterable", None)]
+    return kind in _EXACT_STEPS and all(map(_is_exact, below))

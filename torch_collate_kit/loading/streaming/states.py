@@ -1,4 +1,4 @@
-"""Positions in a stream, and its states: where each shard is, as small JSON, checked and joined."""
+"""Positions in a stream, and its states: one record per shard, as small JSON, sealed and merged."""
 
 from __future__ import annotations
 
@@ -15,10 +15,16 @@ from torch_collate_kit.loading.orders.checks import (
 )
 from torch_collate_kit.loading.streaming.fingerprints import check_same_data
 
-# It goes up with the number of buffers in a window, and with any change to which examples make a
-# batch.
-_VERSION = 7
+_VERSION = 8  # it goes up with any change to which examples make a batch
 _MOST_APART = 2**20  # rounds between two shards of a state: the rounds between are counted
+
+
+class MixedPlace(NamedTuple):
+    """The sources of a mixture at a place, one entry each."""
+
+    weights: tuple[str, ...]  # with which the next entry is chosen
+    taken: tuple[int, ...]  # examples or tokens since these weights apply
+    places: tuple[Place, ...]
 
 
 class Place(NamedTuple):
@@ -26,15 +32,16 @@ class Place(NamedTuple):
 
     num_read: int = 0  # examples of the source before it, those of other shards included
     start: int = 0  # tokens of the next example before it
-    source: Any = None  # the source's own state after num_read examples, if it has one
     taken: int = 0  # entries of the shuffled block that begins here, before it
+    source: Any = None  # the source's own state after num_read examples, if it has one
+    mixed: MixedPlace | None = None  # of a mixture, whose num_read are entries
 
 
 class Position(NamedTuple):
-    """Position in a shard."""
+    """The position in a shard: the place where its window began, and what is counted since."""
 
-    place: Place = Place()  # where its window began
-    num_batches: int = 0  # since then
+    place: Place = Place()
+    num_batches: int = 0  # since the window began
     num_given: int = 0  # batches since the pass began
     has_ended: bool = False  # known only after the turn that follows the last batch
     num_skipped: int = 0  # examples that were left out of what was given
@@ -42,42 +49,61 @@ class Position(NamedTuple):
 
 
 def state_of(settings: Mapping[str, Any], positions: Mapping[int, Position]) -> dict[str, Any]:
-    """Return the state of some shards.
+    """Return the sealed state of some shards.
 
-    Each has num_read, start, num_batches, num_given, of a shuffled stream taken. The states of
-    sources lie beside, under "sources": they are not sealed.
+    Each has the counts of its position that are not 0. The states of sources lie beside, under
+    "sources": they are not sealed.
     """
-    is_shuffled = settings["seed"] is not None
-    shards = {str(shard): _entry_of(at, is_shuffled) for shard, at in positions.items()}
-    ended = [shard for shard, at in positions.items() if at.has_ended]
-    skipped = {str(shard): _skipped_of(at) for shard, at in positions.items() if at.num_skipped}
-    states = {shard: at.place.source for shard, at in positions.items()}
-    sources = {str(shard): state for shard, state in states.items() if state is not None}
-    return _with_shards({"version": _VERSION, **settings}, shards, ended, skipped, sources)
+    shards = {str(shard): _record_of(positions[shard]) for shard in sorted(positions)}
+    states = {str(shard): _own_states(positions[shard].place) for shard in sorted(positions)}
+    sources = {shard: state for shard, state in states.items() if state is not None}
+    return _sealed({"version": _VERSION, **settings}, shards, sources)
 
 
-def _entry_of(at: Position, is_shuffled: bool) -> list[int]:
-    counts = [at.place.num_read, at.place.start, at.num_batches, at.num_given]
-    return [*counts, at.place.taken] if is_shuffled else counts
+def _record_of(position: Position) -> dict[str, Any]:
+    place = position.place
+    counts = {
+        name: value
+        for part in (place, position)
+        for name, value in part._asdict().items()
+        if type(value) in (int, bool) and value
+    }
+    if place.mixed is None:
+        return counts
+    weights, taken, places = place.mixed
+    return counts | {
+        "weights": list(weights),
+        "mixed": [[units, *own[:3]] for units, own in zip(taken, places, strict=True)],
+    }
 
 
-def _skipped_of(at: Position) -> list[int]:
-    return [at.num_skipped, at.num_in_a_row]
+def _own_states(place: Place) -> Any:
+    """Return the source's own state, of a mixture the list of those of its sources; or None."""
+    if place.mixed is None:
+        return place.source
+    states = [own.source for own in place.mixed.places]
+    return states if any(state is not None for state in states) else None
 
 
-def _with_shards(
-    state: dict[str, Any],
-    shards: dict[str, Any],
-    ended: list[int],
-    skipped: dict[str, Any],
-    sources: dict[str, Any],
+def _position_of(record: Mapping[str, Any], own: Any) -> Position:
+    counts = dict(record)
+    weights, mixed = counts.pop("weights", ()), counts.pop("mixed", None)
+    place = Place(**{name: counts.pop(name) for name in Place._fields if name in counts})
+    if mixed is None:
+        return Position(place._replace(source=own), **counts)
+    states = [None] * len(mixed) if own is None else own
+    places = tuple(
+        Place(num_read, start, taken, state)
+        for (_, num_read, start, taken), state in zip(mixed, states, strict=True)
+    )
+    units = tuple(record[0] for record in mixed)
+    return Position(place._replace(mixed=MixedPlace(tuple(weights), units, places)), **counts)
+
+
+def _sealed(
+    settings: Mapping[str, Any], shards: Mapping[str, Any], sources: Mapping[str, Any]
 ) -> dict[str, Any]:
-    state["shards"] = {shard: shards[shard] for shard in sorted(shards, key=int)}
-    state["ended"] = sorted(ended)
-    if skipped:
-        state["skipped"] = skipped
-    if sources:
-        state["sources"] = sources
+    state = {**settings, "shards": shards, **({"sources": sources} if sources else {})}
     return sealed(copy.deepcopy(state))
 
 
@@ -97,15 +123,12 @@ def positions_in(
             "reads; it is the state of another rank or worker: with num_shards= load "
             "merge_states([...]) of the states of all ranks"
         )
-    positions = {}
-    for shard in shards:
-        num_read, start, num_batches, num_given, *taken = state["shards"][str(shard)]
-        source = copy.deepcopy(state.get("sources", {}).get(str(shard)))
-        place = Place(num_read, start, source, *taken)
-        skipped = state.get("skipped", {}).get(str(shard), (0, 0))
-        has_ended = shard in state["ended"]
-        positions[shard] = Position(place, num_batches, num_given, has_ended, *skipped)
-    rounds = [at.num_given for at in positions.values() if not at.has_ended]
+    sources = copy.deepcopy(state.get("sources", {}))
+    positions = {
+        shard: _position_of(state["shards"][str(shard)], sources.get(str(shard)))
+        for shard in shards
+    }
+    rounds = [one.num_given for one in positions.values() if not one.has_ended]
     if rounds and max(rounds) - min(rounds) > _MOST_APART:
         raise StateError(
             f"the state has shards that are {max(rounds) - min(rounds)} rounds apart, more than "
@@ -161,12 +184,9 @@ def _merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 f"state {number} is of a stream without num_shards, whose shards depend on the "
                 "number of ranks and workers; only that number can go on with it"
             )
-        of_shards = ("shards", "ended", "skipped", "sources")
-        settings.append({k: v for k, v in state.items() if k not in of_shards})
+        settings.append({k: v for k, v in state.items() if k not in ("shards", "sources")})
     _check_agree(settings)
     shards: dict[str, Any] = {}
-    ended: list[int] = []
-    skipped: dict[str, Any] = {}
     sources: dict[str, Any] = {}
     for number, state in enumerate(states):
         if twice := sorted(shards.keys() & state["shards"].keys(), key=int):
@@ -175,10 +195,9 @@ def _merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 "state of each rank once"
             )
         shards |= state["shards"]
-        ended += state["ended"]
-        skipped |= state.get("skipped", {})
         sources |= state.get("sources", {})
-    return _with_shards(settings[0], shards, ended, skipped, sources)
+    shards = {shard: shards[shard] for shard in sorted(shards, key=int)}
+    return _sealed(settings[0], shards, sources)
 
 
 def _check_agree(states: list[dict[str, Any]]) -> None:
@@ -200,11 +219,6 @@ def _check_settings(state: Mapping[str, Any], settings: Mapping[str, Any]) -> No
             hint = "resume with the settings it was saved with"
             if name == "rows_per_rank":
                 hint = "batch_rows / parallel.dp must stay as it was"
-            if name == "stages":
-                hint = (
-                    "stages begin after so many rows of all ranks, and a schedule counts steps of "
-                    "batch_rows rows: with half the rows a step, give twice the steps"
-                )
             raise StateError(
                 f"the state is of {name}={state.get(name)!r}, the dataset has {name}={expected!r}; "
                 f"{hint}"
