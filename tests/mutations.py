@@ -47,9 +47,7 @@ FAULTS = [
     Fault("packing/rank_plan.py", "wrong = np.flatnonzero(lengths != self.lengths)", "wrong = np.flatnonzero(lengths < self.lengths)", "packing loading/sampler"),
     Fault("packing/rank_plan.py", "if self.plan.rows_multiple_of == 1 or", "if True or", "packing loading/prefetch vision"),
     # context
-    Fault("packing/context.py", "[rank, parts - 1 - rank]", "[rank, parts - size + rank]", "test_context_shards.py"),
-    Fault("packing/context.py", "np.concatenate([bounds, begins, ends])", "np.concatenate([begins, ends])", "test_context_shards.py"),
-    Fault("batch/context_shards.py", "[rank, parts - 1 - rank]", "[rank, parts - size + rank]", "test_context_shards.py test_context_frameworks.py"),
+    Fault("batch/context_shards.py", "[rank, parts - 1 - rank]", "[rank, parts - size + rank]", "test_context_shards.py"),
     Fault("batch/context_shards.py", "np.concatenate([bounds, begins, ends])", "np.concatenate([begins, ends])", "test_context_shards.py"),
     Fault("packing/options.py", "divmod(rank // self.tp, self.cp)", "divmod(rank, self.cp)", "test_context_everywhere.py"),
     Fault("batch/context_shards.py", "return before + self.skipped + 1, self.targets", "return before + self.skipped, self.targets", "test_context_shards.py"),
