@@ -107,7 +107,7 @@ OTHER_RUNS = [
         {"examples": 11},
         "state is of 11 examples, the data has 10; examples were taken away; " + WAY_OUT,
     ),
-    (prefetching, {"examples": 9}, "state is of 9 examples, the data has 10; if they were added "),
+    (prefetching, {"examples": 9}, "state is of 9 examples, the data has 10; another number has"),
     (prefetching, {"tail": "drop"}, "tail='drop', this sampler has tail='wrap'; " + WAY_OUT),
     (prefetching, order_of([1, 2, 3, 4]), "custom_order=True, this sampler has custom_order=False"),
     (

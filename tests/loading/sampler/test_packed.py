@@ -277,7 +277,7 @@ WRONG = TokenizedDataset([*EXAMPLES[:-1], {"input_ids": [1, 2], "loss_mask": [0,
         (LENGTHS, {}, False),
         (PLAIN, SPLIT, False),
         (PLAIN, {**SPLIT, "overflow": "truncate"}, False),
-        (TREES, {**SPLIT, "max_tokens": 7, "share_prefixes": True}, False),
+        (TREES, {"overflow": "drop", "max_tokens": 7, "share_prefixes": True}, True),
         (ENDED, {"strategy": "wrapped"}, False),
         (WRONG, {}, False),  # its example 12 raises at its batch, as ever
     ],
