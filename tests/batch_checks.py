@@ -96,6 +96,9 @@ def assert_round_trips(batch: Batch, cut: int) -> None:
     assert_one_buffer(loaded)
     head, tail = batch[:cut], batch[cut:]
     assert len(head) + len(tail) == len(batch)
+    for part in (head, tail, batch.pad_rows(multiple_of=len(batch) + 1)):
+        counts = [sum(row) for row in part.row_metadata["num_trained"].tolist()]
+        assert counts == (part["loss_mask"] != 0).sum(dim=1).tolist()
     assert_same_batch(Batch.cat([head, tail]), batch)
     assert_same_batch(Batch.cat([pickle.loads(pickle.dumps(head)), tail]), batch)
 
@@ -103,6 +106,20 @@ def assert_round_trips(batch: Batch, cut: int) -> None:
 def frozen(value: Any) -> Any:
     """A deep copy to compare with later."""
     return copy.deepcopy(value)
+
+
+def overwrite(given: Any) -> None:
+    """Change every number of arrays and tensors in place, as a user may after collation."""
+    if isinstance(given, Ragged):
+        overwrite(given.values)
+    elif isinstance(given, Mapping | list | tuple):
+        for value in given.values() if isinstance(given, Mapping) else given:
+            overwrite(value)
+    elif isinstance(given, torch.Tensor):
+        with torch.no_grad():
+            given.copy_(given == 0)
+    elif isinstance(given, np.ndarray) and given.flags.writeable and given.dtype != object:
+        given[...] = given == 0
 
 
 def same_value(value: Any, other: Any) -> bool:

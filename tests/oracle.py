@@ -282,26 +282,6 @@ def padded_segments(
     return batch
 
 
-def per_token_field(
-    batch: Mapping[str, Any], values: Sequence[Sequence[Any]], *, pad: float, shape: Sequence[int]
-) -> list[Any]:
-    """A declared field `[R, W, *shape]` of a packed batch, or one padded on the left.
-
-    `values` has an entry per token of each example.
-    """
-    rows = []
-    width, metadata = batch["input_ids"].shape[1], batch["metadata"]
-    for r, lengths in enumerate(batch["sub_seq_lengths"]):
-        cells = [np.full(shape, pad).tolist() for _ in range(width)]
-        for k, length in enumerate(lengths):
-            first = batch["cu_seq_lens"][r][k] if "cu_seq_lens" in batch else width - length
-            start = metadata["example_starts"][r][k]
-            for token in range(length):
-                cells[first + token] = values[metadata["example_indices"][r][k]][start + token]
-        rows.append(cells)
-    return rows
-
-
 def rollout_batch(
     rollouts: Sequence[Mapping[str, Any]],
     *,

@@ -18,12 +18,18 @@ from hypothesis import strategies as st
 
 from tests.building import packed_collator
 from tests.strategies import (
+    ANY,
     EXAMPLE_WEIGHTS,
+    INTS,
     NUMBERS,
+    Container,
     PackedOptions,
+    array,
     batches,
     packed_options,
     padded_options,
+    strided,
+    tensor,
 )
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators import PaddedCollator, RolloutCollator
@@ -35,74 +41,39 @@ __all__ = ["DrawnRollouts", "draw_batch", "packed_rollout_options", "rollout_opt
 _ROUNDED = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 _NUMBERS = (0.0, 1.0, -1.0, 0.5, 0.1, -1 / 3, 1e-6, 100.0, 3.0)
 _WEIGHTS = (0.0, 1.0, 1.0, 0.5, 1 / 3)
-_PATCH_DIM = 3
 
-Container = Callable[[Any], Any]
-
-
-def _strided(values: Any) -> np.ndarray:
-    return np.repeat(np.array(values), 2, axis=0)[::2]
-
-
-def _readonly(values: Any) -> np.ndarray:
-    array = np.array(values)
-    array.flags.writeable = False
-    return array
-
-
-def _tensor(dtype: torch.dtype, **options: Any) -> Container:
-    return lambda values: torch.tensor(np.array(values).tolist(), dtype=dtype, **options)
-
-
-def _array(dtype: Any) -> Container:
-    return lambda values: np.array(values, dtype=dtype)
-
-
-_ANY: dict[str, Container] = {"list": list, "tuple": tuple, "strided": _strided}
-_INTS = _ANY | {
-    "readonly": _readonly,
-    "int32": _array(np.int32),
-    "int64": _array(np.int64),
-    "uint32": _array(np.uint32),
-    "uint64": _array(np.uint64),
-    "tensor32": _tensor(torch.int32),
-    "tensor64": _tensor(torch.int64),
-}
-_FLOATS = _ANY | {
-    "readonly": _readonly,
-    "float16": _array(np.float16),
-    "float32": _array(np.float32),
-    "float64": _array(np.float64),
-    "tensor_float16": _tensor(torch.float16),
-    "tensor_bfloat16": _tensor(torch.bfloat16),
-    "tensor_float32": _tensor(torch.float32),
-    "tensor_float64": _tensor(torch.float64),
-    "tensor_bfloat16_grad": _tensor(torch.bfloat16, requires_grad=True),
-    "tensor_float64_grad": _tensor(torch.float64, requires_grad=True),
+_FLOATS = ANY | {
+    **{f"float{n}": array(f"float{n}") for n in (16, 32, 64)},
+    "tensor_float16": tensor(torch.float16),
+    "tensor_bfloat16": tensor(torch.bfloat16),
+    "tensor_float32": tensor(torch.float32),
+    "tensor_float64": tensor(torch.float64),
+    "tensor_bfloat16_grad": tensor(torch.bfloat16, requires_grad=True),
+    "tensor_float64_grad": tensor(torch.float64, requires_grad=True),
 }
 _SCALARS: dict[str, Container] = {
     "float": float,
     "np_float32": np.float32,
     "np_float64": np.float64,
-    "array_float64": _array(np.float64),
+    "array_float64": array(np.float64),
     **{name: _FLOATS[name] for name in _FLOATS if name.startswith("tensor")},
 }
-_WHOLE = {"int": int, "np_int64": np.int64, "tensor_int64": _tensor(torch.int64)}
-_BITS = {"bool": bool, "np_bool": np.bool_, "tensor_bool": _tensor(torch.bool)}
+_WHOLE = {"int": int, "np_int64": np.int64, "tensor_int64": tensor(torch.int64)}
+_BITS = {"bool": bool, "np_bool": np.bool_, "tensor_bool": tensor(torch.bool)}
 _ROUTES: dict[str, Container] = {
     "list": lambda array: array.tolist(),
     "uint8": lambda array: array.astype(np.uint8),
     "int64": lambda array: array.copy(),
-    "strided": _strided,
-    "tensor_int16": _tensor(torch.int16),
-    "tensor_uint8": _tensor(torch.uint8),
+    "strided": strided,
+    "tensor_int16": tensor(torch.int16),
+    "tensor_uint8": tensor(torch.uint8),
 }
 _IMAGES: dict[str, Container] = {
     "list": lambda array: array.tolist(),
     "float32": lambda array: array.astype(np.float32),
     "float64": lambda array: array.copy(),
-    "tensor_bfloat16": _tensor(torch.bfloat16),
-    "tensor_float32_grad": _tensor(torch.float32, requires_grad=True),
+    "tensor_bfloat16": tensor(torch.bfloat16),
+    "tensor_float32_grad": tensor(torch.float32, requires_grad=True),
 }
 _UIDS: dict[str, Callable[[int], tuple[Any, Any]]] = {  # what is given, and what comes back
     "str": lambda i: (f"prompt-{i // 2}", f"prompt-{i // 2}"),
@@ -169,7 +140,7 @@ def rollouts(
         rows = [
             [first + 100 * i + 50 * which + t for t in range(n[which])] for i, n in _each(lengths)
         ]
-        put(key, draw(_rows(rows, _INTS)))
+        put(key, draw(_rows(rows, INTS)))
     num_tokens = [response for _, response in lengths]
     palette = draw(st.lists(st.sampled_from(_WEIGHTS), min_size=1, max_size=4))
     put("loss_mask", draw(_rows(_filled(num_tokens, palette), _FLOATS)))
@@ -278,12 +249,12 @@ def _routes(draw: st.DrawFn, lengths: list[int]) -> list[tuple[Any, Any]]:
     entries: list[tuple[Any, Any]] = []
     for i, (kind, length) in enumerate(zip(kinds, lengths, strict=True)):
         count = draw(st.sampled_from((0, 1, length - 1, length, length)))
-        array = (np.arange(count * layers * top_k) + i) % 100 + first
-        array = array.reshape(count, layers, top_k)
+        routes = (np.arange(count * layers * top_k) + i) % 100 + first
+        routes = routes.reshape(count, layers, top_k)
         if count:
-            entries.append((_ROUTES[kind](array), array.tolist()))
+            entries.append((_ROUTES[kind](routes), routes.tolist()))
         else:  # a list of no tokens has no layers
-            entries.append((array, array))
+            entries.append((routes, routes))
     return entries
 
 
@@ -299,11 +270,11 @@ def _images(draw: st.DrawFn, count: int) -> tuple[list[tuple[Any, Any]], list[tu
             pixels.append((None, None))
             grids.append((None, None))
             continue
-        patches = sum(t * h * w for t, h, w in grid)
-        array = 10.0 * i + np.arange(patches * _PATCH_DIM).reshape(patches, _PATCH_DIM) / 2
-        pixels.append((_IMAGES[kind](array), array.tolist()))
+        num_patches = sum(t * h * w for t, h, w in grid)
+        patches = 10.0 * i + np.arange(num_patches * 3).reshape(num_patches, 3) / 2
+        pixels.append((_IMAGES[kind](patches), patches.tolist()))
         as_lists = [list(size) for size in grid]
-        container = draw(st.sampled_from((list, _array(np.int32), _tensor(torch.int64))))
+        container = draw(st.sampled_from((list, array(np.int32), tensor(torch.int64))))
         grids.append((container(as_lists), as_lists))
     return pixels, grids
 

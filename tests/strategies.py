@@ -20,17 +20,9 @@ from tests.oracle import IGNORE, alignment
 from torch_collate_kit.ragged import Ragged
 
 __all__ = [
-    "COUNT_COLUMNS",
-    "EXAMPLE_WEIGHTS",
-    "FORMS",
-    "FUZZ",
-    "NUMBERS",
-    "DrawnBatch",
-    "PackedOptions",
-    "batches",
-    "count_column",
-    "packed_options",
-    "padded_options",
+    *("ANY", "COUNT_COLUMNS", "EXAMPLE_WEIGHTS", "FORMS", "FUZZ", "INTS", "MANY"),
+    *("NUMBERS", "Container", "DrawnBatch", "PackedOptions", "array", "batches", "count_column"),
+    *("packed_options", "padded_options", "strided", "tensor"),
 ]
 
 # The profile is that of conftest.py. Explaining a failure takes minutes here; shrinking is enough.
@@ -38,6 +30,8 @@ FUZZ = settings(
     phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
+
+MANY = settings(FUZZ, max_examples=3 * settings().max_examples)  # of all forms together
 
 FORMS = ("loss_mask", "num_actions", "labels", "assistant_masks", "completion_mask", "none")
 COUNT_COLUMNS = ("list", "array", "tensor", "ragged_array", "ragged_tensor")
@@ -52,39 +46,45 @@ NUMBERS: dict[str, Callable[[float], Any]] = {
 }
 _WEIGHTS = (0.0, 1.0, 0.5, 2.0, 0.25, 0.1, 1 / 3, 1e-6, 100.0)
 
-Container = Callable[[list[Any]], Any]
-_INTS: dict[str, Container] = {
-    "list": list,
-    "tuple": tuple,
-    "int32": lambda values: np.array(values, dtype=np.int32),
-    "int64": lambda values: np.array(values, dtype=np.int64),
-    "uint32": lambda values: np.array(values, dtype=np.uint32),
-    "readonly": lambda values: np.frombuffer(np.array(values, dtype=np.int64).tobytes(), np.int64),
-    "strided": lambda values: np.repeat(np.array(values, dtype=np.int64), 2)[::2],
-    "tensor32": lambda values: torch.tensor(values, dtype=torch.int32),
-    "tensor64": lambda values: torch.tensor(values, dtype=torch.int64),
+Container = Callable[[Any], Any]
+
+
+def array(dtype: Any) -> Container:
+    return lambda values: np.array(values, dtype=dtype)
+
+
+def tensor(dtype: torch.dtype, **options: Any) -> Container:
+    return lambda values: torch.tensor(np.array(values).tolist(), dtype=dtype, **options)
+
+
+def strided(values: Any) -> np.ndarray:
+    return np.repeat(np.array(values), 2, axis=0)[::2]
+
+
+def readonly(values: Any) -> np.ndarray:
+    made = np.array(values)
+    made.flags.writeable = False
+    return made
+
+
+ANY: dict[str, Container] = {
+    **{"list": list, "tuple": tuple, "strided": strided, "readonly": readonly},
 }
-_SIGNED = [name for name in _INTS if name != "uint32"]
-_FLOATS: dict[str, Container] = {
-    "list": list,
-    "tuple": tuple,
-    "float32": lambda values: np.array(values, dtype=np.float32),
-    "float64": lambda values: np.array(values, dtype=np.float64),
-    "tensor32": lambda values: torch.tensor(values, dtype=torch.float32),
-    "tensor64": lambda values: torch.tensor(values, dtype=torch.float64),
+INTS = ANY | {
+    **{f"int{n}": array(f"int{n}") for n in (32, 64)},
+    **{f"uint{n}": array(f"uint{n}") for n in (32, 64)},
+    **{"tensor32": tensor(torch.int32), "tensor64": tensor(torch.int64)},
+}
+_SIGNED = [name for name in INTS if not name.startswith("uint")]
+_FLOATS = ANY | {
+    **{"float32": array(np.float32), "float64": array(np.float64)},
+    **{"tensor32": tensor(torch.float32), "tensor64": tensor(torch.float64)},
 }
 _BITS: dict[str, Container] = {  # a 0/1 mask comes as any of these, and as floats
-    "ints": list,
-    "tuple": tuple,
-    "bools": lambda values: [bool(value) for value in values],
-    "bool": lambda values: np.array(values, dtype=bool),
-    "uint8": lambda values: np.array(values, dtype=np.uint8),
-    "int64": lambda values: np.array(values, dtype=np.int64),
-    "tensor_bool": lambda values: torch.tensor(values, dtype=torch.bool),
-    "tensor_int8": lambda values: torch.tensor(values, dtype=torch.int8),
-    "tensor_int64": lambda values: torch.tensor(values, dtype=torch.int64),
-    "tensor_float16": lambda values: torch.tensor(values, dtype=torch.float16),
-    "tensor_bfloat16": lambda values: torch.tensor(values, dtype=torch.bfloat16),
+    **{"ints": list, "tuple": tuple, "bools": lambda values: [bool(value) for value in values]},
+    **{name: array(name) for name in ("bool", "uint8", "int64")},
+    **{f"tensor {of}": tensor(of) for of in (torch.bool, torch.int8, torch.int64)},
+    **{f"tensor {of}": tensor(of) for of in (torch.float16, torch.bfloat16)},
 }
 
 
@@ -251,7 +251,7 @@ def _mask(draw: st.DrawFn, length: int, *, weighted: bool) -> list[float]:
 def _containers(draw: st.DrawFn) -> dict[str, str]:
     """A container for every kind of field."""
     return {
-        "input_ids": draw(st.sampled_from(sorted(_INTS))),
+        "input_ids": draw(st.sampled_from(sorted(INTS))),
         "labels": draw(st.sampled_from(_SIGNED)),
         "floats": draw(st.sampled_from(sorted(_FLOATS))),
         "bits": draw(st.sampled_from(sorted(_BITS))),
@@ -269,7 +269,7 @@ def _contained(example: dict[str, Any], containers: dict[str, str]) -> dict[str,
         elif name == "weight":
             given[name] = NUMBERS[containers[name]](value)
         elif name in ("input_ids", "labels"):
-            given[name] = _INTS[containers[name]](value)
+            given[name] = INTS[containers[name]](value)
         elif all(isinstance(entry, int) for entry in value):
             given[name] = _BITS[containers["bits"]](value)
         else:

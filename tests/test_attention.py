@@ -10,14 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.tiny_models import (
-    MODELS,
-    WINDOW,
-    packed_inputs,
-    segment_slices,
-    tiny_model,
-    token_ids,
-)
+from tests.tiny_models import MODELS, WINDOW, packed_inputs, segment_slices, tiny_model, token_ids
 from torch_collate_kit.attention import kernels
 from torch_collate_kit.attention.kernels import SegmentBounds, attend
 

@@ -14,8 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.batch_samples import (
-    APART,
-    KINDS,
     contents,
     examples,
     loose,
@@ -168,23 +166,6 @@ def test_rows_with_pieces_of_one_example_are_joined() -> None:
     split = PackedCollator(0, max_tokens=4, overflow="split")([{"input_ids": [1, 2, 3, 4, 5, 6]}])
     assert len(split) == 2
     assert Batch.cat([split[:1], split[1:]]) == split
-
-
-@pytest.mark.parametrize("kind", list(APART))
-def test_counts_per_row_go_with_the_rows(kind: str) -> None:
-    batch = KINDS[kind]()
-    tokens = batch["attention_mask"].sum(1).tolist()
-    trained = (batch["loss_mask"] != 0).sum(1).tolist()
-    for rows in ([*range(len(batch))][1:], [0], [len(batch) - 1, 0]):
-        for part in (batch[rows[0] : rows[0] + len(rows)], batch.select(rows)):
-            found = part.row_metadata["example_indices"].tolist()
-            places = [batch.row_metadata["example_indices"].tolist().index(row) for row in found]
-            assert part.stored().num_tokens().tolist() == [tokens[i] for i in places]
-            assert part.stored().num_loss_tokens().tolist() == [trained[i] for i in places]
-            if "response_mask" in batch:
-                responses = part["response_mask"].sum(1).tolist()
-                assert part.stored().num_tokens("responses").tolist() == responses
-    assert batch.stored().num_tokens("nothing") is None
 
 
 def test_batches_that_differ_in_metadata_alone_are_not_equal(collated: Batch) -> None:

@@ -9,6 +9,7 @@ import copy
 import pickle
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -85,6 +86,12 @@ def change(field: Any, wanted: Any, number: int) -> None:
     elif field.numel():
         for tensor in (field, wanted):
             tensor.view(len(tensor), -1)[number % len(tensor), ::2] += number
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_added_rows_of_every_kind(kind: str) -> None:
+    """The fuzz below seldom adds rows to a batch of each."""
+    check(KINDS[kind]().pad_rows(multiple_of=7), padded(model_of(KINDS[kind]()), 7))
 
 
 @settings(FUZZ, max_examples=2 * settings().max_examples)

@@ -9,13 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from torch_collate_kit import (
-    Batch,
-    PackedCollator,
-    PaddedCollator,
-    ParallelLayout,
-    PerToken,
-)
+from torch_collate_kit import Batch, PackedCollator, PaddedCollator, ParallelLayout, PerToken
 
 FIELDS = {
     "half": PerToken(torch.bfloat16, pad=-1),
@@ -107,14 +101,3 @@ def test_fields_are_those_of_the_examples(name: str, scale: int) -> None:
         assert torch.equal(batch["loss_mask"], weights[:, -width:])
         labels = torch.where(weights != 0, batch["input_ids"], -100)
         assert torch.equal(batch["labels"], labels)
-
-
-def test_masks_and_positions_of_padded_rows_are_windows() -> None:
-    for side in ("left", "right"):
-        batch = PaddedCollator(0, padding_side=side)(examples("flags", 1))
-        for row, start, _, length in places(batch):
-            expected = torch.zeros(batch["input_ids"].shape[1], dtype=torch.int64)
-            expected[start : start + length] = 1
-            assert torch.equal(batch["attention_mask"][row], expected)
-            expected[start : start + length] = torch.arange(length)
-            assert torch.equal(batch["position_ids"][row], expected)

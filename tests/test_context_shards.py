@@ -1,4 +1,4 @@
-"""Shards of context ranks: the cells of the oracle, and joined the batch they were cut from."""
+"""Shards of context ranks: the oracle's cells and those of frameworks, and joined the batch."""
 
 from __future__ import annotations
 
@@ -6,17 +6,21 @@ import pickle
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
-from hypothesis import given, settings
+import torch.distributed as dist
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import oracle
 from tests.batch_checks import assert_same_batch
-from tests.strategies import FORMS, FUZZ, batches
+from tests.context_ranks import process_groups
+from tests.ranks import on_two_ranks
+from tests.rollout_strategies import rollouts
+from tests.strategies import FUZZ, batches
 from torch_collate_kit import (
     Batch,
     PackedCollator,
+    PackingOptions,
     PaddedCollator,
     ParallelLayout,
     PerExample,
@@ -24,6 +28,7 @@ from torch_collate_kit import (
     PerToken,
     RolloutCollator,
 )
+from torch_collate_kit.attention import context_join
 
 LAYOUTS = ("zigzag", "contiguous", "head_tail")
 SIZES = (1, 2, 3, 4, 8, 16)
@@ -83,11 +88,64 @@ def assert_shards(batch: Batch, size: int, layout: Any, pads: dict[str, float]) 
     return shards
 
 
-@pytest.mark.parametrize("form", FORMS)
-@settings(FUZZ, max_examples=settings().max_examples // 3)  # of every form
+def check_join(batch: Batch, shards: list[Batch], pads: dict[str, float]) -> None:
+    """Fields of cells, of predicted tokens, and of trained tokens alone, joined."""
+    for name in ("input_ids", "position_ids", "attention_mask"):
+        assert torch.equal(context_join([of[name] for of in shards], shards), batch[name]), name
+    for name in ("loss_mask", *(name for name in pads if name in batch)):
+        joined = context_join([of[name] for of in shards], shards)[:, :-1]
+        expected = batch[name][:, -joined.shape[1] :]
+        is_first = (batch["position_ids"] == 0)[:, 1:]  # nothing predicts these
+        is_first = is_first[..., None] if expected.ndim == 3 else is_first
+        expected = torch.where(is_first, pads.get(name, 0), expected)
+        assert torch.equal(joined, expected.to(joined.dtype)), name
+    targets = context_join([of["targets"] for of in shards], shards)[:, :-1]
+    assert torch.equal(targets, batch["labels"][:, 1:])
+    trained = [of["targets"][of["loss_mask"] != 0] for of in shards]
+    expected = batch["labels"][:, 1:][batch["loss_mask"] != 0]
+    assert torch.equal(context_join(trained, shards), expected)
+
+
+def transformer_engine(cu: np.ndarray, rank: int, size: int) -> list[int]:
+    """The cells of ``thd_get_partitioned_indices``, by the formula of its kernel."""
+    local = cu // size
+    cells = []
+    for s in range(len(cu) - 1):
+        length = int(local[s + 1] - local[s])
+        for i in range(length):
+            chunk = rank if i < length // 2 else 2 * (size - 1) - rank
+            cells.append(i + int(local[s]) * size + length // 2 * chunk)
+    return cells
+
+
+def head_tail(width: int, rank: int, size: int) -> list[int]:
+    """The columns of torch's own balancer."""
+    from torch.distributed.tensor.experimental._context_parallel import _load_balancer
+
+    balancer = _load_balancer._HeadTailLoadBalancer(width, size, "cpu")
+    order = balancer._generate_indices()[0]
+    return order.chunk(size)[rank].tolist()
+
+
+def check_frameworks(batch: Batch, shards: list[Batch], layout: str) -> None:
+    size, width = len(shards), batch["input_ids"].shape[1]
+    for rank, shard in enumerate(shards):
+        cu = np.asarray(shard.metadata["cu_seq_lens"])
+        if layout == "zigzag":
+            assert shard.cells.tolist() == transformer_engine(cu, rank, size)
+            assert torch.equal(shard.metadata["cu_seq_lens_local"], torch.from_numpy(cu // size))
+            inputs = batch.model_inputs()
+            assert torch.equal(shard.metadata["cu_seq_lens"], inputs["cu_seq_lens_q"])
+        elif layout == "head_tail":
+            columns = shard.cells.view(len(batch), -1) % width
+            assert columns.tolist() == [head_tail(width, rank, size)] * len(batch)
+
+
+@FUZZ
 @given(data=st.data())
-def test_packed_rows_are_those_of_the_oracle(form: str, data: st.DataObject) -> None:
-    drawn = data.draw(batches(form, max_examples=6, columns=False))
+def test_packed_rows_are_those_of_the_oracle(data: st.DataObject) -> None:
+    drawn = data.draw(batches(max_examples=6, columns=False))
+    form = drawn.form
     size, cut = data.draw(st.sampled_from(SIZES)), data.draw(st.sampled_from((1, 1, 2)))
     parallel = ParallelLayout(dp=data.draw(st.sampled_from((1, 2))), cp=size * cut)
     align = parallel.align
@@ -97,7 +155,10 @@ def test_packed_rows_are_those_of_the_oracle(form: str, data: st.DataObject) -> 
     )
     batch = collate(with_fields(drawn.plain))
     for layout in LAYOUTS:
-        assert_shards(batch, size, layout, PADS)
+        shards = assert_shards(batch, size, layout, PADS)
+        check_join(batch, shards, PADS)
+        if size > 1:  # one rank has all, also where they would refuse odd lengths
+            check_frameworks(batch, shards, layout)
 
 
 @FUZZ
@@ -115,34 +176,18 @@ def test_padded_rows_are_those_of_the_oracle(data: st.DataObject) -> None:
         assert_shards(batch, size, layout, PADS)
 
 
-def rollouts(rng: np.random.Generator) -> list[dict[str, Any]]:
-    found = []
-    for _ in range(rng.integers(1, 5)):
-        prompt, response = int(rng.integers(1, 6)), int(rng.integers(1, 9))
-        found.append(
-            {
-                "prompt_ids": rng.integers(1, 90, prompt).tolist(),
-                "response_ids": rng.integers(1, 90, response).tolist(),
-                "rewards": rng.random(response).tolist(),
-                "loss_mask": rng.integers(0, 2, response).tolist(),
-                "logprobs": (-rng.random(response)).tolist(),
-                "rollout_expert_indices": rng.integers(0, 5, (prompt + response - 1, 2, 2)),
-            }
-        )
-    return found
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_rollouts_are_those_of_the_oracle(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    size, examples = int(rng.choice(SIZES)), rollouts(rng)
-    padded = RolloutCollator(9, pad_to_multiple_of=2 * size)(examples)
-    parallel = ParallelLayout(cp=size)
-    packed = PackedCollator(9, max_tokens=96, parallel=parallel)(examples)
+@FUZZ
+@given(data=st.data())
+def test_rollouts_are_those_of_the_oracle(data: st.DataObject) -> None:
+    drawn = data.draw(
+        rollouts(images=False, max_examples=4, max_length=8, rollout_expert_indices=True)
+    )
+    size = data.draw(st.sampled_from(SIZES))
+    padded = RolloutCollator(9, pad_to_multiple_of=2 * size)(drawn.given)
+    packed = PackedCollator(9, max_tokens=96, parallel=ParallelLayout(cp=size))(drawn.given)
     for batch in (padded, packed):
         for layout in LAYOUTS[batch is padded :]:
-            shards = assert_shards(batch, size, layout, {})
-            for shard in shards:
+            for shard in assert_shards(batch, size, layout, {}):
                 routes = batch["rollout_expert_indices"].flatten(0, 1)[shard.cells]
                 assert torch.equal(shard["rollout_expert_indices"].flatten(0, 1), routes)
 
@@ -179,3 +224,47 @@ def test_fields_changed_before_are_cut_as_they_are() -> None:
     assert shard["values"].tolist() == [[1, 2, 0, 0, 9, 0]]
     assert shard["pairs"].tolist() == [[[0, 1], [2, 3], [0, 0], [0, 0], [16, 17], [0, 0]]]
     assert "labels" not in shard
+
+
+# --- two ranks run the code of torch ---------------------------------------------
+
+
+def one_example_rows() -> Batch:
+    """Two rows of one example each, the second shorter."""
+    examples = [{"input_ids": [*range(10 * i + 1, 10 * i + 1 + n)]} for i, n in enumerate((8, 5))]
+    packing = PackingOptions(8, parallel=ParallelLayout(cp=2), max_sequences_per_row=1)
+    return PackedCollator(0, packing=packing)(examples)
+
+
+def whole_rows(batch: Batch) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The inputs of the recipe, and the keywords of ``context_parallel``."""
+    inputs = {name: batch[name].clone() for name in ("input_ids", "position_ids")}
+    inputs["shift_labels"] = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+    buffers = list(inputs.values())
+    return inputs, {
+        "buffers": buffers,
+        "buffer_seq_dims": [1] * len(buffers),
+        "no_restore_buffers": set(buffers),
+    }
+
+
+def cut_by_torch() -> tuple[list[Any], list[Any]]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel
+
+    with process_groups(2):
+        batch = one_example_rows()
+        shard = batch.context_shard(dist.get_rank(), 2, layout="head_tail")
+        inputs, keywords = whole_rows(batch)
+        mesh = init_device_mesh("cpu", (2,))
+        with context_parallel(mesh, **keywords):
+            names = ("input_ids", "position_ids", "shift_labels")
+            found = [inputs[name].tolist() for name in names]
+        expected = [shard[name].tolist() for name in ("input_ids", "position_ids", "targets")]
+        assert batch["input_ids"].shape == (2, 8), "the batch itself was cut"
+    return found, expected
+
+
+def test_torch_cuts_our_inputs_to_our_shard() -> None:
+    for found, expected in on_two_ranks(cut_by_torch):
+        assert found == expected

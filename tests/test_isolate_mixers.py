@@ -198,29 +198,18 @@ def test_the_host_copy_is_read_and_not_the_device():
 # --- refused -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("model", "error", "message"),
-    [
-        (lambda: hybrid_model("glm5_next", "sdpa"), IsolationError, "pools neighbouring tokens"),
-        (
-            lambda: tiny_model("qwen3"),
-            ValueError,
-            "Qwen3ForCausalLM has no layers that carry state",
-        ),
-        (lambda: tiny_model("bloom", "eager"), IsolationError, "takes a 2-D attention_mask only"),
-        (
-            lambda: hybrid_model("lfm2", layer_types=["full_attention"] * 2),
-            ValueError,
-            r"carry state from token to token \(no Lfm2ShortConv\), so there is nothing",
-        ),
-        (
-            lambda: torch.nn.Linear(1, 1),
-            ValueError,
-            r"Linear has no layers .*\(none in the table\)",
-        ),
-    ],
-)
-def test_models_that_it_does_not_help(model, error, message):
+NOT_HELPED: list[tuple[Any, type[Exception], str]] = [
+    (lambda: hybrid_model("glm5_next", "sdpa"), IsolationError, "pools neighbouring tokens"),
+    (lambda: tiny_model("qwen3"), ValueError, "Qwen3ForCausalLM has no layers that carry state"),
+    (lambda: tiny_model("bloom", "eager"), IsolationError, "takes a 2-D attention_mask only"),
+    (lambda: hybrid_model("lfm2", layer_types=["full_attention"] * 2), ValueError,
+     r"carry state from token to token \(no Lfm2ShortConv\), so there is nothing"),
+    (lambda: torch.nn.Linear(1, 1), ValueError, r"Linear has no layers .*\(none in the table\)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "error", "message"), NOT_HELPED)
+def test_models_that_it_does_not_help_are_refused(model, error, message):
     with pytest.raises(error, match=message):
         isolate_mixers(model())
 

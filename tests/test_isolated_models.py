@@ -27,8 +27,8 @@ from tests.test_isolate_mixers import (
     original,
     rows_with_a_pad,
 )
-from tests.tiny_models import packed_inputs, token_ids
-from torch_collate_kit import PackedCollator, isolate_mixers
+from tests.tiny_models import packed_inputs
+from torch_collate_kit import isolate_mixers
 
 # --- training ------------------------------------------------------------------------------------
 
@@ -79,15 +79,6 @@ def test_a_layer_that_is_checkpointed_by_hand_is_refused():
         logits.sum().backward()
 
 
-def test_autocast():
-    inputs = rows_with_a_pad(*TWO_ROWS)
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        expected = alone(original("qwen3_5"), inputs)
-        found = isolated("qwen3_5")(**inputs).logits
-    assert found.dtype == torch.bfloat16
-    assert_equal(found, expected, 0.02)
-
-
 @pytest.mark.parametrize("first", ["peft", "isolate_mixers"])
 def test_lora_inside_mixers(first):
     peft = pytest.importorskip("peft")
@@ -124,40 +115,6 @@ def test_compiled_with_one_break_per_mixer():
     compiled = torch.compile(model, backend="eager")
     for each in (inputs, others):
         assert_equal(compiled(**each).logits, model(**each).logits, 1e-6)
-
-
-def test_trainer_is_a_loop_over_examples_alone(tmp_path):
-    """Three steps of AdamW, and the evaluation after them."""
-    transformers = pytest.importorskip("transformers")
-    rows = [{"input_ids": ids.tolist(), "labels": ids.tolist()} for ids in token_ids(4, 9)]
-    rows = [{name: ids[: 3 + 2 * i] for name, ids in row.items()} for i, row in enumerate(rows)]
-    model, reference = isolated("qwen3_5", scale=5.0), original("qwen3_5", scale=5.0).train()
-    arguments = transformers.TrainingArguments(
-        output_dir=str(tmp_path),
-        per_device_train_batch_size=len(rows),
-        learning_rate=1e-3,
-        lr_scheduler_type="constant",
-        max_grad_norm=0.0,
-        num_train_epochs=3,
-        **{"logging_steps": 1, "report_to": [], "use_cpu": True, "disable_tqdm": True},
-    )
-    collate = PackedCollator(0, max_tokens=16).for_trainer(model)
-    trainer = transformers.Trainer(model, arguments, collate, rows, rows)
-    trainer.train()
-    found = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    found.append(trainer.evaluate()["eval_loss"])
-    optimizer, expected = torch.optim.AdamW(reference.parameters(), 1e-3, weight_decay=0.0), []
-    for _ in range(4):
-        optimizer.zero_grad()
-        all_ids = [torch.tensor([row["input_ids"]]) for row in rows]
-        logits = [reference(input_ids=ids, use_cache=False).logits[0, :-1] for ids in all_ids]
-        targets = [ids[0, 1:] for ids in all_ids]
-        loss = torch.nn.functional.cross_entropy(torch.cat(logits), torch.cat(targets))
-        loss.backward()
-        optimizer.step()
-        expected.append(loss.item())
-    assert expected[-1] < 0.99 * expected[0]
-    assert found == pytest.approx(expected, rel=2e-5)
 
 
 LAYOUTS_OF_RANKS = TWO_ROWS, ([11, 11], [1, 21])

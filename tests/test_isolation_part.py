@@ -65,8 +65,7 @@ def test_large_batches_pass_in_a_small_part(kind: str, attention: str, as_inputs
 
 
 @pytest.mark.parametrize(
-    ("config", "longest"),
-    [({}, 84), ({"sliding_window": 80}, 112), ({"sliding_window": 500}, 84)],
+    ("config", "longest"), [({}, 84), ({"sliding_window": 80}, 112), ({"sliding_window": 500}, 84)]
 )
 def test_windows_keep_their_length(config: dict[str, Any], longest: int) -> None:
     model = Toy(**config).eval()

@@ -122,27 +122,24 @@ def test_planted_leaks_are_caught(leak: Any, message: str, attention: str) -> No
         check_isolation(Planted(model, leak), tree())
 
 
-@pytest.mark.parametrize("size", [1e-2, 1e-6])
-def test_a_leak_of_any_size_between_siblings_is_caught(size: float) -> None:
-    class Mixing(Planted):
-        """Adds a little of cell 3 to cell 4, its sibling."""
+def small(cell: torch.Tensor) -> torch.Tensor:
+    return 1e-6 * cell
 
+
+def by_a_choice(cell: torch.Tensor) -> torch.Tensor:
+    """Has no gradient."""
+    return cell.detach().round()
+
+
+@pytest.mark.parametrize("leak", [small, by_a_choice])
+def test_a_leak_between_siblings_is_caught(leak: Any) -> None:
+    """By the gradient or by the movement, which the other one does not show."""
+
+    class Mixing(Planted):
         def added(self, logits: torch.Tensor) -> torch.Tensor:
-            return logits.index_add(1, torch.tensor([4]), size * logits[:, 3:4])
+            return logits.index_add(1, torch.tensor([4]), leak(logits[:, 3:4]))
 
     model = Mixing(tiny_model("qwen3", "sdpa"), lambda inputs: {})
-    with pytest.raises(IsolationError, match=r"\(from cell 3\) leaks into .* \(from cell 4\)"):
-        check_isolation(model, tree())
-
-
-def test_a_leak_by_a_choice_which_has_no_gradient_is_caught() -> None:
-    class Choosing(Planted):
-        """Lets cell 3 choose what is added to cell 4, its sibling."""
-
-        def added(self, logits: torch.Tensor) -> torch.Tensor:
-            return logits.index_add(1, torch.tensor([4]), logits[:, 3:4].detach().round())
-
-    model = Choosing(tiny_model("qwen3", "sdpa"), lambda inputs: {})
     with pytest.raises(IsolationError, match=r"\(from cell 3\) leaks into .* \(from cell 4\)"):
         check_isolation(model, tree())
 

@@ -193,20 +193,6 @@ def test_an_infinite_loss_of_an_untrained_token_is_no_nan(per_token: bool) -> No
     assert (logits.grad[0, [1, 3]] == 0).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_half_logits_are_summed_in_fp32(dtype: torch.dtype) -> None:
-    model = Model(dtype)
-    batch = PackedCollator(0, max_tokens=9)(EXAMPLES)
-    logits = model(batch)
-    loss = token_loss(logits, batch, num_loss_tokens=8)
-    assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    assert model.gradient(loss).dtype == dtype
-    in_fp32 = token_loss(logits.float(), batch, num_loss_tokens=8)
-    torch.testing.assert_close(
-        loss.float(), in_fp32, rtol=0 if dtype.itemsize < 8 else 1e-6, atol=0
-    )
-
-
 # --- num_loss_tokens -----------------------------------------------------------------------------
 
 

@@ -44,15 +44,9 @@ def ragged(request: pytest.FixtureRequest) -> Ragged:
 # --- what it holds -------------------------------------------------------------------------------
 
 
-def test_every_way_to_read_gives_the_same_rows(ragged: Ragged) -> None:
-    assert len(ragged) == 4
-    assert ragged.tolist() == ROWS
-    assert [row.tolist() for row in ragged] == ROWS
-    assert [ragged[i].tolist() for i in range(4)] == ROWS
+def test_rows_by_any_index(ragged: Ragged) -> None:
     assert [ragged[i - 4].tolist() for i in range(4)] == ROWS
     assert ragged[np.int64(2)].tolist() == [4]
-    assert ragged.lengths.tolist() == [3, 0, 1, 2]
-    assert ragged.values.tolist() == [1, 2, 3, 4, 5, 6]
     assert repr(ragged).startswith("Ragged(4 rows, 6 values, ")
 
 
@@ -103,32 +97,19 @@ def test_to_a_device_moves_the_values_and_leaves_the_shape(ragged: Ragged, index
 # --- from_rows -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "rows",
-    [
-        [[1, 2], [3]],
-        [(1, 2), (3,)],
-        [np.array([1, 2]), np.array([3])],
-        [torch.tensor([1, 2]), torch.tensor([3])],
-        [[1, 2], torch.tensor([3])],
-        iter([[1, 2], [3]]),
-    ],
-)
-def test_from_rows_takes_every_kind_of_row(rows: Any) -> None:
-    ragged = Ragged.from_rows(rows)
-    assert isinstance(ragged.values, np.ndarray)
-    assert ragged.values.dtype == np.int64
-    assert ragged.tolist() == [[1, 2], [3]]
-
-
-def test_from_rows_keeps_or_sets_the_dtype() -> None:
+def test_from_rows_takes_rows_of_every_kind_and_keeps_or_sets_the_dtype() -> None:
+    for make in (list, tuple, np.array, torch.tensor):
+        for rows in ([make([1, 2]), make([3])], [[1, 2], make([3])], iter([make([1, 2]), [3]])):
+            ragged = Ragged.from_rows(rows)
+            assert isinstance(ragged.values, np.ndarray)
+            assert ragged.values.dtype == np.int64
+            assert ragged.tolist() == [[1, 2], [3]]
     half = [np.array([0.5], dtype=np.float16)]
     assert Ragged.from_rows(half).values.dtype == np.float16
     assert Ragged.from_rows(half, dtype=np.float32).values.dtype == np.float32
     assert Ragged.from_rows([[], [0.5], []]).tolist() == [[], [0.5], []]
-    # NumPy calls an empty list float64: it must not turn the ids of the others into floats.
-    assert Ragged.from_rows([[], [3]]).values.dtype == np.int64
-    assert Ragged.from_rows([[], []]).values.dtype == np.int64
+    for empty in ([[], [3]], [[], []]):  # NumPy calls an empty list float64
+        assert Ragged.from_rows(empty).values.dtype == np.int64
     assert Ragged.from_rows([[]], dtype=np.float32).values.dtype == np.float32
 
 
@@ -153,30 +134,24 @@ def test_the_pickle_of_a_slice_holds_its_rows_alone(make: Any) -> None:
 
 # --- errors --------------------------------------------------------------------------------------
 
-
-@pytest.mark.parametrize("offsets", [[], np.zeros((1, 2), dtype=np.int64), [0.0, 2.0], [[0, 2]]])
-def test_offsets_of_a_wrong_form_are_refused(offsets: Any) -> None:
-    with pytest.raises(ValueError, match=r"offsets must be one-dimensional.*for one row pass"):
-        Ragged(np.arange(2), offsets)
-
-
-@pytest.mark.parametrize("offsets", [[0, 3], [-1, 2], [0, 2, 1], [2, 0], [0, 9, 2]])
-def test_offsets_that_fall_or_leave_the_values_are_refused(offsets: list[int]) -> None:
-    with pytest.raises(ValueError, match=r"must not decrease and must lie within 0\.\.2 .*got \["):
-        Ragged(np.arange(2), offsets)
-
-
-@pytest.mark.parametrize("index", [4, -5])
-def test_a_row_that_is_not_there(ragged: Ragged, index: int) -> None:
-    with pytest.raises(IndexError, match=f"row {index} of a Ragged with 4 rows"):
-        ragged[index]
-    with pytest.raises(IndexError, match="out of bounds"):
-        ragged.take([index])
+FORM = r"offsets must be one-dimensional.*for one row pass"
+WITHIN = r"must not decrease and must lie within 0\.\.2 .*got \["
+REFUSED: list[tuple[Any, type[Exception], str]] = [
+    *[(lambda of=of: Ragged(np.arange(2), of), ValueError, FORM)
+      for of in ([], np.zeros((1, 2), dtype=np.int64), [0.0, 2.0], [[0, 2]])],
+    *[(lambda of=of: Ragged(np.arange(2), of), ValueError, WITHIN)
+      for of in ([0, 3], [-1, 2], [0, 2, 1], [2, 0], [0, 9, 2])],
+    *[(lambda at=at, of=of: of(ROWS)[at], IndexError, f"row {at} of a Ragged with 4 rows")
+      for at in (4, -5) for of in MAKERS],
+    *[(lambda at=at: of_numpy(ROWS).take([at]), IndexError, "out of bounds") for at in (4, -5)],
+    (lambda: of_numpy(ROWS).take(np.array([False, True, True, False])), TypeError, "integers"),
+]  # fmt: skip
 
 
-def test_take_refuses_a_boolean_mask() -> None:
-    with pytest.raises(TypeError, match="integers"):
-        of_numpy(ROWS).take(np.array([False, True, True, False]))
+@pytest.mark.parametrize(("call", "error", "words"), REFUSED)
+def test_what_has_no_rows_is_refused(call: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        call()
 
 
 # --- any sequence of operations ------------------------------------------------------------------

@@ -23,12 +23,7 @@ from torch_collate_kit import (
     segment_sums,
     token_logps,
 )
-from torch_collate_kit.losses import (
-    global_num_examples,
-    segment_ends,
-    sums_by,
-    trained_values,
-)
+from torch_collate_kit.losses import global_num_examples, segment_ends, sums_by, trained_values
 
 MORE: dict[str, Callable[[bool], Any]] = {
     "split": lambda normalize: PackedCollator(
@@ -55,10 +50,7 @@ def collated(name: str, examples: list[dict[str, Any]], normalize: bool) -> tupl
         return KINDS[name](normalize)(examples), examples
     given = [as_rollout(example) for example in examples]
     whole = [
-        {
-            "input_ids": e["prompt_ids"] + e["response_ids"],
-            "loss_mask": [0, *e["loss_mask"]],
-        }
+        {"input_ids": e["prompt_ids"] + e["response_ids"], "loss_mask": [0, *e["loss_mask"]]}
         for e in given
     ]
     return KINDS[name](normalize)(given), whole

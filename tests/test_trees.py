@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from tests.devices import NoWaiting
-from tests.tree_samples import (
-    FIELDS,
-    both,
-    exact_model,
-    inputs_of,
-    pairs,
-    random_examples,
-)
+from tests.tiny_models import tiny_model
+from tests.tree_samples import FIELDS, both, exact_model, inputs_of, pairs, random_examples
 from torch_collate_kit import (
     Batch,
     PackedCollator,
     ParallelLayout,
-    global_num_loss_tokens,
     segment_sums,
     token_logps,
     token_loss,
@@ -105,7 +98,7 @@ def models_of(kind: str, windows: tuple[int | None, ...] = (None,)) -> dict[Any,
     }
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 def test_random_trees_are_exact(seed: int) -> None:
     check_tree(seed, models_of("qwen3", (None, 4)) if seed % 2 else models_of("llama"))
 
@@ -162,8 +155,6 @@ def test_training_with_checkpointing_through_the_head(attention: str) -> None:
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_bfloat16_and_autocast_are_close(attention: str) -> None:
-    from tests.tiny_models import tiny_model
-
     batches, losses = both(random_examples(6)), []
     for dtype, enabled in ((torch.bfloat16, False), (torch.float32, True)):
         model = tiny_model("qwen3", attention, dtype=dtype)
@@ -178,83 +169,31 @@ def test_bfloat16_and_autocast_are_close(attention: str) -> None:
 # --- rows move whole -----------------------------------------------------------------------------
 
 
-def rows() -> tuple[Batch, Batch]:
-    """Several rows, each with trees of several examples."""
-    examples = [one for seed in range(6) for one in random_examples(seed)]
-    return both(examples, max_tokens=120, fields=FIELDS, parallel=ParallelLayout(dp=2))
-
-
-def _selected(batch: Batch) -> list[Batch]:
-    return [batch.select([i]) for i in reversed(range(len(batch)))]
-
-
-def _sent(batch: Batch) -> list[Batch]:
-    return list(DataLoader([batch], batch_size=1, collate_fn=lambda of: of[0], num_workers=1))
-
-
 PARTS: dict[str, Callable[[Batch], list[Batch]]] = {
-    "split": lambda b: b.split(1),
-    "row numbers": lambda b: b.split([[len(b) - 1], [*range(len(b) - 1)]]),
-    "slices": lambda b: [b[1:], b[:1]],
-    "chunk": lambda b: b.chunk(2),
-    "select": _selected,
+    "select": lambda b: [b.select([i]) for i in reversed(range(len(b)))],
     "pad_rows": lambda b: [b.pad_rows(multiple_of=len(b) + 1)],
-    "cat": lambda b: [Batch.cat([b[1:], b[:1]])],
-    "pickle": lambda b: [pickle.loads(pickle.dumps(b[1:])), b[:1]],
-    "worker": _sent,
-    "to": lambda b: [b.to("cpu")],
-    "with_fields": lambda b: [b.with_fields(more=torch.zeros(len(b), 1))],
+    "cat and pickle": lambda b: [pickle.loads(pickle.dumps(Batch.cat([b[1:], b[:1]])))],
     "replaced": lambda b: [b.with_fields(position_ids=b["position_ids"].clone())],
 }
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_rows_move_whole(name: str) -> None:
-    shared, plain = rows()
-    model, total = exact_model("qwen3", "torch_varlen"), global_num_loss_tokens(plain)
-    assert (
-        int(total)
-        == int(global_num_loss_tokens(shared))
-        == int(global_num_loss_tokens(PARTS[name](shared)))
-    )
-
-    def loss(logits: Tensor, batch: Batch, old: Any) -> Tensor:
-        logps = token_logps(logits, batch)
-        sums = segment_sums(logps, batch)
-        return token_loss(logits, batch, num_loss_tokens=total) + sums.square().sum() / 100
-
+def test_paths_go_with_their_rows(name: str) -> None:
+    """What else goes with rows is in test_trees_everywhere."""
+    examples = [one for seed in range(6) for one in random_examples(seed)]
+    shared, plain = both(examples, max_tokens=120, fields=FIELDS, parallel=ParallelLayout(dp=2))
+    assert len(shared) > 2
+    model = exact_model("qwen3", "torch_varlen")
     with torch.no_grad():
-        expected = loss(model(**inputs_of(plain, model)).logits, plain, None)
-        found = sum(
-            loss(model(**inputs_of(of, model)).logits, of, None) for of in PARTS[name](shared)
-        )
-    assert abs(float(found - expected)) < EXACT * float(expected)
+        expected = float(run_alone(model, plain))
+        found = sum(float(run_alone(model, of)) for of in PARTS[name](shared))
+    assert abs(found - expected) < EXACT * expected
 
 
-def test_parts_of_parts_are_the_same_rows() -> None:
-    shared, _ = rows()
-    again = Batch.cat([shared.select([i]) for i in range(len(shared))])
-    assert again == Batch.cat(shared.chunk(2)) == shared
-    assert sum(part.num_cells for part in shared.split(1)) == shared.num_cells
-
-
-def test_per_token_outputs_are_those_of_plain_rows() -> None:
-    model, outputs = exact_model("qwen3", "sdpa"), []
-    for batch in both(random_examples(4)):
-        logits = model(**inputs_of(batch, model)).logits
-        options = {"num_loss_tokens": 1, "return_per_token_outputs": True}
-        outputs.append(token_loss(logits, batch, **options)[1])
-    assert outputs[0].example_indices.tolist() == outputs[1].example_indices.tolist()
-    for one, other in zip(outputs[0].nll, outputs[1].nll, strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-5)
-
-
-def test_fewer_columns_of_logits_are_refused() -> None:
-    shared, _ = both(random_examples(1))
-    logits = torch.zeros(len(shared), shared["input_ids"].shape[1] - 1, 8)
-    for loss in (token_logps, lambda x, b: token_loss(x, b, num_loss_tokens=1)):
-        with pytest.raises(ValueError, match="logits have shape"):
-            loss(logits, shared)
+def run_alone(model: Any, batch: Batch) -> Tensor:
+    logits = model(**inputs_of(batch, model)).logits
+    sums = segment_sums(token_logps(logits, batch), batch)
+    return token_loss(logits, batch, num_loss_tokens=9) + sums.square().sum() / 100
 
 
 @pytest.mark.parametrize("attention", ["torch_varlen", "sdpa", "eager"])
@@ -278,13 +217,6 @@ def test_nothing_waits_for_the_device(attention: str) -> None:
 def three() -> Batch:
     segments = [[3, 4, 5], [3, 4, 6, 7], [3, 4, 6, 8]]
     return both([{"input_ids": segments}])[0]
-
-
-def test_inputs_need_the_model_or_the_name_of_its_attention() -> None:
-    with pytest.raises(
-        ValueError, match=r"share prefixes \(share_prefixes\), so their inputs are th"
-    ):
-        three().model_inputs()
 
 
 def test_paths_and_masks_written_by_hand() -> None:
@@ -313,57 +245,56 @@ def test_paths_and_masks_written_by_hand() -> None:
     assert windows["sliding_attention"][0, 0, 5].int().tolist() == [0, 0, 0, 1, 0, 1]
 
 
-@pytest.mark.parametrize(
-    ("model", "options", "message"),
-    [
-        ("flex_attention", {}, "'flex_attention' has no paths .* without share_prefixes"),
-        ("flash_attention_2", {}, "'flash_attention_2' has no paths .* without share_prefixes"),
-        ("kernels-community/flash-attn2", {}, "has no paths .* without share_prefixes"),
-        ("torch_varlen", {"mask": "block"}, 'mask="block" is for attention "sdpa"'),
-        ("torch_varlen", {"sliding_window": 4}, 'mask="block" is for attention "sdpa"'),
-        ("sdpa", {"mask": "whole"}, "mask='whole' is unknown"),
-        ("sdpa", {"sliding_window": 0}, "sliding_window must be at least 1"),
-        (("lfm2", "sdpa", {}), {}, "lfm2 models: its layers carry state .* share_prefixes"),
-        (("bloom", "eager", {}), {}, "bloom models: it takes a 2-D .* without share_prefixes"),
-        (
-            ("qwen3", "sdpa", {"attention_dropout": 0.1}),
-            {},
-            r"attention dropout \(0.1\).* without share_prefixes",
-        ),
-        (
-            ("qwen3", "torch_varlen", {"attention_dropout": 0.1}),
-            {},
-            r"attention dropout \(0.1\).* without share_prefixes",
-        ),
-    ],
-    ids=lambda of: str(of)[:40],
-)
-def test_models_that_do_not_follow_paths_are_refused(
-    model: Any, options: dict[str, Any], message: str
-) -> None:
-    from tests.tiny_models import tiny_model
-
-    if isinstance(model, tuple):
-        kind, attention, changes = model
-        model = tiny_model(kind, attention, **changes)
-    with pytest.raises((ValueError, IsolationError), match=message):
-        three().model_inputs(model, **options)
+def chunked(attention: str) -> Any:
+    model: Any = torch.nn.Linear(1, 1)
+    model.config = SimpleNamespace(_attn_implementation=attention, attention_chunk_size=8)
+    return model
 
 
-def test_chunked_attention_is_refused() -> None:
-    from types import SimpleNamespace
+def inputs(model: Any = None, **options: Any) -> Callable[[], Any]:
+    """Of a model, the name of its attention, or what tiny_model takes."""
 
-    model = torch.nn.Linear(1, 1)
-    model.config = SimpleNamespace(_attn_implementation="sdpa", attention_chunk_size=8)
-    with pytest.raises(ValueError, match=r"layers \('chunked_attention',\).*share_prefixes"):
-        three().model_inputs(model)
+    def call() -> Any:
+        of = tiny_model(*model[:2], **dict(model[2:])) if isinstance(model, tuple) else model
+        return three().model_inputs(*[] if of is None else [of], **options)
+
+    return call
 
 
-@pytest.mark.parametrize("share", [True, "auto"])
-def test_trainer_gets_no_shared_prefixes(share: Any) -> None:
-    collate = PackedCollator(0, max_tokens=9, share_prefixes=share)
-    with pytest.raises(ValueError, match=f"several targets.*share_prefixes={share!r}"):
-        collate.for_trainer()
+def for_trainer(share: Any) -> Callable[[], Any]:
+    return lambda: PackedCollator(0, max_tokens=9, share_prefixes=share).for_trainer()
+
+
+def short_logits(loss: Callable[..., Any]) -> Callable[[], Any]:
+    return lambda: loss(torch.zeros(1, 5, 8), three())
+
+
+DROPS = ("attention_dropout", 0.1)
+REFUSED: list[tuple[Callable[[], Any], str]] = [
+    (inputs(), r"share prefixes \(share_prefixes\), so their inputs are th"),
+    (inputs("flex_attention"), "'flex_attention' has no paths .* without share_prefixes"),
+    (inputs("flash_attention_2"), "'flash_attention_2' has no paths .* without share_prefixes"),
+    (inputs("kernels-community/flash-attn2"), "has no paths .* without share_prefixes"),
+    (inputs("torch_varlen", mask="block"), 'mask="block" is for attention "sdpa"'),
+    (inputs("torch_varlen", sliding_window=4), 'mask="block" is for attention "sdpa"'),
+    (inputs("sdpa", mask="whole"), "mask='whole' is unknown"),
+    (inputs("sdpa", sliding_window=0), "sliding_window must be at least 1"),
+    (inputs(("lfm2", "sdpa")), "lfm2 models: its layers carry state .* share_prefixes"),
+    (inputs(("bloom", "eager")), "bloom models: it takes a 2-D .* without share_prefixes"),
+    (inputs(("qwen3", "sdpa", DROPS)), r"dropout \(0.1\).* without share_prefixes"),
+    (inputs(("qwen3", "torch_varlen", DROPS)), r"dropout \(0.1\).* without share_prefixes"),
+    (inputs(chunked("sdpa")), r"layers \('chunked_attention',\).*share_prefixes"),
+    (for_trainer(True), "several targets.*share_prefixes=True"),
+    (for_trainer("auto"), "several targets.*share_prefixes='auto'"),
+    (short_logits(token_logps), "logits have shape"),
+    (short_logits(lambda x, b: token_loss(x, b, num_loss_tokens=1)), "logits have shape"),
+]
+
+
+@pytest.mark.parametrize(("call", "words"), REFUSED, ids=[words for _, words in REFUSED])
+def test_what_has_no_paths_is_refused(call: Callable[[], Any], words: str) -> None:
+    with pytest.raises((ValueError, IsolationError), match=words):
+        call()
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import copy
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,9 @@ import torch
 from tests.collators.bad_inputs import BAD_INPUTS, BadInput
 from torch_collate_kit.collators import PackedCollator, PaddedCollator, RolloutCollator
 from torch_collate_kit.errors import DataError
+from torch_collate_kit.loading import TokenizedDataset
+from torch_collate_kit.packing import pack
+from torch_collate_kit.ragged import Ragged
 
 CONTRACT = Path(__file__).parents[2] / "docs" / "contract.md"
 
@@ -25,76 +29,47 @@ def test_bad_input_raises_what_the_contract_says(case: BadInput):
     assert f"| {case.given} | `{caught.type.__name__}`: {message} |" in shown
 
 
-def test_the_message_names_the_token_of_the_example_after_a_split():
-    collate = PackedCollator(0, max_tokens=4, overflow="split")
-    with pytest.raises(DataError, match="example 1: input_ids is -9 at token 6"):
-        collate([{"input_ids": [1]}, {"input_ids": [1, 2, 3, 4, 5, 6, -9]}])
+PADDED = PaddedCollator(0)
+SPLIT = PackedCollator(0, max_tokens=4, overflow="split")
+FOR_TRAINER = PackedCollator(0, max_tokens=8).for_trainer()
+LONG_ROW = {"input_ids": [1, 2, 3, 4, 5, 6, -9]}
+ACTIONS = {"input_ids": [5, 6, 7, 8], "loss_mask": [1, -2], "num_actions": 2}
+SEVERAL = r"example 0: num_actions is .* it must be an integer"
+MASKED = np.ma.array([5, 6, 7], mask=[False, True, False])
+COLUMNS = {"input_ids": [[5, 6], [7, 8]], "loss_mask": [[1], [1]]}
+LOST = "is a masked array, whose mask would be lost"
+REFUSED: list[tuple[Callable[[], Any], str]] = [
+    (lambda: SPLIT([{"input_ids": [1]}, LONG_ROW]), "example 1: input_ids is -9 at token 6"),
+    (lambda: PADDED([ACTIONS]), r"example 0: loss_mask is -2\.0 at response token 1"),
+    (lambda: PADDED([ACTIONS | {"num_actions": np.array([1, 2])}]), SEVERAL),
+    (lambda: PADDED([ACTIONS | {"num_actions": torch.tensor([1, 2])}]), SEVERAL),
+    (lambda: PADDED([ACTIONS | {"num_actions": np.array([])}]), SEVERAL),
+    (lambda: FOR_TRAINER([{"input_ids": [5, 6, 7], "loss_mask": [0, 1, 0.25]}]),
+     r"no loss_mask, but a token has weight 0\.25; give masks"),
+    (lambda: PADDED({"input_ids": 5}), "collate one example as a list"),
+    (lambda: PADDED({"input_ids": torch.tensor([5, 6])}), "collate one example as a list"),
+    (lambda: PADDED(iter([])), "is a list_iterator; pass a list of examples, a mapping of columns"),
+    (lambda: PADDED([{"input_ids": [5], "attention_mask": 1}]), "attention_mask is int; give a"),
+    (lambda: PADDED([{"input_ids": np.array([5, 6]), "attention_mask": torch.tensor([0, 1])}]),
+     "attention_mask contains a 0"),
+    (lambda: PADDED({**COLUMNS, "num_actions": MASKED[:2]}), f"column num_actions {LOST}"),
+    (lambda: PADDED({**COLUMNS, "loss_mask": MASKED[:2, None]}), f"column loss_mask {LOST}"),
+    (lambda: Ragged(MASKED, [0, 3]), r"values are a masked array.*pass \.filled"),
+    (lambda: Ragged.from_rows([[1], MASKED]), r"row 1 is a masked array.*pass \.compressed"),
+    (lambda: TokenizedDataset([{"input_ids": [1]}, {"input_ids": MASKED}]),
+     r"example 1: input_ids is a masked array.*\.compressed"),
+    (lambda: pack(MASKED, 8), r"lengths is a masked array.*pass \.compressed"),
+]  # fmt: skip
 
 
-def test_the_message_names_the_response_token_of_a_response_mask():
-    example = {"input_ids": [5, 6, 7, 8], "loss_mask": [1, -2], "num_actions": 2}
-    with pytest.raises(DataError, match=r"example 0: loss_mask is -2\.0 at response token 1"):
-        PaddedCollator(0)([example])
+@pytest.mark.parametrize(("call", "words"), REFUSED, ids=[words for _, words in REFUSED])
+def test_what_else_is_refused(call: Callable[[], Any], words: str) -> None:
+    with pytest.raises((DataError, TypeError), match=words):
+        call()
 
 
-@pytest.mark.parametrize("mask", [[0, 1, 1], np.array([0, 1, 1]), torch.tensor([0, 1, 1])])
-def test_padded_examples_are_refused_in_every_form(mask):
-    with pytest.raises(DataError, match="attention_mask contains a 0"):
-        PaddedCollator(0)([{"input_ids": [5, 6, 7], "attention_mask": mask}])
-
-
-def test_arguments_are_never_changed():
-    examples = [
-        {"input_ids": [5, 6, 7], "loss_mask": [1, 0.5], "num_actions": 2},
-        {"input_ids": np.array([8, 9]), "loss_mask": np.array([1.0]), "num_actions": 1},
-        {
-            "input_ids": torch.tensor([3, 2, 1]),
-            "loss_mask": torch.tensor([1.0, 1.0], requires_grad=True),
-            "num_actions": torch.tensor(2),
-        },
-    ]
-    before = copy.deepcopy(examples)
-    for collate in (PaddedCollator(0), PackedCollator(0, max_tokens=8)):
-        batch = collate(examples)
-        batch["input_ids"].fill_(-1)  # what comes out shares no memory with what went in
-        batch["loss_mask"].fill_(-1)
-    for example, old in zip(examples, before, strict=True):
-        assert example.keys() == old.keys()
-        for key, value in example.items():
-            assert type(value) is type(old[key])
-            assert np.array_equal(_plain(value), _plain(old[key]))
-
-
-def _plain(value):
-    return value.detach().numpy() if isinstance(value, torch.Tensor) else value
-
-
-@pytest.mark.parametrize("counts", [torch.tensor([1, 2]), np.array([1, 2]), np.array([])])
-def test_several_numbers_of_actions_in_one_example_are_refused(counts):
-    example = {"input_ids": [5, 6, 7], "loss_mask": [1, 1], "num_actions": counts}
-    with pytest.raises(DataError, match=r"example 0: num_actions is .* it must be an integer"):
-        PaddedCollator(0)([example])
-
-
-def test_weights_are_refused_where_only_labels_are_passed_on():
-    collate = PackedCollator(0, max_tokens=8).for_trainer()
-    with pytest.raises(DataError, match=r"no loss_mask, but a token has weight 0\.25; give masks"):
-        collate([{"input_ids": [5, 6, 7], "loss_mask": [0, 1, 0.25]}])
-    assert "loss_mask" not in collate([{"input_ids": [5, 6, 7], "loss_mask": [0, 1, 0]}])
-
-
-@pytest.mark.parametrize(
-    ("examples", "message"),
-    [
-        ({"input_ids": 5}, "collate one example as a list"),
-        ({"input_ids": torch.tensor([5, 6])}, "collate one example as a list"),
-        (iter([]), "examples is a list_iterator; pass a list of examples, a mapping of columns"),
-        ([{"input_ids": [5], "attention_mask": 1}], "example 0: attention_mask is int; give a lis"),
-    ],
-)
-def test_near_misses_name_the_way_out(examples, message):
-    with pytest.raises((DataError, TypeError), match=message):
-        PaddedCollator(0)(examples)
+def test_weights_of_0_and_1_are_passed_on_as_labels() -> None:
+    assert "loss_mask" not in FOR_TRAINER([{"input_ids": [5, 6, 7], "loss_mask": [0, 1, 0]}])
 
 
 # --- rows of more cells than int32 counts --------------------------------------------------------

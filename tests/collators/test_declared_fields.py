@@ -267,32 +267,66 @@ def test_a_rank_without_examples_has_them_too() -> None:
     assert batch["one"].tolist() == [[1.5], []]
 
 
-@pytest.mark.parametrize(
-    ("spec", "mine", "message"),
-    [
-        (PerToken(torch.int8), [1, 2], "example 0: mine has 2 entries, input_ids has 3 tokens; gi"),
-        (PerToken(torch.int8), [1, 2, 300], r"example 0: mine\[2\] is 300, which torch.int8 does"),
-        (PerToken(torch.int8), [1, 2.5, 3], r"example 0: mine\[1\] is 2.5 \(float\); it must be a"),
-        (PerToken(torch.bool), [0, 1, 2], r"mine\[2\] is 2, which torch.bool does not hold"),
-        (PerToken(torch.float16), [0, 1e6, 2], r"mine\[1\] is 1000000.0, which torch.float16 does"),
-        (PerToken(torch.float32), [0, 1e60, 2], r"mine\[1\] is 1e\+60, which torch.float32 does"),
-        (PerToken(torch.int8), None, "example 0: mine is None; give a list"),
-        (PerToken(torch.int8), ["a", "b", "c"], r"example 0: mine\[0\] is 'a' \(str\)"),
-        (PerResponseToken(torch.float32), [1, 2, 3], "fields declares mine per response token, an"),
-        (PerExample(torch.int64), [1, 2, 3], r"example 0: mine is \[1, 2, 3\] \(list\); it is"),
-        (PerExample(torch.int64), "a", r"example 0: mine is 'a' \(str\); it is declared PerExampl"),
-        (PerExample(torch.int8), 1000, "example 0: mine is 1000, which torch.int8 does not hold"),
-        (PerExample(torch.int64), 2**70, "mine has a number beyond 64 bits"),
-        (PerExample(str), 3, r"example 0: mine is 3 \(int\); it is declared PerExample\(str\), so"),
-        (PerExample(str), None, r"example 0: mine is None \(NoneType\); it is declared PerExamp"),
-        (PerExample(str), ["a"], r"example 0: mine is \['a'\] \(list\); it is declared PerExamp"),
-        (PerExample(str), b"a", r"example 0: mine is b'a' \(bytes\); it is declared PerExample"),
-    ],
-)
-def test_wrong_values(spec: Any, mine: Any, message: str) -> None:
-    collate = PaddedCollator(0, fields={"mine": spec})
-    with pytest.raises(DataError, match=message):
-        collate([{**SFT[0], "mine": mine}])
+TOKEN, PAIR = PerToken(torch.int8), PerToken(torch.int8, shape=(2,))
+NUMBER, NAME = PerExample(torch.int64), PerExample(str)
+REF = PerExample(torch.float32, shape=(2,))
+RIGHT: dict[Any, Any] = {TOKEN: [1, 2], PAIR: [[1, 2], [3, 4]], NUMBER: 1, NAME: "a", REF: [1, 2]}
+WRONG_VALUES: list[tuple[Any, Any, str]] = [
+    (TOKEN, [1, 2], "mine has 2 entries, input_ids has 3 tokens; gi"),
+    (TOKEN, [1, 2, 300], r"mine\[2\] is 300, which torch.int8 does"),
+    (TOKEN, [1, 2.5, 3], r"mine\[1\] is 2.5 \(float\); it must be a"),
+    (TOKEN, None, "mine is None; give a list"),
+    (TOKEN, ["a", "b", "c"], r"mine\[0\] is 'a' \(str\)"),
+    (PerToken(torch.bool), [0, 1, 2], r"mine\[2\] is 2, which torch.bool does not hold"),
+    (PerToken(torch.float16), [0, 1e6, 2], r"mine\[1\] is 1000000.0, which torch.float16 does"),
+    (PerToken(torch.float32), [0, 1e60, 2], r"mine\[1\] is 1e\+60, which torch.float32 does"),
+    (NUMBER, [1, 2, 3], r"mine is \[1, 2, 3\] \(list\); it is"),
+    (NUMBER, "a", r"mine is 'a' \(str\); it is declared PerExampl"),
+    (PerExample(torch.int8), 1000, "mine is 1000, which torch.int8 does not hold"),
+    (NAME, 3, r"mine is 3 \(int\); it is declared PerExample\(str\), so"),
+    (NAME, None, r"mine is None \(NoneType\); it is declared PerExamp"),
+    (NAME, ["a"], r"mine is \['a'\] \(list\); it is declared PerExamp"),
+    (NAME, b"a", r"mine is b'a' \(bytes\); it is declared PerExample"),
+    (REF, [-1.0], r"mine has 1 entries, and the field's shape is \(2,\); give 2"),
+    (REF, [1, 2, 3], r"mine has 3 entries, and the field's shape is \(2,\); give 2"),
+    (REF, [[1, 2]], r"mine\[0\] is \[1, 2\], so mine is nested"),
+    (REF, 3.0, "mine is float; give a list"),
+    (REF, None, "mine is None; give a list"),
+    (REF, [1, "x"], r"mine\[1\] is 'x' \(str\); it must be a number"),
+    (REF, [1e300, 2], r"mine\[0\] is 1e\+300, which torch.float32 does not hold"),
+    (PAIR, [[1, 2], [3], [4, 5]], r"mine\[1\] has 1 entries, and the field's shape is \(2,\)"),
+    (PAIR, [[1, 2], [3, 4, 5], [6, 7]], r"mine\[1\] has 3 entries, .*; give 2, and where there a"),
+    (PAIR, [1, 2, 3, 4, 5, 6], r"mine\[0\] is 1 \(int\), and .* \(2,\); give \[tokens, 2\]"),
+    (PAIR, [[1, 2], None, [3, 4]], r"mine\[1\] is None \(NoneType\), and the field's shape is \(2"),
+    (PAIR, [[1, 2], [3, 4]], "mine has 2 entries, input_ids has 3 tokens; give one entry per toke"),
+    (PAIR, np.ones((2, 3)), r"mine has shape \(2, 3\), and the field's shape is \(2,\); give \[to"),
+    (PAIR, np.ones(6), r"mine has shape \(6,\), and the field's shape is \(2,\); give \[tokens, 2"),
+    (PAIR, torch.ones(3, 2, 1), r"mine has shape \(3, 2, 1\), and the field's shape is \(2,\); gi"),
+    (PAIR, [np.ones(2), np.ones(3), np.ones(2)], r"mine\[1\] has 3 entries, and the field's shape"),
+    (PAIR, [[1, 2], [3, "a"], [5, 6]], r"mine\[1\]\[1\] is 'a' \(str\); it must be an integer tha"),
+    (PAIR, [[1, 2], [3, 4], [5.5, 6]], r"mine\[2\]\[0\] is 5.5 \(float\); it must be an integer"),
+    (PAIR, [[1, 2], [3, 4], [5, True]], r"mine\[2\]\[1\] is True \(bool\); it must be an integer"),
+    (PAIR, [[1, 2], [3, 400], [5, 6]], r"mine\[1\]\[1\] is 400, which torch.int8 does not hold"),
+    (PAIR, np.full((3, 2), np.nan), "mine has dtype float64, and other examples have integers; gi"),
+    (PAIR, None, r"mine is None; give \[tokens, 2\] numbers, as lists, an array or a tensor"),
+    (PAIR, "abc", r"mine is str; give \[tokens, 2\] numbers"),
+]
+
+
+@pytest.mark.parametrize(("spec", "mine", "words"), WRONG_VALUES)
+def test_wrong_values_are_refused(spec: Any, mine: Any, words: str) -> None:
+    collate = PackedCollator(0, max_tokens=8, fields={"mine": spec}, train_all=True)
+    right = [{"input_ids": [8, 9], "mine": RIGHT[spec]}] if spec in RIGHT else []
+    with pytest.raises(DataError, match=rf"^example {len(right)}: {words}"):
+        collate([*right, {"input_ids": [5, 6, 7], "mine": mine}])
+
+
+def test_numbers_of_responses_or_beyond_64_bits_are_refused() -> None:
+    response = PaddedCollator(0, fields={"mine": PerResponseToken(torch.float32)})
+    with pytest.raises(DataError, match="fields declares mine per response token, an"):
+        response([SFT[0]])
+    with pytest.raises(DataError, match="mine has a number beyond 64 bits"):
+        PaddedCollator(0, fields={"mine": NUMBER})([{**SFT[0], "mine": 2**70}])
 
 
 def test_a_missing_one() -> None:

@@ -13,8 +13,6 @@ from tests.collators.bad_inputs import IMAGE, ROLLOUT, ROUTES
 from torch_collate_kit.batch import PerToken
 from torch_collate_kit.collators import PackedCollator, PaddedCollator, RolloutCollator
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.loading import TokenizedDataset
-from torch_collate_kit.packing import pack
 from torch_collate_kit.ragged import Ragged
 
 COLLATORS = {"padded": PaddedCollator(0), "packed": PackedCollator(0, max_tokens=8)}
@@ -26,19 +24,6 @@ def message_of(collate: Any, examples: Any) -> str:
     with pytest.raises(DataError) as caught:
         collate(examples)
     return str(caught.value)
-
-
-# --- a mask in the place of ids ------------------------------------------------------------------
-
-
-@collators
-def test_ids_of_bools_are_refused_and_ids_0_and_1_are_not(collate):
-    message = message_of(collate, [{"input_ids": [5]}, {"input_ids": [1, 0, False]}])
-    assert message == (
-        "example 1: input_ids[2] is False (bool); it must be an integer that fits 64 bits"
-    )
-    batch = collate([{"input_ids": [1, 0, 1], "labels": [0, 1, 0]}])
-    assert batch["labels"].tolist() == [[-100, 1, 0]]
 
 
 # --- tensors that hold no plain values -----------------------------------------------------------
@@ -99,15 +84,6 @@ def test_masked_arrays_do_not_lose_their_mask(collate, name):
     )
 
 
-def test_masked_columns_do_not_lose_their_mask():
-    columns = {"input_ids": [[5, 6], [7, 8]], "loss_mask": [[1], [1]]}
-    for name in ("num_actions", "loss_mask"):
-        values = np.ma.array([1, 1], mask=[False, True])
-        values = values.reshape(2, 1) if name == "loss_mask" else values
-        message = message_of(PaddedCollator(0), {**columns, name: values})
-        assert message.startswith(f"column {name} is a masked array, whose mask would be lost")
-
-
 MASKS = {"rollout_expert_indices": ROUTES, **IMAGE}
 
 
@@ -121,17 +97,6 @@ def test_masked_routes_and_images_are_refused(name, is_list):
     assert message == (
         f"example 1: {name} is a masked array, whose mask would be lost; give .filled(value)"
     )
-
-
-def test_masked_arrays_are_refused_wherever_rows_are_made():
-    with pytest.raises(TypeError, match=r"values are a masked array.*pass \.filled"):
-        Ragged(MASKED, [0, 3])
-    with pytest.raises(TypeError, match=r"row 1 is a masked array.*pass \.compressed"):
-        Ragged.from_rows([[1], MASKED])
-    with pytest.raises(DataError, match=r"example 1: input_ids is a masked array.*\.compressed"):
-        TokenizedDataset([{"input_ids": [1]}, {"input_ids": MASKED}])
-    with pytest.raises(TypeError, match=r"lengths is a masked array.*pass \.compressed"):
-        pack(MASKED, 8)
 
 
 # --- weights that float32 loses ------------------------------------------------------------------
@@ -223,11 +188,7 @@ def test_ids_of_every_integer_dtype(dtype, num_tokens, collate):
         assert batch.column("input_ids").dtype == torch.int32
         expected = np.concatenate([rows[i].astype(np.int64) for i in order])
         assert batch.column("input_ids").tolist() == expected.tolist()
-
-
-@collators
-@pytest.mark.parametrize("dtype", ["i1", "i2", "i4", "i8", ">i8"])
-def test_a_negative_id_of_every_integer_dtype(dtype, collate):
-    values = np.array([5, 6, -7], dtype=dtype)
-    for given in ({"input_ids": Ragged(values, [0, 3])}, [{"input_ids": values}]):
-        assert message_of(collate, given).startswith("example 0: input_ids is -7 at token 2;")
+    if dtype[-2] == "i":
+        negative = np.array([5, 6, -7], dtype=dtype)
+        for given in ({"input_ids": Ragged(negative, [0, 3])}, [{"input_ids": negative}]):
+            assert message_of(collate, given).startswith("example 0: input_ids is -7 at token 2;")

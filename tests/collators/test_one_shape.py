@@ -28,12 +28,6 @@ def collated(**options: Any) -> list[Any]:
     return list(DataLoader(EXAMPLES, batch_size=16, collate_fn=collate))
 
 
-def test_fixed_width_fixes_the_width_alone():
-    batches = collated(fixed_width=True)
-    assert {batch["input_ids"].shape[1] for batch in batches} == {64}
-    assert len(shapes_of(batches)) == 4  # rows
-
-
 def test_rows_one_by_one_have_one_shape():
     batches = collated(fixed_width=True)
     rows = [batch[i : i + 1] for batch in batches for i in range(len(batch))]

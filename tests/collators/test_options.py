@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -85,6 +86,11 @@ def test_numpy_integers_give_what_python_ints_give(name, integer):
     found, expected = use(integer), use(int)
     assert found == expected
     assert _plain(found) == _plain(expected)
+
+
+def test_a_collator_that_was_sent_to_a_worker_gives_the_same() -> None:
+    for collate in (PaddedCollator(0), packed_collator(0, max_tokens=64, parallel=_layout(int))):
+        assert pickle.loads(pickle.dumps(collate))(EXAMPLES) == collate(EXAMPLES)
 
 
 COLLATORS = {

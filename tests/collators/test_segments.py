@@ -22,7 +22,7 @@ from tests.batch_checks import (
 )
 from tests.building import packed_collator
 from tests.oracle import packed_segments, padded_segments
-from tests.strategies import FORMS, FUZZ, DrawnBatch, batches, packed_options
+from tests.strategies import FUZZ, MANY, DrawnBatch, batches, packed_options
 from torch_collate_kit import (
     DataError,
     PackedCollator,
@@ -66,8 +66,8 @@ def grouped(drawn: DrawnBatch, counts: list[int]) -> tuple[list[list[dict[str, A
 
 
 @st.composite
-def segmented(draw: st.DrawFn, form: str | None = None) -> tuple[list[list[dict[str, Any]]], Any]:
-    drawn = draw(batches(form))
+def segmented(draw: st.DrawFn) -> tuple[list[list[dict[str, Any]]], Any]:
+    drawn = draw(batches())
     counts, left = [], len(drawn.plain)
     while left:
         counts.append(draw(st.integers(1, min(3, left))))
@@ -80,11 +80,10 @@ def lengths_of(examples: list[list[dict[str, Any]]]) -> list[list[int]]:
     return [[len(segment["input_ids"]) for segment in example] for example in examples]
 
 
-@pytest.mark.parametrize("form", FORMS)
-@FUZZ
+@MANY
 @given(data=st.data())
-def test_packed_rows_equal_the_oracle(form: str, data: st.DataObject) -> None:
-    plain, nested = data.draw(segmented(form))
+def test_packed_rows_equal_the_oracle(data: st.DataObject) -> None:
+    plain, nested = data.draw(segmented())
     sizes = lengths_of(plain)
     options = data.draw(packed_options([*map(sum, sizes)]))
     if options.collator["overflow"] in ("truncate", "split"):
@@ -217,58 +216,33 @@ def test_padded_rows_are_cut_only_between_examples(cut: Callable[[Batch], Any]) 
         assert same_value(padded[:8][name], batch[name]), name
 
 
-TOO_LONG = "its segments stay in one row: raise max_tokens, cut it when tokenizing, or pass overfl"
-WRONG: dict[str, tuple[Any, str]] = {
-    "fewer masks": (
-        {"loss_mask": [[0, 0, 1]]},
-        "example 1: loss_mask has 1 segment, input_ids has 2; give one entry for each segment",
-    ),
-    "a flat mask": (
-        {"loss_mask": [0, 0, 1]},
-        "example 1: loss_mask is a list that is not a list of segments, as input_ids of example 0 "
-        "is; give a list with one list for each segment",
-    ),
-    "a flat example": (
-        {"input_ids": [5, 6]},
-        "example 1: input_ids is a list that is not a list of segments, as input_ids of example 0",
-    ),
-    "no segment": ({"input_ids": []}, "example 1 is empty (input_ids has no segment); filter it"),
-    "an empty segment": (
-        {"input_ids": [[5, 6, 7], []]},
-        "example 1, segment 1 is empty (input_ids has 0 tokens); filter it out",
-    ),
-    "a negative id": (
-        {"input_ids": [[5, 6, 7], [5, 6, -7, 8]]},
-        "example 1, segment 1: input_ids is -7 at token 2; token ids are 0 or more",
-    ),
-    "a short mask": (
-        {"loss_mask": [[0, 0, 1], [0, 1]]},
-        "example 1, segment 1: loss_mask has 2 entries, input_ids has 4 tokens",
-    ),
-    "an array of two dimensions": (
-        {"input_ids": np.ones((2, 3), dtype=int)},
-        "example 1: input_ids is a ndarray that is not a list of segments",
-    ),
-    "too long": (
-        {"input_ids": [[5, 6, 7], [5] * 40], "loss_mask": [[0, 0, 1], [1] * 40]},
-        f"example 1 has 2 segments of 43 tokens in all, 43 cells with align=1, more than the 32 "
-        f"that fit in a row with max_tokens=32; {TOO_LONG}",
-    ),
-    "a number of an example": (
-        {"margin": "x"},
-        "example 1: margin is 'x' (str); it is declared PerExample, so give one number",
-    ),
-}
+SEGMENT_1 = "example 1, segment 1"
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"loss_mask": [[0, 0, 1]]},
+     "example 1: loss_mask has 1 segment, input_ids has 2; give one entry for each segment"),
+    ({"loss_mask": [0, 0, 1]},
+     "example 1: loss_mask is a list that is not a list of segments, as input_ids of example 0 is"),
+    ({"input_ids": [5, 6]}, "example 1: input_ids is a list that is not a list of segments, as"),
+    ({"input_ids": []}, "example 1 is empty (input_ids has no segment); filter it"),
+    ({"input_ids": [[5, 6, 7], []]}, f"{SEGMENT_1} is empty (input_ids has 0 tokens); filter it o"),
+    ({"input_ids": [[5, 6, 7], [5, 6, -7, 8]]}, f"{SEGMENT_1}: input_ids is -7 at token 2; token "),
+    ({"loss_mask": [[0, 0, 1], [0, 1]]}, f"{SEGMENT_1}: loss_mask has 2 entries, input_ids has 4"),
+    ({"input_ids": np.ones((2, 3), dtype=int)},
+     "example 1: input_ids is a ndarray that is not a list of segments"),
+    ({"input_ids": [[5, 6, 7], [5] * 40], "loss_mask": [[0, 0, 1], [1] * 40]},
+     "example 1 has 2 segments of 43 tokens in all, 43 cells with align=1, more than the 32 that "
+     "fit in a row with max_tokens=32; its segments stay in one row: raise max_tokens, cut it "),
+    ({"margin": "x"}, "example 1: margin is 'x' (str); it is declared PerExample, so give one num"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("change", "message"), WRONG.values(), ids=WRONG)
-def test_wrong_examples_are_named_with_their_segment(change: Any, message: str) -> None:
-    fields = {"margin": PerExample(torch.float32)}
+@pytest.mark.parametrize(("change", "words"), WRONG, ids=[words for _, words in WRONG])
+def test_wrong_examples_are_named_with_their_segment(change: dict[str, Any], words: str) -> None:
     keys = ("input_ids", "loss_mask", "margin")
     wrong = [{key: pair[key] for key in keys} for pair in PAIRS]
-    wrong[1] = {**wrong[1], **change}
-    with pytest.raises(DataError, match=f"^{re.escape(message)}"):
-        PackedCollator(0, max_tokens=32, fields=fields)(wrong)
+    wrong[1] |= change
+    with pytest.raises(DataError, match=f"^{re.escape(words)}"):
+        PackedCollator(0, max_tokens=32, fields={"margin": FIELDS["margin"]})(wrong)
 
 
 @pytest.mark.parametrize("options", [{"overflow": "truncate"}, {"overflow": "split"}])

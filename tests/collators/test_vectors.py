@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import pickle
 from collections.abc import Callable
 from functools import partial
@@ -13,12 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from tests.collators.test_packed_fuzz import _expected, collator_of
-from tests.oracle import per_token_field
-from tests.strategies import FUZZ, batches, packed_options
 from torch_collate_kit import (
     DataError,
     PackedBatchSampler,
@@ -115,36 +109,13 @@ def test_vectors_in_tables_are_read_in_place(form: str) -> None:
         ([[[1, 2]], [[1, 2], None]], "row 1: ids is null or holds a null; drop the row"),
         ([[[1, 2]], [[1, 2], [3, None]]], "row 1: ids is null or holds a null; drop the row"),
         ([[[1, 2]], None], "row 1: ids is null or holds a null; drop the row"),
-        (
-            [[["a"]], [["a"], ["b"]]],
-            "Arrow type .*; a column holds one list of numbers per",
-        ),
+        ([[["a"]], [["a"], ["b"]]], "Arrow type .*; a column holds one list of numbers per"),
     ],
 )
 def test_wrong_vectors_in_tables(ids: Any, message: str) -> None:
     source = pa.table({"input_ids": [[1], [2, 3]], "ids": ids})
     with pytest.raises(DataError, match=message):
         TokenizedDataset(source, columns=["input_ids", "ids"]).__getitems__([0, 1])
-
-
-@FUZZ
-@given(data=st.data())
-def test_packed_vectors_equal_the_oracle(data: st.DataObject) -> None:
-    drawn = data.draw(batches(columns=False))
-    options = data.draw(packed_options(drawn.lengths))
-    shape = data.draw(st.sampled_from(((1,), (2,), (2, 3))))
-    lengths = [len(example["input_ids"]) for example in drawn.plain]
-    values = [
-        (100.0 * i + np.arange(n * math.prod(shape)).reshape(n, *shape)).tolist()
-        for i, n in enumerate(lengths)
-    ]
-    fields = {"vectors": PerToken(torch.float64, pad=-1, shape=shape)}
-    collate = collator_of(options, fields=fields, train_all=drawn.form == "none")
-    make = data.draw(st.sampled_from((list, np.array, torch.tensor)))
-    examples = [{**row, "vectors": make(own)} for row, own in zip(drawn.given, values, strict=True)]
-    expected = _expected(collate, drawn.plain, options, 0)
-    wanted = per_token_field(expected, values, pad=-1, shape=shape)
-    assert collate(examples)["vectors"].tolist() == wanted
 
 
 def test_vectors_of_rollouts_are_staged_and_trimmed() -> None:
@@ -165,35 +136,6 @@ def test_vectors_of_rollouts_are_staged_and_trimmed() -> None:
         )
     found = unpack(batch["ids"], batch)
     assert [row.tolist() for row in found] == [rollout["ids"] for rollout in rollouts]
-
-
-@pytest.mark.parametrize(
-    ("mine", "message"),
-    [
-        ([[1, 2], [3], [4, 5]], r"mine\[1\] has 1 entries, and the field's shape is \(2,\)"),
-        ([[1, 2], [3, 4, 5], [6, 7]], r"mine\[1\] has 3 entries, .*; give 2, and where there a"),
-        ([1, 2, 3, 4, 5, 6], r"mine\[0\] is 1 \(int\), and .* \(2,\); give \[tokens, 2\]"),
-        ([[1, 2], None, [3, 4]], r"mine\[1\] is None \(NoneType\), and the field's shape is \(2,"),
-        ([[1, 2], [3, 4]], "mine has 2 entries, input_ids has 3 tokens; give one entry per token"),
-        (np.ones((2, 3)), r"mine has shape \(2, 3\), and the field's shape is \(2,\); give \[tok"),
-        (np.ones(6), r"mine has shape \(6,\), and the field's shape is \(2,\); give \[tokens, 2"),
-        (torch.ones(3, 2, 1), r"mine has shape \(3, 2, 1\), and the field's shape is \(2,\); give"),
-        ([np.ones(2), np.ones(3), np.ones(2)], r"mine\[1\] has 3 entries, and the field's shape"),
-        ([[1, 2], [3, "a"], [5, 6]], r"mine\[1\]\[1\] is 'a' \(str\); it must be an integer that"),
-        ([[1, 2], [3, 4], [5.5, 6]], r"mine\[2\]\[0\] is 5.5 \(float\); it must be an integer"),
-        ([[1, 2], [3, 4], [5, True]], r"mine\[2\]\[1\] is True \(bool\); it must be an integer"),
-        ([[1, 2], [3, 400], [5, 6]], r"mine\[1\]\[1\] is 400, which torch.int8 does not hold"),
-        (np.full((3, 2), np.nan), "mine has dtype float64, and other examples have integers; give"),
-        (None, r"mine is None; give \[tokens, 2\] numbers, as lists, an array or a tensor"),
-        ("abc", r"mine is str; give \[tokens, 2\] numbers"),
-    ],
-)
-def test_wrong_vectors(mine: Any, message: str) -> None:
-    fields = {"mine": PerToken(torch.int8, shape=(2,))}
-    collate = PackedCollator(0, max_tokens=8, fields=fields, train_all=True)
-    right = {"input_ids": [8, 9], "mine": [[1, 2], [3, 4]]}
-    with pytest.raises(DataError, match=f"example 1: {message}"):
-        collate([right, {"input_ids": [5, 6, 7], "mine": mine}])
 
 
 def test_uneven_vectors_in_a_table_are_named() -> None:
