@@ -253,7 +253,7 @@ FAULTS = [
     Fault("loading/loader.py", "self._at = loader.move_to(self._at)  # an", "pass  # an", "loading/prefetch/test_moves.py"),
     Fault("loading/reader.py", "if batch is END or loader.is_closed:", "if batch is END:", "loading/prefetch/test_moves.py"),
     Fault("loading/dataset/tokenized.py", '"vision": self._vision}', '"vision": None}', "loading/dataset"),
-    Fault("loading/ranks.py", "return parallel.place(rank)[0]", "return 0", "loading/test_ranks.py"),
+    Fault("loading/checks.py", "return parallel.place(rank)[0]", "return 0", "loading/test_ranks.py"),
     Fault("loading/packed_sampler.py", "parallel.dp * parallel.cp * parallel.tp", "parallel.dp", "loading/test_ranks.py"),
     Fault("loading/stream.py", "self._saved = copy.deepcopy(dict(state))", "self._saved = state", "loading/streaming"),
     Fault("loading/states.py", "return sealed(copy.deepcopy(state))", "return sealed(state)", "loading/streaming"),

@@ -10,8 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from torch_collate_kit._checks import needed_package
-from torch_collate_kit._reprs import plural
+from torch_collate_kit._checks import needed_package, plural
 from torch_collate_kit.chat.options import DEFAULT_OPTIONS, ChatOptions, ChatSetup
 from torch_collate_kit.chat.records import BadArguments
 from torch_collate_kit.chat.tokenize import grouped, tokenize_records

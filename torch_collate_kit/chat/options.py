@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import Any, Literal
 
-from torch_collate_kit._checks import checked_bool, checked_choice, checked_int
-from torch_collate_kit._reprs import dataclass_repr
+from torch_collate_kit._checks import checked_bool, checked_choice, checked_int, dataclass_repr
 from torch_collate_kit.vision.expansion import ImageProcessing, image_processing
 from torch_collate_kit.vision.images import image_files
 

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from torch_collate_kit._checks import checked_bool
-from torch_collate_kit._reprs import call_repr, changed_settings
+from torch_collate_kit._checks import call_repr, changed_settings, checked_bool
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.fields import PerExample, PerResponseToken, PerToken
 from torch_collate_kit.batch.model_inputs import model_inputs

@@ -6,8 +6,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from torch_collate_kit._checks import checked_bool, checked_choice, checked_optional_int
-from torch_collate_kit._reprs import plural
+from torch_collate_kit._checks import checked_bool, checked_choice, checked_optional_int, plural
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.fields import PackedValues
 from torch_collate_kit.batch.placement import (

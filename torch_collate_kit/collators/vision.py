@@ -8,8 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from torch_collate_kit._checks import checked_choice
-from torch_collate_kit._reprs import call_repr, changed_settings
+from torch_collate_kit._checks import call_repr, changed_settings, checked_choice
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.chat.options import DEFAULT_OPTIONS, ChatOptions, ChatSetup
 from torch_collate_kit.chat.tokenize import tokenize_records

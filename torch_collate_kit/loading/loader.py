@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 
-from torch_collate_kit._checks import checked_bool, checked_int
-from torch_collate_kit._reprs import call_repr, changed_settings
+from torch_collate_kit._checks import call_repr, changed_settings, checked_bool, checked_int
 from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading.checks import (
     LOADER_VERSION,

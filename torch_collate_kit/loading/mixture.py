@@ -8,8 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from torch_collate_kit._checks import checked_choice, checked_int
-from torch_collate_kit._reprs import KindAndSize, call_repr
+from torch_collate_kit._checks import KindAndSize, call_repr, checked_choice, checked_int
 from torch_collate_kit.loading.checks import Indices, checked_length
 from torch_collate_kit.loading.dataset import TokenizedDataset
 from torch_collate_kit.loading.dataset.fingerprints import digest_in_blocks

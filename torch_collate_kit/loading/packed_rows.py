@@ -13,8 +13,7 @@ from typing import Any, NoReturn
 import numpy as np
 from torch.utils.data import Dataset, Sampler
 
-from torch_collate_kit._checks import checked_int
-from torch_collate_kit._reprs import KindAndSize, call_repr
+from torch_collate_kit._checks import KindAndSize, call_repr, checked_int
 from torch_collate_kit.collators.packed import checked_collator
 from torch_collate_kit.loading.checks import Indices, checked_word
 from torch_collate_kit.loading.dataset import TokenizedDataset

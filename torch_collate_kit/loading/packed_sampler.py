@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from torch_collate_kit._checks import checked_int
-from torch_collate_kit._reprs import KindAndSize
+from torch_collate_kit._checks import KindAndSize, checked_int
 from torch_collate_kit.collators.packed import checked_collator
 from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading.budgets import Budget, ByExamples, ByTokens, Step
@@ -19,13 +18,14 @@ from torch_collate_kit.loading.checks import (
     Tail,
     checked_batch_size,
     is_same,
+    rank_and_size,
+    rank_in,
 )
 from torch_collate_kit.loading.dataset import TokenizedDataset
 from torch_collate_kit.loading.example_sizes import ExampleSizes
 from torch_collate_kit.loading.mixed_order import order_of
 from torch_collate_kit.loading.mixture import Mixture
 from torch_collate_kit.loading.orders import UserOrder
-from torch_collate_kit.loading.ranks import rank_and_size, rank_in
 from torch_collate_kit.loading.sampler import Division, StepSampler
 from torch_collate_kit.packing import PackingOptions, RankPlan
 from torch_collate_kit.packing.atoms import Patches

@@ -14,7 +14,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
-from torch_collate_kit._reprs import KindAndSize, call_repr
+from torch_collate_kit._checks import KindAndSize, call_repr
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading.device_copy import DeviceCopy

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils.collate import default_convert
 
-from torch_collate_kit._reprs import KindAndSize, call_repr
+from torch_collate_kit._checks import KindAndSize, call_repr
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading.checks import checked_word

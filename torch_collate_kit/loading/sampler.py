@@ -9,12 +9,12 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from torch_collate_kit._checks import checked_int
-from torch_collate_kit._reprs import KindAndSize, call_repr
+from torch_collate_kit._checks import KindAndSize, call_repr, checked_int
 from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading.budgets import Budget, SourceLimits, Step
 from torch_collate_kit.loading.checks import (
     NEW_RUN,
+    DividedOnce,
     Indices,
     checked_word,
     differences,
@@ -22,7 +22,6 @@ from torch_collate_kit.loading.checks import (
     sealed,
     unsealed,
 )
-from torch_collate_kit.loading.ranks import DividedOnce
 
 _VERSION = 5
 _USUAL = {"shuffle": True, "seed": 0, "tail": "keep"}

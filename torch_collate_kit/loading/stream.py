@@ -20,14 +20,19 @@ from typing import Any, Literal, NamedTuple
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from torch_collate_kit._checks import checked_bool, checked_int, checked_optional_int
-from torch_collate_kit._reprs import KindAndSize, call_repr, changed_settings
+from torch_collate_kit._checks import (
+    KindAndSize,
+    call_repr,
+    changed_settings,
+    checked_bool,
+    checked_int,
+    checked_optional_int,
+)
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators.packed import checked_collator
-from torch_collate_kit.loading.checks import checked_word
+from torch_collate_kit.loading.checks import checked_word, divided_again, rank_in
 from torch_collate_kit.loading.mixed_streams import MixedStream
 from torch_collate_kit.loading.mixture import Mixture
-from torch_collate_kit.loading.ranks import divided_again, rank_in
 from torch_collate_kit.loading.shards import ExampleSource, Stream, node_of
 from torch_collate_kit.loading.skipping import OnError, SkipPolicy
 from torch_collate_kit.loading.states import Position, positions_in, state_of

@@ -7,8 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch_collate_kit._checks import checked_int
-from torch_collate_kit._reprs import plural
+from torch_collate_kit._checks import checked_int, plural
 from torch_collate_kit.batch.showing.style import (
     COLORS,
     axes_for,

@@ -15,8 +15,8 @@ from torch_collate_kit._checks import (
     checked_choice,
     checked_int,
     checked_optional_int,
+    dataclass_repr,
 )
-from torch_collate_kit._reprs import dataclass_repr
 from torch_collate_kit.packing.model_flops import image_flops, layer_flops
 from torch_collate_kit.packing.rows import Ints
 

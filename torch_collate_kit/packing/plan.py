@@ -8,8 +8,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from torch_collate_kit._checks import checked_int
-from torch_collate_kit._reprs import plural
+from torch_collate_kit._checks import checked_int, plural
 from torch_collate_kit.packing.atoms import NO_ATOMS, NO_INTS, Atoms
 from torch_collate_kit.packing.options import PackingOptions
 from torch_collate_kit.packing.rows import Ints, Rows, row_sums

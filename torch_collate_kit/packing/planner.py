@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from torch_collate_kit._reprs import plural
+from torch_collate_kit._checks import plural
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing.atoms import Atoms, Patches, checked_sizes
 from torch_collate_kit.packing.balance import assign_ranks, level_rows

@@ -12,8 +12,7 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from torch_collate_kit._checks import type_name
-from torch_collate_kit._reprs import plural
+from torch_collate_kit._checks import plural, type_name
 from torch_collate_kit.errors import DataError, examples_named
 from torch_collate_kit.packing.atoms import NO_INTS, Atoms
 from torch_collate_kit.packing.plan import PackingPlan

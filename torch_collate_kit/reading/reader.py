@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from torch_collate_kit._checks import type_name
-from torch_collate_kit._reprs import plural
+from torch_collate_kit._checks import plural, type_name
 from torch_collate_kit.batch import IGNORE_INDEX
 from torch_collate_kit.batch.fields import (
     FieldSpec,

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from torch_collate_kit._checks import checked_int
-from torch_collate_kit._reprs import plural
+from torch_collate_kit._checks import checked_int, plural
 from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.loading import PackedBatchSampler
 from torch_collate_kit.packing import PackingOptions, PackingPlan

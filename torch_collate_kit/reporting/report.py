@@ -15,8 +15,8 @@ from torch_collate_kit._checks import (
     checked_int,
     checked_optional_int,
     needed_package,
+    plural,
 )
-from torch_collate_kit._reprs import plural
 from torch_collate_kit.batch.showing.style import (
     COLORS,
     axes_for,

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from torch_collate_kit._reprs import dataclass_repr
+from torch_collate_kit._checks import dataclass_repr
 from torch_collate_kit.vision.families import (
     FAMILIES,
     OTHER,

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from torch_collate_kit._reprs import plural
+from torch_collate_kit._checks import plural
 from torch_collate_kit.batch.counts import examples_per_row, num_cells, num_filled, num_tokens
 from torch_collate_kit.batch.showing.cells import (
     NAMES,

@@ -12,8 +12,7 @@ import numpy as np
 import torch.nn.functional as F
 from torch import Tensor
 
-from torch_collate_kit._checks import checked_optional_int
-from torch_collate_kit._reprs import plural
+from torch_collate_kit._checks import checked_optional_int, plural
 from torch_collate_kit.batch.fields import (
     IGNORE_INDEX,
     PerExample,

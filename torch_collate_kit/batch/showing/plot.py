@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torch_collate_kit._reprs import plural
+from torch_collate_kit._checks import plural
 from torch_collate_kit.batch.dense import cells_of_tokens
 from torch_collate_kit.batch.showing.cells import (
     NAMES,

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from torch_collate_kit._reprs import plural
+from torch_collate_kit._checks import plural
 from torch_collate_kit.chat.preview import CASES
 from torch_collate_kit.chat.template import ChatTemplate, num_shared
 from torch_collate_kit.errors import DataError

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from torch_collate_kit._reprs import plural
+from torch_collate_kit._checks import plural
 from torch_collate_kit.batch.showing.style import html_table
 
 Severity = Literal["error", "warning", "note"]
