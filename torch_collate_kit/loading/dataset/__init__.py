@@ -1,6 +1,7 @@
 """Tokenised rows, read at random without a Python object per token; and the files of records."""
 
 from torch_collate_kit.loading.dataset.files import read_records
+from torch_collate_kit.loading.dataset.foreign_rows import unpack_dataset
 from torch_collate_kit.loading.dataset.tokenized import TokenizedDataset
 
-__all__ = ["TokenizedDataset", "read_records"]
+__all__ = ["TokenizedDataset", "read_records", "unpack_dataset"]
