@@ -24,8 +24,8 @@ _KEYS = re.compile(
 )
 CHECKED = ("attention_mask", "position_ids")  # not read, but checked by ``check_one_text``
 _AS_ONE_TEXT = (
-    "another tool has packed documents into the row, which would be read as one text; make "
-    "examples of the documents with loading.unpack_dataset"
+    "another tool has packed documents into the row, which would be read as one text; give each "
+    "document as an example of its own (loading.unpack_dataset)"
 )
 
 

@@ -343,5 +343,5 @@ def _mapped(path: str) -> pa.Table:
     except pa.ArrowInvalid as error:
         raise ValueError(
             f"{path!r} is neither an Arrow nor a Parquet file ({error}); load it with datasets and "
-            "pass the Dataset"
+            "pass the Dataset, or open files of tokens with loading.token_files"
         ) from error

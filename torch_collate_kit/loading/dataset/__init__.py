@@ -2,6 +2,7 @@
 
 from torch_collate_kit.loading.dataset.files import read_records
 from torch_collate_kit.loading.dataset.foreign_rows import unpack_dataset
+from torch_collate_kit.loading.dataset.token_file_kinds import token_files
 from torch_collate_kit.loading.dataset.tokenized import TokenizedDataset
 
-__all__ = ["TokenizedDataset", "read_records", "unpack_dataset"]
+__all__ = ["TokenizedDataset", "read_records", "token_files", "unpack_dataset"]

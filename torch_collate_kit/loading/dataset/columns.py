@@ -79,6 +79,8 @@ def column_of(name: str, column: Any, *, of_segments: bool) -> AnyColumn:
                 "not hold; give the DataLoader the list of examples, or a dataset of your own"
             )
         return ArrayColumn(name, column)
+    if isinstance(column, ListColumn):
+        return column
     if isinstance(column, list):
         return TextColumn(name, column)
     if isinstance(column, Nested):

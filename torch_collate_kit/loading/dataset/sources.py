@@ -10,6 +10,7 @@ import numpy as np
 
 from torch_collate_kit._checks import type_name
 from torch_collate_kit.errors import DataError, examples_named
+from torch_collate_kit.loading.dataset.mapped_files import TokenFiles
 from torch_collate_kit.ragged import Nested, Ragged
 from torch_collate_kit.reading.columns import number_column
 from torch_collate_kit.reading.entries import joined
@@ -43,6 +44,8 @@ def kept_source(given: Any, columns: Sequence[str] | None, train_all: bool) -> A
             "the datasets.Dataset computes its rows on the fly (set_transform), and columns would "
             "bypass that; apply it with .map first"
         )
+    if isinstance(given, TokenFiles):
+        return given.select(_chosen(given.column_names, columns, train_all, lambda _: ()))
     source = Source(given, "source")
     if not source.is_arrow:
         return _copied(source, columns, train_all)

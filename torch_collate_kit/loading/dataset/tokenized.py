@@ -24,6 +24,7 @@ from torch_collate_kit.loading.dataset.list_columns import (
     NestedColumn,
     VectorColumn,
 )
+from torch_collate_kit.loading.dataset.mapped_files import TokenFiles
 from torch_collate_kit.loading.dataset.sources import IDS, DatasetSource, kept_source
 from torch_collate_kit.packing import RankPlan
 from torch_collate_kit.packing.rank_plan import PlannedExamples
@@ -107,7 +108,7 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
             if source._indices is not None:
                 self._mapping = source._indices.column(0).to_numpy()
             source = source.data.table
-        elif isinstance(source, ArrowFiles):
+        elif isinstance(source, ArrowFiles | TokenFiles):
             source = source.table()
         names = list(source) if isinstance(source, dict) else source.column_names
         columns = {name: plain(source[name]) for name in names}
