@@ -1,4 +1,4 @@
-"""The command line: ``torch-collate-kit report | audit | explain | template``."""
+"""The command line: ``torch-collate-kit report | audit | explain | template | tokenize``."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch_collate_kit.chat.dataset import bars_of_rank_0
 from torch_collate_kit.commands.arguments import as_flags
 from torch_collate_kit.commands.dataset import add_audit, add_report
 from torch_collate_kit.commands.explain import add_explain, add_template
+from torch_collate_kit.commands.tokenize import add_tokenize
 from torch_collate_kit.errors import StateError
 
 __all__ = ["main", "parser"]
@@ -38,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
     )
     found.add_argument("--version", action="version", version=__version__)
     commands = found.add_subparsers(dest="command", required=True)
-    for add in (add_report, add_audit, add_explain, add_template):
+    for add in (add_report, add_audit, add_explain, add_template, add_tokenize):
         add(commands)
     return found
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch_collate_kit._checks import needed_package
 from torch_collate_kit._reprs import plural
+from torch_collate_kit.chat.cache_keys import cache_key, fingerprint
 from torch_collate_kit.chat.options import DEFAULT_OPTIONS, ChatOptions, ChatSetup
 from torch_collate_kit.chat.records import BadArguments
 from torch_collate_kit.chat.tokenize import grouped, tokenize_records
@@ -25,7 +26,7 @@ _logger = logging.getLogger("torch_collate_kit.chat")
 
 _BATCH_SIZE = 256
 _PIXELS_BATCH_SIZE = 16  # an example may have tens of megabytes
-# Part of the fingerprint of the `datasets` cache: increase it when the output of a record changes.
+# Part of the cache key: increase it when the output of a record changes.
 _CACHE_VERSION = 6
 
 
@@ -174,15 +175,22 @@ def _map(dataset: Any, setup: ChatSetup, num_proc: int | None) -> Any:
             "names": list(features),
             "features": dataset.features,
             "is_table": is_table,
-            # Relative paths of images start at the working directory.
-            "version": (_CACHE_VERSION, os.getcwd() if has_images else ""),
         },
         remove_columns=dataset.column_names,
         features=features,
         num_proc=num_proc,
+        new_fingerprint=fingerprint(chats_key(setup), dataset),
         desc="Tokenizing chats",
     )
     return mapped.with_format(None)
+
+
+def chats_key(setup: ChatSetup, *others: Any) -> str:
+    """Return the cache key of chats, or of another function with ``others``."""
+    loaded = setup.tokenizer if setup.images is None else setup.images.processor
+    folder = "" if setup.images is None else os.getcwd()  # where relative paths of images start
+    options = [*vars(setup.options).items(), setup.overflow, folder, *others]
+    return cache_key(f"chats {_CACHE_VERSION}", loaded, options)
 
 
 def _features(setup: ChatSetup) -> Any:
@@ -221,7 +229,6 @@ def _tokenize_rows(
     names: list[str],
     features: Any,
     is_table: bool,
-    version: Any,
 ) -> dict[str, list[Any]]:
     """Tokenize columns of records, lists or an Arrow table."""
     if is_table:

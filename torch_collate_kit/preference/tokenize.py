@@ -7,7 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch_collate_kit._checks import checked_choice, checked_int
-from torch_collate_kit.chat.dataset import bars_of_rank_0, check_is_dataset, without_skipped
+from torch_collate_kit.chat.cache_keys import fingerprint
+from torch_collate_kit.chat.dataset import (
+    bars_of_rank_0,
+    chats_key,
+    check_is_dataset,
+    without_skipped,
+)
 from torch_collate_kit.chat.options import DEFAULT_OPTIONS, ChatOptions, ChatSetup
 from torch_collate_kit.chat.records import BadArguments, without_padding
 from torch_collate_kit.chat.template import num_shared
@@ -24,7 +30,7 @@ if TYPE_CHECKING:
 Keep = Literal["prompt_end", "answer_start"]
 
 _BATCH_SIZE = 256
-# Part of the fingerprint of the `datasets` cache: increase it when the output of a record changes.
+# Part of the cache key: increase it when the output of a record changes.
 _CACHE_VERSION = 3
 _NEEDED = "both sides need an answer with tokens that the chat template trains, before max_length"
 
@@ -89,7 +95,7 @@ def tokenize_preferences(
     seed = checked_int("seed", seed, minimum=0)
     is_pair = _are_pairs(dataset.column_names)
     features = _features(setup, dataset.column_names, is_pair)
-    tokenized = _map(dataset, features, num_proc, setup=setup, keep=keep, version=_CACHE_VERSION)
+    tokenized = _map(dataset, features, num_proc, setup=setup, keep=keep)
     kept, skips = without_skipped(tokenized, [] if keep else ["num_cut_tokens"], _NEEDED)
     return (kept if is_pair else with_other_answers(kept, setup, seed, num_proc)), skips
 
@@ -121,8 +127,14 @@ def _map(dataset: Any, features: Any, num_proc: int | None, **options: Any) -> A
         remove_columns=dataset.column_names,
         features=features,
         num_proc=num_proc,
+        new_fingerprint=fingerprint(preferences_key(options["setup"], options["keep"]), dataset),
         desc="Tokenizing preferences",
     )
+
+
+def preferences_key(setup: ChatSetup, keep: Keep | None) -> str:
+    """Return the cache key of preferences."""
+    return chats_key(setup, "preferences", _CACHE_VERSION, keep)
 
 
 def _checked_setup(tokenizer: Any, options: ChatOptions, keep: Keep | None) -> ChatSetup:
@@ -176,7 +188,6 @@ def _tokenize_rows(
     keep: Keep | None,
     names: list[str],
     features: Any,
-    version: int,
 ) -> dict[str, list[Any]]:
     rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     found = preference_examples(rows, setup, keep, from_arrow=features)

@@ -169,7 +169,7 @@ class _Packed:
                 f"nothing in the columns {names} says where documents begin; if a token ends each, "
                 "pass end_id, else pack the source again"
             )
-        self._target = targets[0] if targets else None
+        self._target = targets[0] if targets else ""
         counts = self._array("input_ids").value_lengths().to_numpy(zero_copy_only=False)
         self._lengths = counts.astype(np.int64)
         self._firsts = np.cumsum(self._lengths) - self._lengths
@@ -238,13 +238,14 @@ class _Packed:
         for name in [name for name in begins if name in (*_LENGTHS, *_STARTS)]:
             self._read_lists(name, begins[name], is_pad, may_be_left)
         has_pads = bool(is_pad.any())
-        self._cells: Any = np.flatnonzero(~is_pad) if has_pads else slice(None)
+        cells: Any = np.flatnonzero(~is_pad) if has_pads else slice(None)
+        self._cells = cells
         self._ids, self._rows = ids[self._cells], self._row_of[self._cells]
         opens_row = np.append(True, self._rows[1:] != self._rows[:-1])[: len(self._rows)]
         self._begins = {name: own[self._cells] & ~opens_row for name, own in begins.items()}
         self._is_first = np.logical_or.reduce([opens_row, *self._begins.values()])
         if has_pads:
-            self._is_first[1:] |= np.diff(self._cells) > 1
+            self._is_first[1:] |= np.diff(cells) > 1
         if self._end_id is not None:
             self._is_first[1:] |= self._ids[:-1] == self._end_id
         self._starts = np.flatnonzero(self._is_first)

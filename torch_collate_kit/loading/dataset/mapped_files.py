@@ -16,7 +16,7 @@ from torch_collate_kit.ragged import unchecked
 class TokenFiles:
     """Columns of files by path, dtype, first byte and offsets, which a worker maps again."""
 
-    def __init__(self, columns: dict[str, list[Any]], offsets: list[np.ndarray]) -> None:
+    def __init__(self, columns: dict[str, Any], offsets: list[np.ndarray]) -> None:
         self.files = {name: [file[:3] for file in files] for name, files in columns.items()}
         self.offsets, self.column_names = offsets, list(columns)
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from torch_collate_kit._checks import type_name
 from torch_collate_kit.errors import DataError, examples_named
+from torch_collate_kit.loading.dataset.files import read_records
 from torch_collate_kit.loading.dataset.mapped_files import TokenFiles
 from torch_collate_kit.ragged import Nested, Ragged
 from torch_collate_kit.reading.columns import number_column
@@ -30,9 +32,6 @@ from torch_collate_kit.reading.values import is_number, scalar_column
 from torch_collate_kit.reading.vectors import shape_of, vector_column
 from torch_collate_kit.vision.families import IMAGE_FIELDS
 
-if TYPE_CHECKING:
-    import os
-
 DatasetSource: TypeAlias = "Examples | str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
 IDS = ("input_ids", "labels")  # tokens; masks may be weights
 
@@ -46,6 +45,8 @@ def kept_source(given: Any, columns: Sequence[str] | None, train_all: bool) -> A
         )
     if isinstance(given, TokenFiles):
         return given.select(_chosen(given.column_names, columns, train_all, lambda _: ()))
+    if isinstance(given, str | os.PathLike) and os.path.isdir(given):
+        given = read_records(given)
     source = Source(given, "source")
     if not source.is_arrow:
         return _copied(source, columns, train_all)

@@ -61,26 +61,28 @@ def token_files(
     >>> tokens[:]["input_ids"].tolist()
     [[5, 6, 0], [7, 0], [8]]
     """
-    marks = {"end_id": end_id, "start_id": start_id}
-    marks = {k: checked_int(k, of, minimum=0) for k, of in marks.items() if of is not None}
+    given = {"end_id": end_id, "start_id": start_id}
+    marks = {k: checked_int(k, of, minimum=0) for k, of in given.items() if of is not None}
+    kind = None if dtype is None else np.dtype(dtype)
+    if kind is not None and kind.kind not in "iu":
+        raise ValueError(f"dtype must be one of integers, got {kind}; tokens are ids")
     names, masks = _listed(paths), _listed(loss_masks or [])
     if not names:
         raise DataError("paths has no file; name at least one")
     if masks and len(masks) != len(names):
         raise DataError(f"loss_masks has {len(masks)} files, paths has {len(names)}; one for each")
-    files = [
-        _opened(Path(name), None if dtype is None else np.dtype(dtype), marks) for name in names
-    ]
-    kinds = {file[1]: path for path, file in zip(names, files, strict=True)}
-    if len(kinds) > 1:
-        found = ", ".join(f"{path} has {kind}" for kind, path in kinds.items())
+    files = [_opened(Path(name), kind, marks) for name in names]
+    dtypes = {file[1]: path for path, file in zip(names, files, strict=True)}
+    if len(dtypes) > 1:
+        found = ", ".join(f"{path} has {own}" for own, path in dtypes.items())
         raise DataError(f"files of one dtype make a dataset: {found}; open them one by one")
-    columns = {"input_ids": files}
+    columns: dict[str, Any] = {"input_ids": files}
     if masks:
         columns["loss_mask"] = [
             _mask(Path(name), *file) for name, file in zip(masks, files, strict=True)
         ]
-    return TokenizedDataset(TokenFiles(columns, [file[3] for file in files]))
+    source: Any = TokenFiles(columns, [file[3] for file in files])
+    return TokenizedDataset(source)
 
 
 def _listed(paths: Any) -> list[str]:
@@ -94,6 +96,7 @@ def _opened(
     """Return path, dtype and first byte of the tokens of a file, and offsets of its documents."""
     if path.suffix == ".idx":
         path = path.with_suffix(".bin")
+    offsets: Any
     index, listed = path.with_suffix(".idx"), path.with_suffix(".csv.gz")
     if path.suffix == ".bin" and index.exists():
         own, offsets = _read_index(index)

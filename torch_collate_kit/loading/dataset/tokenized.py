@@ -59,8 +59,9 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
 
     Args:
         source: a ``datasets.Dataset``; a ``pyarrow.Table`` or ``RecordBatch``; a path, or a list of
-            paths, of Arrow or Parquet files; or examples in memory (a list, a mapping of columns, a
-            DataFrame, another map-style dataset), which are copied into columns.
+            paths, of Arrow or Parquet files, or a folder that ``save_to_disk`` or the command
+            ``tokenize`` wrote; or examples in memory (a list, a mapping of columns, a DataFrame,
+            another map-style dataset), which are copied into columns.
         columns: the columns to keep, of lists of numbers, of lists of vectors (for fields with a
             ``shape``) or of numbers. By default those that the collators know (``input_ids``,
             ``num_actions``, ``attention_mask``, ``weight``, ``keep_together``, target forms), and
