@@ -27,7 +27,7 @@ def fingerprint(key: str, dataset: Any) -> str:
 
 
 def _content(tokenizer: Any) -> list[str]:
-    backend = getattr(tokenizer, "backend_tokenizer", None)
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     if hasattr(backend, "to_str"):
         text = backend.to_str()
         text = text[text.index('"added_tokens"') :]  # before it: truncation and padding

@@ -158,7 +158,7 @@ def _tokenize(
 
 def _encoded(tokenizer: Any, texts: list[str], parse_special: bool) -> Iterator[list[int]]:
     """Yield the ids of each text alone; the tokenizer is left as it was."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     if not hasattr(backend, "encode_batch_fast"):
         options = {"add_special_tokens": False, "split_special_tokens": not parse_special}
         yield from tokenizer(texts, verbose=False, **options)["input_ids"]

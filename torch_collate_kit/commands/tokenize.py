@@ -53,7 +53,7 @@ def _tokenize(options: argparse.Namespace) -> int:
     loaded = loaded_tokenizer(options)
     chat = replace(chat_options(loaded, options), pixels=True, max_length=options.max_length)
     of_key = {"kind": kind, "text": text, "version": __version__, "options": [*vars(chat).items()]}
-    note = {"key": cache_key("tokenize", loaded, of_key), "content": _digest(rows)}
+    note: dict[str, Any] = {"key": cache_key("tokenize", loaded, of_key), "content": _digest(rows)}
     out: Path = options.out
     found = json.loads((out / _NOTE).read_text()) if (out / _NOTE).exists() else {}
     if note.items() <= found.items():

@@ -67,7 +67,8 @@ class Source:
 
     ``data`` is a mapping of columns, a pandas DataFrame, a sequence or a map-style dataset of
     examples, a ``datasets.Dataset`` in any format, anything with ``__arrow_c_stream__`` (a pyarrow
-    Table, a polars frame, a relation of duckdb), or one or more paths of Arrow or Parquet files. Errors call it ``name``, and name ``others`` that would do.
+    Table, a polars frame, a relation of duckdb), or one or more paths of Arrow or Parquet files.
+    Errors call it ``name``, and name ``others`` that would do.
     """
 
     def __init__(self, data: Any, name: str = "examples", others: str = "") -> None:
@@ -75,7 +76,7 @@ class Source:
         is_lazy = is_a(data, "polars", "LazyFrame")
         if is_a(data, "datasets", "Dataset") and data.format["type"] != "custom":
             data = data.with_format("arrow", columns=data.format["columns"])
-        elif is_a(data, "pandas", "DataFrame") and (data.dtypes == object).any():
+        elif is_a(data, "pandas", "DataFrame") and "object" in map(str, data.dtypes):
             data = {column: data[column].tolist() for column in data}
         elif is_lazy or (
             hasattr(data, "__arrow_c_stream__") and not is_a(data, "datasets", "Dataset")

@@ -17,7 +17,9 @@ class TokenFiles:
     """Columns of files by path, dtype, first byte and offsets, which a worker maps again."""
 
     def __init__(self, columns: dict[str, Any], offsets: list[np.ndarray]) -> None:
-        self.files = {name: [file[:3] for file in files] for name, files in columns.items()}
+        self.files: dict[str, Any] = {
+            name: [tuple(file[:3]) for file in files] for name, files in columns.items()
+        }
         self.offsets, self.column_names = offsets, list(columns)
 
     def select(self, names: Sequence[str]) -> TokenFiles:
