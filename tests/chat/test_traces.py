@@ -1,6 +1,5 @@
 """Traces whose events form a tree become the conversations in them."""
 
-# ruff: noqa: E501
 from __future__ import annotations
 
 import copy
@@ -101,7 +100,7 @@ def test_traces_without_a_tree_are_one_path():
     assert trace_paths(events) == [events]
     flat = [json.loads(json.dumps(of)) for of in events]
     assert (
-        trace_paths(flat + [{"role": "assistant", "content": "e", "isApiErrorMessage": True}])[0][
+        trace_paths([*flat, {"role": "assistant", "content": "e", "isApiErrorMessage": True}])[0][
             2
         ]["train"]
         is False

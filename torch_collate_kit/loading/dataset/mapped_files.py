@@ -33,8 +33,8 @@ class TokenFiles:
                 name,
                 files[0][1],
                 [
-                    unchecked(mapped(*file, int(offsets[-1])), offsets)
-                    for file, offsets in zip(files, self.offsets, strict=True)
+                    unchecked(mapped(path, dtype, first, int(offsets[-1])), offsets)
+                    for (path, dtype, first), offsets in zip(files, self.offsets, strict=True)
                 ],
             )
             for name, files in self.files.items()
