@@ -35,6 +35,26 @@ class Fault(NamedTuple):
 
 
 FAULTS = [
+    # sources
+    Fault("loading/dataset/foreign_rows.py", "target = np.roll(target, 1) if shifted else target.copy()", "target = target.copy()", "loading/dataset/test_unpack_dataset.py"),
+    Fault("loading/dataset/foreign_rows.py", "np.flatnonzero(~is_pad) if has_pads else slice(None)", "slice(None)", "loading/dataset/test_unpack_dataset.py"),
+    Fault("loading/dataset/foreign_rows.py", "target[self._starts] = ignored", "pass", "loading/dataset/test_unpack_dataset.py"),
+    Fault("loading/dataset/foreign_rows.py", "if fits:\n", "if fits or shifted is None:\n            fits = fits or [False]\n", "loading/dataset/test_unpack_dataset.py"),
+    Fault("loading/dataset/foreign_rows.py", "self._check_agreement(is_trained)\n        counts", "counts", "loading/dataset/test_unpack_dataset.py"),
+    Fault("loading/dataset/token_file_kinds.py", "places, [len(tokens)]", "places", "loading/dataset/test_token_files.py"),
+    Fault("loading/dataset/token_file_kinds.py", '(name == "end_id")', "0", "loading/dataset/test_token_files.py"),
+    Fault("loading/dataset/token_file_kinds.py", "return dtype, before[ends]", "return dtype, before", "loading/dataset/test_token_files.py"),
+    Fault("loading/dataset/token_file_kinds.py", "pointers != before[:-1] * dtype.itemsize", "pointers < 0", "loading/dataset/test_token_files.py"),
+    Fault("loading/dataset/columns.py", "offsets = np.append(0, np.cumsum(counts.to_numpy(), dtype=np.int64))", "return array.cast(pa.large_list(array.type.value_type))", "loading/dataset/test_arrow_types.py"),
+    Fault("chat/documents.py", "alone, ids = (tokenizer", "ids, alone = (tokenizer", "chat/test_documents.py"),
+    Fault("chat/documents.py", "[] if has_head else before", "before + before", "chat/test_documents.py"),
+    Fault("chat/documents.py", "after[-1:] != [tokenizer.eos_token_id]", "True", "chat/test_documents.py"),
+    Fault("chat/documents.py", "backend.encode_special_tokens, not parse_special", "backend.encode_special_tokens, False", "chat/test_documents.py"),
+    Fault("chat/cache_keys.py", "of_text = [tokenizer.chat_template,", "of_text = [", "chat/test_documents.py"),
+    Fault("chat/cache_keys.py", "_digest([key, dataset._fingerprint])", "_digest([key])", "chat/test_documents.py"),
+    Fault("chat/cache_keys.py", "text = text[text.index('\"added_tokens\"') :]", "pass", "chat/test_documents.py"),
+    Fault("chat/traces.py", "_marked(event, i in known)", "_marked(event, False)", "chat/test_traces.py"),
+    Fault("chat/traces.py", "if key is not None and not is_side:", "if key is not None:", "chat/test_traces.py"),
     # packing
     Fault("packing/strategies.py", "if key >= sizes[-2]", "if key > sizes[-2]", "packing"),
     Fault("packing/strategies.py", "node += space[node] < size", "node += space[node] <= size", "packing"),

@@ -7,7 +7,6 @@ from functools import partial
 from operator import delitem, setitem
 from typing import Any
 
-import pyarrow as pa
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -57,17 +56,6 @@ def test_trainer_over_a_tokenized_dataset(collate):
     call = partial(batch_of, DATASET, batch_size=2, collate_fn=lambda of: collate([*of]))
     words = "transformers.Trainer iterates over columns of a TokenizedDataset: give it PackedRows("
     refused(call, words, ValueError)
-
-
-@pytest.mark.parametrize("read", READERS)
-def test_frames_of_other_packages(read):
-    table = pa.table({"input_ids": [[5, 6, 7]], "labels": [[5, 6, 7]]})
-    refused(lambda: read(table.to_reader()), "; pass pyarrow.table(", TypeError)
-    polars = pytest.importorskip("polars", reason="polars is not installed")
-    frame = polars.DataFrame(table)
-    refused(lambda: read(frame), " is a DataFrame of polars; pass pyarrow.table(", TypeError)
-    refused(lambda: read(frame.lazy()), ".collect())", TypeError)
-    assert read(pa.table(frame)) is not None
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)

@@ -1,4 +1,4 @@
-"""The command line: ``torch-collate-kit report | audit | explain | template``."""
+"""The command line: ``torch-collate-kit report | audit | explain | template | tokenize``."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch_collate_kit._version import __version__
 from torch_collate_kit.chat.dataset import bars_of_rank_0
 from torch_collate_kit.commands import add_audit, add_explain, add_report, add_template, as_flags
 from torch_collate_kit.errors import StateError
+from torch_collate_kit.tokenize_command import add_tokenize
 
 __all__ = ["main", "parser"]
 
@@ -36,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
     )
     found.add_argument("--version", action="version", version=__version__)
     commands = found.add_subparsers(dest="command", required=True)
-    for add in (add_report, add_audit, add_explain, add_template):
+    for add in (add_report, add_audit, add_explain, add_template, add_tokenize):
         add(commands)
     return found
 

@@ -128,8 +128,8 @@ def add_data(
         )
 
 
-def read_data(options: argparse.Namespace) -> tuple[Any, str]:
-    """Return the ``datasets.Dataset``: "chats", "preferences", "tokens" or "rollouts"."""
+def read_rows(options: argparse.Namespace) -> tuple[Any, str | None]:
+    """Return the ``datasets.Dataset``, and the kind of its rows if their columns tell."""
     try:
         rows = read_records(options.data, split=options.split)
     except DataError as error:
@@ -145,6 +145,12 @@ def read_data(options: argparse.Namespace) -> tuple[Any, str]:
     kind: str | None = kind_of(rows.column_names)
     if are_preferences(rows.column_names):
         kind = "preferences"
+    return rows, kind
+
+
+def read_data(options: argparse.Namespace) -> tuple[Any, str]:
+    """Return the ``datasets.Dataset``: "chats", "preferences", "tokens" or "rollouts"."""
+    rows, kind = read_rows(options)
     if kind is None:
         names = ", ".join(rows.column_names)
         raise DataError(f"{options.data}: has the columns {names}; it must hold {_FORMS}")

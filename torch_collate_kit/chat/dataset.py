@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch_collate_kit._checks import needed_package, plural
+from torch_collate_kit.chat.cache_keys import cache_key, fingerprint
 from torch_collate_kit.chat.options import DEFAULT_OPTIONS, ChatOptions, ChatSetup
 from torch_collate_kit.chat.records import BadArguments
 from torch_collate_kit.chat.tokenize import grouped, tokenize_records
@@ -24,7 +25,7 @@ _logger = logging.getLogger("torch_collate_kit.chat")
 
 BATCH_SIZE = 256
 _PIXELS_BATCH_SIZE = 16  # an example may have tens of megabytes
-# Part of the fingerprint of the `datasets` cache: increase it when the output of a record changes.
+# Part of the cache key: increase it when the output of a record changes.
 _CACHE_VERSION = 6
 
 
@@ -159,16 +160,15 @@ def _map(dataset: Any, setup: ChatSetup, num_proc: int | None) -> Any:
     batch_size = _PIXELS_BATCH_SIZE if has_pixels else BATCH_SIZE
     encoded = [name for name in dataset.features if _is_encoded(dataset.features, name)]
     is_table = has_images and bool(encoded)
-    # Relative paths of images start at the working directory.
-    version = (_CACHE_VERSION, os.getcwd() if has_images else "")
     return mapped(
         dataset.with_format("arrow" if is_table else None),
         _tokenize_rows,
         features,
-        {"setup": setup, "is_table": is_table, "version": version},
+        {"setup": setup, "is_table": is_table},
         batch_size=batch_size,
         writer_batch_size=batch_size if has_pixels else None,
         num_proc=num_proc,
+        new_fingerprint=fingerprint(chats_key(setup), dataset),
         desc="Tokenizing chats",
     )
 
@@ -192,6 +192,14 @@ def mapped(
         **options,
     )
     return found.with_format(None)
+
+
+def chats_key(setup: ChatSetup, *others: Any) -> str:
+    """Return the cache key of chats, or of another function with ``others``."""
+    loaded = setup.tokenizer if setup.images is None else setup.images.processor
+    folder = "" if setup.images is None else os.getcwd()  # where relative paths of images start
+    options = [*vars(setup.options).items(), setup.overflow, folder, *others]
+    return cache_key(f"chats {_CACHE_VERSION}", loaded, options)
 
 
 def _features(setup: ChatSetup) -> Any:
@@ -230,7 +238,6 @@ def _tokenize_rows(
     names: list[str],
     features: Any,
     is_table: bool,
-    version: Any,
 ) -> dict[str, list[Any]]:
     """Tokenize columns of records, lists or an Arrow table."""
     if is_table:

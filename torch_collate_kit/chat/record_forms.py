@@ -144,7 +144,7 @@ def _alpaca_messages(example: Mapping[str, Any]) -> list[Any]:
         raise DataError(
             f"no `messages` and no `instruction` in the columns {given}; rename the chat column to "
             "`messages`, or give `conversations` (ShareGPT), `prompt` and `completion`, or "
-            "`instruction` and `output` (Alpaca)"
+            "`instruction` and `output` (Alpaca); raw texts are for chat.tokenize_documents"
         )
     if columns["output"] is None and example.get("response") is not None:
         raise DataError(

@@ -364,7 +364,7 @@ def _check_ends(columns: ExampleColumns, eos_token_id: int) -> None:
             f"example {i} ends with token {int(ids.values[ids.offsets[i + 1] - 1])}, not with "
             f"the end token {eos_token_id} of the tokenizer, which parts documents with "
             f'strategy="wrapped" ({len(without)} of {len(ids)} examples); append it to every '
-            "document"
+            "document, as chat.tokenize_documents does"
         )
 
 

@@ -1,6 +1,11 @@
 """From examples to batches in time: datasets, samplers, prefetching, streaming."""
 
-from torch_collate_kit.loading.dataset import TokenizedDataset, read_records
+from torch_collate_kit.loading.dataset import (
+    TokenizedDataset,
+    read_records,
+    token_files,
+    unpack_dataset,
+)
 from torch_collate_kit.loading.loader import PrefetchLoader
 from torch_collate_kit.loading.map_segments import map_segments
 from torch_collate_kit.loading.mixture import Mixture
@@ -28,4 +33,6 @@ __all__ = [
     "map_segments",
     "merge_states",
     "read_records",
+    "token_files",
+    "unpack_dataset",
 ]

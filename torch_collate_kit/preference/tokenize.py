@@ -11,9 +11,11 @@ import numpy as np
 
 from torch_collate_kit._checks import checked_choice, checked_int
 from torch_collate_kit.batch import IGNORE_INDEX
+from torch_collate_kit.chat.cache_keys import fingerprint
 from torch_collate_kit.chat.dataset import (
     BATCH_SIZE,
     bars_of_rank_0,
+    chats_key,
     check_is_dataset,
     mapped,
     without_skipped,
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
 
 Keep = Literal["prompt_end", "answer_start"]
 
-# Part of the fingerprint of the `datasets` cache: increase it when the output of a record changes.
+# Part of the cache key: increase it when the output of a record changes.
 _CACHE_VERSION = 3
 _NEEDED = "both sides need an answer with tokens that the chat template trains, before max_length"
 
@@ -101,9 +103,10 @@ def tokenize_preferences(
         dataset.with_format(None),
         _tokenize_rows,
         features,
-        {"setup": setup, "keep": keep, "version": _CACHE_VERSION},
+        {"setup": setup, "keep": keep},
         batch_size=BATCH_SIZE,
         num_proc=num_proc,
+        new_fingerprint=fingerprint(preferences_key(setup, keep), dataset),
         desc="Tokenizing preferences",
     )
     kept, skips = without_skipped(tokenized, [] if keep else ["num_cut_tokens"], _NEEDED)
@@ -120,6 +123,11 @@ def _are_pairs(names: Sequence[str]) -> bool:
         )
     check_no_other_weight(dict.fromkeys(names, "the dataset"), names)
     return not is_labelled
+
+
+def preferences_key(setup: ChatSetup, keep: Keep | None) -> str:
+    """Return the cache key of preferences."""
+    return chats_key(setup, "preferences", _CACHE_VERSION, keep)
 
 
 def _checked_setup(tokenizer: Any, options: ChatOptions, keep: Keep | None) -> ChatSetup:
@@ -173,7 +181,6 @@ def _tokenize_rows(
     keep: Keep | None,
     names: list[str],
     features: Any,
-    version: int,
 ) -> dict[str, list[Any]]:
     rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     found = preference_examples(rows, setup, keep, from_arrow=features)

@@ -357,7 +357,7 @@ _KEYS = re.compile(
 )
 _AS_ONE_TEXT = (
     "another tool has packed documents into the row, which would be read as one text; give each "
-    "document as an example of its own"
+    "document as an example of its own (loading.unpack_dataset)"
 )
 
 

@@ -66,18 +66,24 @@ class Source:
     """Dataset in any form, which is read in parts.
 
     ``data`` is a mapping of columns, a pandas DataFrame, a sequence or a map-style dataset of
-    examples, a ``datasets.Dataset`` in any format, a pyarrow Table or RecordBatch, or one or more
-    paths of Arrow or Parquet files. Errors call it ``name``, and name ``others`` that would do.
+    examples, a ``datasets.Dataset`` in any format, anything with ``__arrow_c_stream__`` (a pyarrow
+    Table, a polars frame, a relation of duckdb), or one or more paths of Arrow or Parquet files.
+    Errors call it ``name``, and name ``others`` that would do.
     """
 
     def __init__(self, data: Any, name: str = "examples", others: str = "") -> None:
         paths = [data] if isinstance(data, str | os.PathLike) else data
+        is_lazy = is_a(data, "polars", "LazyFrame")
         if is_a(data, "datasets", "Dataset") and data.format["type"] != "custom":
             data = data.with_format("arrow", columns=data.format["columns"])
-        elif is_a(data, "pandas", "DataFrame"):
+        elif is_a(data, "pandas", "DataFrame") and "object" in map(str, data.dtypes):
             data = {column: data[column].tolist() for column in data}
-        elif is_a(data, "pyarrow", "RecordBatch"):
-            data = sys.modules["pyarrow"].Table.from_batches([data])
+        elif is_lazy or (
+            hasattr(data, "__arrow_c_stream__") and not is_a(data, "datasets", "Dataset")
+        ):
+            data = data.collect() if is_lazy else data
+            data = data.reset_index(drop=True) if is_a(data, "pandas", "DataFrame") else data
+            data = needed_package("pyarrow", "reading columns of Arrow").table(data)
         elif is_sequence(paths) and paths and all(isinstance(p, str | os.PathLike) for p in paths):
             data = ArrowFiles([os.fspath(path) for path in paths])
         self.data = data
@@ -88,13 +94,6 @@ class Source:
         no_examples = bytes | np.ndarray | Tensor | Ragged | Batch
         is_other = isinstance(data, no_examples) or is_a(data, "datasets", "DatasetDict")
         is_map_style = hasattr(data, "__len__") and hasattr(data, "__getitem__")
-        is_lazy = is_a(data, "polars", "LazyFrame")
-        if is_lazy or (hasattr(data, "__arrow_c_stream__") and not self.is_arrow):  # polars, duckdb
-            table = f"{name}.collect()" if is_lazy else name
-            package = type(data).__module__.partition(".")[0]
-            raise TypeError(
-                f"{name} is {type_name(data)} of {package}; pass pyarrow.table({table})"
-            )
         if is_other or not (is_map_style or isinstance(data, ArrowFiles)):
             raise TypeError(f"{name} is {type_name(data)}; pass {others}{_FORMS}")
 
@@ -345,5 +344,5 @@ def _mapped(path: str) -> pa.Table:
     except pa.ArrowInvalid as error:
         raise ValueError(
             f"{path!r} is neither an Arrow nor a Parquet file ({error}); load it with datasets and "
-            "pass the Dataset"
+            "pass the Dataset, or open files of tokens with loading.token_files"
         ) from error

@@ -73,7 +73,7 @@ def data_lengths(data: Any) -> DataLengths:
             refuse_boundaries(source.names, source.first_rows, (), lambda _: "data")
         if source.is_arrow and "input_ids" in source.names:
             names = [name for name in ("input_ids", *CHECKED) if name in source.names]
-            data = TokenizedDataset(data, columns=names)
+            data = TokenizedDataset(source.data, columns=names)  # a reader is read once
         if isinstance(data, TokenizedDataset) and data.vision is not None:
             patches, smallest = data.patches, data.vision.smallest_tokens
         is_dataset = isinstance(data, TokenizedDataset)

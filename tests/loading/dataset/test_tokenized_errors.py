@@ -108,8 +108,10 @@ def test_bad_settings_and_files(tmp_path):
         message = "there is no file 'What is it.': strings are .* paths .*; texts must be tokenized"
         with pytest.raises(FileNotFoundError, match=message):
             TokenizedDataset(texts)
-    with pytest.raises(ValueError, match=r"is a folder; pass datasets.load_from_disk"):
+    with pytest.raises(DataError, match=r"no saved dataset here"):
         TokenizedDataset(tmp_path)
+    with pytest.raises(ValueError, match=r"is a folder; pass datasets.load_from_disk"):
+        TokenizedDataset([tmp_path])
     (tmp_path / "a.txt").write_text("not an Arrow file, and long enough to be taken for one")
     with pytest.raises(ValueError, match=r"a.txt' is neither an Arrow nor a Parquet file"):
         TokenizedDataset(tmp_path / "a.txt")

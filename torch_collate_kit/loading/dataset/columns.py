@@ -61,8 +61,11 @@ class ListColumn:
         self, rows: np.ndarray, named: np.ndarray, *, look_inside: bool = True
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return chunk and row in it, for every row; a null row, or a null in one, is an error."""
-        chunks = np.searchsorted(self._starts, rows, side="right") - 1
-        rows = rows - self._starts[chunks]
+        if len(self._offsets) == 1:
+            chunks = np.zeros(len(rows), dtype=np.int64)
+        else:
+            chunks = np.searchsorted(self._starts, rows, side="right") - 1
+            rows = rows - self._starts[chunks]
         if self._suspects:
             for i, chunk, row in zip(named.tolist(), chunks.tolist(), rows.tolist(), strict=True):
                 if chunk in self._suspects:
@@ -104,7 +107,9 @@ class ListColumn:
         """Return the rows, copied end to end."""
         chunks, rows = self._places(rows, named)
         starts, stops = self._bounds(chunks, rows)
-        return Ragged.from_lengths(self._copied(chunks, starts, stops), stops - starts)
+        offsets = np.zeros(len(rows) + 1, dtype=np.int64)
+        np.cumsum(stops - starts, out=offsets[1:])
+        return unchecked(self._copied(chunks, starts, stops), offsets)
 
     def _bounds(self, chunks: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return where the rows start and stop in the values of their chunk."""
@@ -270,6 +275,8 @@ def _joined(
     one = len(values) == 1
     views = repeat(values[0], len(chunks)) if one else map(values.__getitem__, chunks.tolist())
     spans = zip(views, starts.tolist(), stops.tolist(), strict=True)
+    if len(chunks) <= 256:  # one copy
+        return np.frombuffer(bytearray().join([view[i:j] for view, i, j in spans]), dtype=dtype)
     joined = []
     while parts := [view[start:stop] for view, start, stop in islice(spans, 128)]:
         joined.append(b"".join(parts))
@@ -400,6 +407,8 @@ def column_of(name: str, column: Any, *, of_segments: bool) -> AnyColumn:
                 "not hold; give the DataLoader the list of examples, or a dataset of your own"
             )
         return ArrayColumn(name, column)
+    if isinstance(column, ListColumn):
+        return column
     if isinstance(column, list):
         return TextColumn(name, column)
     if isinstance(column, Nested):

@@ -18,6 +18,7 @@ import numpy as np
 
 from torch_collate_kit._checks import needed_package, type_name
 from torch_collate_kit.errors import DataError, examples_named
+from torch_collate_kit.loading.dataset.mapped_files import TokenFiles
 from torch_collate_kit.ragged import Nested, Ragged
 from torch_collate_kit.reading.columns import (
     is_number,
@@ -182,6 +183,10 @@ def kept_source(given: Any, columns: Sequence[str] | None, train_all: bool) -> A
             "the datasets.Dataset computes its rows on the fly (set_transform), and columns would "
             "bypass that; apply it with .map first"
         )
+    if isinstance(given, TokenFiles):
+        return given.select(_chosen(given.column_names, columns, train_all, lambda _: ()))
+    if isinstance(given, str | os.PathLike) and os.path.isdir(given):
+        given = read_records(given)
     source = Source(given, "source")
     if not source.is_arrow:
         return _copied(source, columns, train_all)

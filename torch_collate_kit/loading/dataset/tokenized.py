@@ -20,6 +20,7 @@ from torch_collate_kit.loading.dataset.columns import (
     plain,
 )
 from torch_collate_kit.loading.dataset.fingerprints import fingerprint_of
+from torch_collate_kit.loading.dataset.mapped_files import TokenFiles
 from torch_collate_kit.loading.dataset.sources import DatasetSource, kept_source
 from torch_collate_kit.packing import RankPlan
 from torch_collate_kit.packing.rank_plan import PlannedExamples
@@ -53,8 +54,9 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
 
     Args:
         source: a ``datasets.Dataset``; a ``pyarrow.Table`` or ``RecordBatch``; a path, or a list of
-            paths, of Arrow or Parquet files; or examples in memory (a list, a mapping of columns, a
-            DataFrame, another map-style dataset), which are copied into columns.
+            paths, of Arrow or Parquet files, or a folder that ``save_to_disk`` or the command
+            ``tokenize`` wrote; or examples in memory (a list, a mapping of columns, a DataFrame,
+            another map-style dataset), which are copied into columns.
         columns: the columns to keep, of lists of numbers, of lists of vectors (for fields with a
             ``shape``) or of numbers. By default those that the collators know (``input_ids``,
             ``num_actions``, ``attention_mask``, ``weight``, target forms), and
@@ -102,7 +104,7 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
             if source._indices is not None:
                 self._mapping = source._indices.column(0).to_numpy()
             source = source.data.table
-        elif isinstance(source, ArrowFiles):
+        elif isinstance(source, ArrowFiles | TokenFiles):
             source = source.table()
         names = list(source) if isinstance(source, dict) else source.column_names
         columns = {name: plain(source[name]) for name in names}

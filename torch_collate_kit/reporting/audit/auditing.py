@@ -167,7 +167,7 @@ def read_dataset(
         columns = None
         if "input_ids" in source.names and _are_pairs(source.part(0, 1)):
             columns = [name for name in (*KNOWN, _CUT, *_OF_PAIRS) if name in source.names]
-        source = Source(TokenizedDataset(dataset, columns=columns, train_all=train_all))
+        source = Source(TokenizedDataset(source.data, columns=columns, train_all=train_all))
     reader = _BlockReader(train_all, vision)
     for start in range(0, len(source), _ROWS_AT_A_TIME):
         reader.read(source, start, min(start + _ROWS_AT_A_TIME, len(source)))

@@ -1,0 +1,285 @@
+"""Raw texts become documents, with the ids of a loop over the texts; keys are of contents."""
+
+# ruff: noqa: E501
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from tokenizers.processors import TemplateProcessing
+
+from tests.chat.chats import slow_tokenizer
+from tests.command import run_command
+from torch_collate_kit import TokenizedDataset
+from torch_collate_kit.chat import ChatOptions, tokenize_chat_dataset, tokenize_documents
+from torch_collate_kit.chat.cache_keys import cache_key
+from torch_collate_kit.chat.preview import byte_tokenizer
+from torch_collate_kit.errors import DataError
+from torch_collate_kit.preference import tokenize_preferences
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] + m.content }}<end>{% endfor %}"
+    "{% if add_generation_prompt %}a{% endif %}"
+)
+TEXTS = ["ab", "", "a</s>b", "<s>a", "<s>a</s>", " ", "x\ny", "\u00e9\u4e16"]
+
+
+def tokenizer_with(around: str, **tokens: str) -> Any:
+    """A byte tokenizer that adds tokens around a text: "<s> $A </s>"."""
+    tokenizer = byte_tokenizer("<s></s>")
+    tokenizer.bos_token, tokenizer.eos_token = tokens.get("bos", "<s>"), "</s>"
+    names = [name for name in around.split() if name != "$A"]
+    ids = [(name, tokenizer.convert_tokens_to_ids(name)) for name in names]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=around, special_tokens=ids
+    )
+    return tokenizer
+
+
+def by_a_loop(texts: list[str], tokenizer: Any, before: str, after: str) -> list[list[int]]:
+    """Return the documents, text by text and byte by byte."""
+    documents = []
+    for text in texts:
+        if not text:
+            continue
+        ids = [tokenizer.convert_tokens_to_ids(token) for token in before.split()]
+        for byte in text.encode():
+            ids += tokenizer.backend_tokenizer.encode(chr(byte)).ids[:0] or [BYTES[byte]]
+        documents.append(ids + [tokenizer.convert_tokens_to_ids(t) for t in after.split()])
+    return documents
+
+
+def _bytes() -> dict[int, int]:
+    tokenizer = byte_tokenizer("")
+    vocab = tokenizer.get_vocab()
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in shown]
+    letters = {byte: chr(byte) for byte in shown}
+    letters |= {byte: chr(256 + i) for i, byte in enumerate(others)}
+    return {byte: vocab[letter] for byte, letter in letters.items()}
+
+
+BYTES = _bytes()
+
+
+@pytest.mark.parametrize(
+    ("around", "before", "after"),
+    [("$A", "", "</s>"), ("<s> $A", "<s>", "</s>"), ("<s> $A </s>", "<s>", "</s>")],
+)
+def test_documents_are_those_of_a_loop(around, before, after):
+    tokenizer = tokenizer_with(around)
+    tokenizer.backend_tokenizer.enable_truncation(3)
+    tokenizer.backend_tokenizer.enable_padding(length=9)
+    given = datasets.Dataset.from_dict({"text": TEXTS, "url": ["u"] * len(TEXTS)})
+    found, skipped = tokenize_documents(given, tokenizer)
+    assert found["input_ids"][:] == by_a_loop(TEXTS, tokenizer, before, after)
+    assert (skipped, found.column_names) == (Counter(empty=1), ["input_ids"])
+    assert found.features["input_ids"].feature.dtype == "int32"
+    without, _ = tokenize_documents(given, tokenizer, end=False)
+    end = after if "</s>" in around else ""
+    assert without["input_ids"][:] == by_a_loop(TEXTS, tokenizer, before, end)
+    assert tokenizer("</s>")["input_ids"].count(tokenizer.eos_token_id) >= 1
+    assert not tokenizer.backend_tokenizer.encode_special_tokens
+    assert TokenizedDataset(found).num_loss_tokens.min() > 0
+
+
+def test_rendered_texts_keep_their_special_tokens_and_get_none_twice():
+    tokenizer = tokenizer_with("<s> $A </s>")
+    given = datasets.Dataset.from_dict({"text": ["<s>ab</s>", "<s>ab", "ab</s>", "a</s>b"]})
+    found, _ = tokenize_documents(given, tokenizer, parse_special=True)
+    ab = "<s>ab</s>"
+    texts = [tokenizer.decode(ids) for ids in found["input_ids"]]
+    assert texts == [ab, ab, ab, "<s>a</s>b</s>"]
+    one_end = tokenizer.convert_tokens_to_ids("</s>")
+    assert [ids.count(one_end) for ids in found["input_ids"]] == [1, 1, 1, 2]
+
+
+def test_bos_that_is_eos_is_not_taken_for_a_begin():
+    tokenizer = tokenizer_with("$A", bos="</s>")
+    found, _ = tokenize_documents(datasets.Dataset.from_dict({"text": ["ab"]}), tokenizer)
+    assert found["input_ids"][:] == by_a_loop(["ab"], tokenizer, "", "</s>")
+
+
+def test_other_tokenizers_and_many_processes_make_the_same():
+    texts = [f"text {i} of </s>" for i in range(40)]
+    given = datasets.Dataset.from_dict({"body": texts})
+    tokenizer = tokenizer_with("<s> $A")
+    one, _ = tokenize_documents(given, tokenizer, text="body")
+    two, _ = tokenize_documents(given, tokenizer, text="body", num_proc=2)
+    assert one["input_ids"][:] == two["input_ids"][:] == by_a_loop(texts, tokenizer, "<s>", "</s>")
+    slow = slow_tokenizer(TEMPLATE)
+    found, _ = tokenize_documents(given.select([0]), slow, text="body")
+    alone = slow(texts[0], add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    assert found["input_ids"][0][-1] == slow.eos_token_id
+    assert alone == found["input_ids"][0][-len(alone) - 1 : -1]
+
+
+def test_refusals():
+    tokenizer = tokenizer_with("$A")
+    texts = datasets.Dataset.from_dict({"text": ["a", None], "number": [1, 2]})
+    with pytest.raises(DataError, match="row 1: the text is null; drop the row"):
+        tokenize_documents(texts, tokenizer)
+    with pytest.raises(DataError, match=r"column number holds .* not texts"):
+        tokenize_documents(texts, tokenizer, text="number")
+    with pytest.raises(
+        DataError, match=r"no column 'x'; pass text= with one of \['text', 'number'\]"
+    ):
+        tokenize_documents(texts, tokenizer, text="x")
+    with pytest.raises(DataError, match="all 1 texts of column text are empty"):
+        tokenize_documents(datasets.Dataset.from_dict({"text": [""]}), tokenizer)
+    with pytest.raises(TypeError, match=r"expected a datasets\.Dataset"):
+        tokenize_documents(["a"], tokenizer)
+    with pytest.raises(TypeError, match="expected a tokenizer, got int"):
+        tokenize_documents(texts, 3)
+    with pytest.raises(TypeError, match="end must be True or False"):
+        tokenize_documents(texts, tokenizer, end=1)
+    tokenizer.eos_token = None
+    with pytest.raises(ValueError, match=r"the tokenizer has no EOS; .* end=False"):
+        tokenize_documents(texts, tokenizer)
+    with pytest.raises(DataError, match=r"raw texts are for chat\.tokenize_documents"):
+        tokenize_chat_dataset(texts.remove_columns("number").select([0]), byte_tokenizer(TEMPLATE))
+
+
+def key_of(folder: Path, **options: Any) -> str:
+    from transformers import AutoTokenizer
+
+    return cache_key("f", AutoTokenizer.from_pretrained(folder), options)
+
+
+def test_keys_are_of_contents(tmp_path):
+    tokenizer = byte_tokenizer(TEMPLATE)
+    tokenizer.save_pretrained(tmp_path / "a")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    key = key_of(tmp_path / "a")
+    assert key == key_of(tmp_path / "b")
+    tokenizer(["a", "bcd"], truncation=True, max_length=2)
+    tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
+    loaded = cache_key("f", tokenizer, {})
+    tokenizer(["a"] * 3)
+    assert loaded == cache_key("f", tokenizer, {})
+    code = "from tests.chat.test_documents import key_of; import sys; from pathlib import Path; print(key_of(Path(sys.argv[1])))"
+    env = os.environ | {"PYTHONHASHSEED": "7"}
+    other = subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "b"],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert other.stdout.strip() == key
+    others = {key, key_of(tmp_path / "a", end=False), cache_key("g", tokenizer, {})}
+    tokenizer.chat_template = TEMPLATE + " "
+    tokenizer.save_pretrained(tmp_path / "c")
+    others.add(key_of(tmp_path / "c"))
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained(tmp_path / "d")
+    others.add(key_of(tmp_path / "d"))
+    assert len(others) == 5
+
+
+CHATS = [
+    {"messages": [{"role": "user", "content": c}, {"role": "assistant", "content": c}]}
+    for c in "abcd"
+]
+PAIRS = [{"prompt": c, "chosen": c + "!", "rejected": c + "?"} for c in "abcd"]
+RAW = [{"text": c} for c in "abcd"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokenize"),
+    [(CHATS, tokenize_chat_dataset), (PAIRS, tokenize_preferences), (RAW, tokenize_documents)],
+)
+def test_two_splits_of_one_file_keep_their_own_rows(rows, tokenize, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    whole = datasets.load_dataset(
+        "json", data_files=str(file), split="train", cache_dir=str(tmp_path / "cache")
+    )
+    tokenizer = byte_tokenizer(TEMPLATE)
+    first, second = (tokenize(whole.select(part), tokenizer)[0] for part in ([0, 1], [2, 3]))
+    both = [row["input_ids"] for of in (first, second) for row in of]
+    assert both == [
+        row["input_ids"] for row in tokenize(datasets.Dataset.from_list(rows), tokenizer)[0]
+    ]
+    assert first.cache_files or second.cache_files
+
+
+def test_the_cache_is_used_again_and_not_for_another_template(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in CHATS))
+    chats = datasets.load_dataset(
+        "json", data_files=str(file), split="train", cache_dir=str(tmp_path / "cache")
+    )
+    tokenizer = byte_tokenizer(TEMPLATE)
+    one, again = (tokenize_chat_dataset(chats, tokenizer)[0] for _ in range(2))
+    assert one._fingerprint == again._fingerprint
+    tokenizer.chat_template = TEMPLATE.replace("<end>", "!<end>")
+    other = tokenize_chat_dataset(chats, tokenizer)[0]
+    assert other["input_ids"][0] != one["input_ids"][0]
+    labelled = tokenize_chat_dataset(chats, tokenizer, ChatOptions(labels=True))[0]
+    assert labelled.column_names == ["input_ids", "labels"]
+
+
+@pytest.fixture
+def saved(tmp_path) -> Path:
+    byte_tokenizer(TEMPLATE).save_pretrained(tmp_path / "tokenizer")
+    return tmp_path
+
+
+def write(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("rows", "kind"), [(CHATS, "chats"), (PAIRS, "preferences"), (RAW, "texts")]
+)
+def test_the_command_writes_a_folder_that_is_opened(rows, kind, saved, capsys):
+    data, out = write(saved / "rows.jsonl", rows), saved / "out"
+    arguments = ["tokenize", data, "--tokenizer", saved / "tokenizer", "--out", out]
+    assert run_command(*arguments) == 0
+    assert f"4 examples of {kind}" in capsys.readouterr().out
+    note = json.loads((out / "tokenize.json").read_text())
+    assert (note["kind"], note["examples"], note["skipped"]) == (kind, 4, {})
+    assert len(TokenizedDataset(out)) == len(TokenizedDataset(str(out))) == 4
+    before = {path: path.stat().st_mtime_ns for path in out.iterdir()}
+    write(saved / "rows.jsonl", rows)  # touched
+    assert run_command(*arguments) == 0
+    assert "is up to date" in capsys.readouterr().out
+    assert before == {path: path.stat().st_mtime_ns for path in out.iterdir()}
+    write(data, rows[:3])
+    assert run_command(*arguments) == 0
+    assert "3 examples" in capsys.readouterr().out
+    tokenizer = byte_tokenizer(TEMPLATE + "{# #}")
+    tokenizer.save_pretrained(saved / "tokenizer")
+    assert run_command(*arguments) == 0
+    assert "3 examples" in capsys.readouterr().out
+    assert run_command("report", out) == 0
+
+
+def test_the_command_forces_texts_and_refuses_what_is_tokenized(saved, capsys):
+    both = [{"text": c, **chat} for c, chat in zip("abcd", CHATS, strict=True)]
+    data, out = write(saved / "rows.jsonl", both), saved / "out"
+    common = ["--tokenizer", saved / "tokenizer", "--out", out]
+    assert run_command("tokenize", data, *common, "--text", "text") == 0
+    assert TokenizedDataset(out).lengths.tolist() == [2, 2, 2, 2]
+    for name, rows in (
+        ("tokens", [{"input_ids": [5, 6]}]),
+        ("rollouts", [{"prompt_ids": [5], "response_ids": [6], "rewards": 1.0, "loss_mask": [1]}]),
+        ("the columns ['x']", [{"x": 1}]),
+    ):
+        assert run_command("tokenize", write(saved / "other.jsonl", rows), *common) == 2
+        assert f"holds {name}; tokenized are pairs, chats and texts" in capsys.readouterr().err
+    (saved / "full").mkdir()
+    (saved / "full" / "own.txt").write_text("mine")
+    assert run_command("tokenize", data, *common[:3], saved / "full") == 2
+    assert "no folder of tokenize" in capsys.readouterr().err
+    assert (saved / "full" / "own.txt").read_text() == "mine"

@@ -1,0 +1,193 @@
+"""Documents packed into rows as other tools write them, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+Document = tuple[list[int], list[bool]]  # ids, and which are trained
+PAD, EOS = 0, 2
+
+
+def drawn(rng: np.random.Generator, num_rows: int = 12) -> list[list[Document]]:
+    """Return rows of documents of 1 to 9 tokens; some are not trained at all."""
+    rows = []
+    for _ in range(num_rows):
+        documents = []
+        for _ in range(rng.integers(1, 6)):
+            ids = rng.integers(3, 50, rng.integers(1, 10)).tolist()
+            trained = (
+                rng.random(len(ids)) < rng.choice([0.0, 0.5, 1.0], p=[0.1, 0.6, 0.3])
+            ).tolist()
+            documents.append((ids, trained))
+        rows.append(documents)
+    return rows
+
+
+def wanted(rows: list[list[Document]]) -> list[tuple[list[int], list[bool]]]:
+    """Return the documents that are trained, without their first target."""
+    found = [(ids, [False, *trained[1:]]) for row in rows for ids, trained in row]
+    return [(ids, trained) for ids, trained in found if any(trained)]
+
+
+def _labels(row: list[Document], *, shifted: bool = False) -> list[int]:
+    labels = []
+    for ids, trained in row:
+        own = [i if t else -100 for i, t in zip(ids, trained, strict=True)]
+        labels += [*own[1:], -100] if shifted else own
+    return labels
+
+
+def _mask(row: list[Document], *, shifted: bool) -> list[int]:
+    mask: list[int] = []
+    for _, trained in row:
+        mask += [*trained[1:], False] if shifted else trained
+    return [int(t) for t in mask]
+
+
+def _ids(row: list[Document]) -> list[int]:
+    return [i for ids, _ in row for i in ids]
+
+
+def _numbers(row: list[Document], first: int) -> list[int]:
+    return [n for n, (ids, _) in enumerate(row, first) for _ in ids]
+
+
+def _positions(row: list[Document]) -> list[int]:
+    return [p for ids, _ in row for p in range(len(ids))]
+
+
+def _sizes(row: list[Document]) -> list[int]:
+    return [len(ids) for ids, _ in row]
+
+
+def trl_bfd(row: list[Document]) -> dict[str, Any]:
+    return {"input_ids": _ids(row), "labels": _labels(row), "seq_lengths": _sizes(row)}
+
+
+def flattening(row: list[Document]) -> dict[str, Any]:
+    offsets = [0, *accumulate(_sizes(row))]
+    found = {"input_ids": _ids(row), "labels": _labels(row), "position_ids": _positions(row)}
+    for start in offsets[:-1]:
+        found["labels"][start] = -100
+    return found | {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets,
+                    "seq_idx": _numbers(row, 0), "max_length_q": 9, "max_length_k": 9}  # fmt: skip
+
+
+def axolotl(row: list[Document], pads: int = 3) -> dict[str, Any]:
+    return {
+        "input_ids": _ids(row) + [PAD] * pads,
+        "labels": _labels(row) + [-100] * pads,
+        "attention_mask": _numbers(row, 1) + [0] * pads,
+        "position_ids": [*_positions(row), *range(pads)],
+    }
+
+
+def axolotl_squash(row: list[Document], pads: int = 3) -> dict[str, Any]:
+    found = axolotl(row, pads)
+    return found | {"position_ids": list(range(len(found["input_ids"])))}
+
+
+def llama_factory_neat(row: list[Document], pads: int = 4) -> dict[str, Any]:
+    params = {"sequence_boundaries": [0, *accumulate(_sizes(row))]}
+    return (
+        axolotl(row, pads)
+        | {"position_ids": _positions(row) + [0] * pads}
+        | {"packing_params": params}
+    )
+
+
+def llama_factory(row: list[Document], pads: int = 4) -> dict[str, Any]:
+    found = axolotl(row, pads)
+    positions = _positions(row) + [0] * pads
+    return found | {"attention_mask": [1] * len(positions), "position_ids": positions}
+
+
+def automodel_neat(row: list[Document], pads: int = 4) -> dict[str, Any]:
+    found = llama_factory_neat(row, pads)
+    del found["packing_params"]
+    return found | {"labels": _labels(row, shifted=True) + [-100] * pads}
+
+
+def automodel_packed(row: list[Document], multiple: int = 4) -> dict[str, Any]:
+    found: dict[str, Any] = {k: [] for k in ("input_ids", "labels", "position_ids")}
+    lengths: list[int] = []
+    for document in row:
+        pads = -len(document[0]) % multiple
+        found["input_ids"] += document[0] + [PAD] * pads
+        found["labels"] += _labels([document], shifted=True) + [-100] * pads
+        lengths.append(len(document[0]) + pads)
+        found["position_ids"] += range(lengths[-1])
+    return found | {"seq_lens": _sizes(row), "seq_lens_padded": lengths}
+
+
+def bridge(row: list[Document]) -> dict[str, Any]:
+    starts = [0, *accumulate(_sizes(row))][:-1]
+    return {"input_ids": _ids(row), "loss_mask": _mask(row, shifted=True), "seq_start_id": starts}
+
+
+def torchtune(row: list[Document], pads: int = 5) -> dict[str, Any]:
+    last = len(row[-1][0])
+    return {
+        "tokens": _ids(row) + [PAD] * pads,
+        "labels": _labels(row) + [-100] * pads,
+        "seq_lens": [*_sizes(row), pads],
+        "input_pos": [*_positions(row), *range(last, last + pads)],
+    }
+
+
+def llm_foundry(row: list[Document], left: int = 2, right: int = 3) -> dict[str, Any]:
+    total = sum(_sizes(row))
+    return {
+        "input_ids": [PAD] * left + _ids(row) + [PAD] * right,
+        "labels": [-100] * left + _labels(row) + [-100] * right,
+        "attention_mask": [0] * left + [1] * total + [0] * right,
+        "sequence_id": [-1] * left + _numbers(row, 0) + [-1] * right,
+    }
+
+
+def levanter(row: list[Document], pads: int = 3) -> dict[str, Any]:
+    return {
+        "tokens": _ids(row) + [PAD] * pads,
+        "loss_weight": [float(m) for m in _mask(row, shifted=True)] + [0.0] * pads,
+        "segment_ids": _numbers(row, 4) + [-1] * pads,
+    }
+
+
+def maxtext(row: list[Document], pads: int = 3) -> dict[str, Any]:
+    numbers, positions = _numbers(row, 1) + [0] * pads, _positions(row) + [0] * pads
+    return {
+        "inputs": _ids(row) + [0] * pads,
+        "targets": _labels(row, shifted=True) + [0] * pads,
+        "inputs_segmentation": numbers,
+        "targets_segmentation": numbers,
+        "inputs_position": positions,
+        "targets_position": positions,
+    }
+
+
+FORMS: dict[str, tuple[Callable[..., dict[str, Any]], bool | None]] = {  # and shifted=
+    "TRL bfd": (trl_bfd, None),
+    "DataCollatorWithFlattening": (flattening, None),
+    "axolotl": (axolotl, None),
+    "axolotl squash": (axolotl_squash, None),
+    "LLaMA-Factory neat_packing": (llama_factory_neat, None),
+    "LLaMA-Factory packing": (llama_factory, None),
+    "Automodel neat_packing": (automodel_neat, None),
+    "Automodel packed_sequence": (automodel_packed, None),
+    "Megatron-Bridge": (bridge, True),
+    "torchtune": (torchtune, None),
+    "llm-foundry": (llm_foundry, None),
+    "Levanter": (levanter, True),
+    "maxtext": (maxtext, None),
+}
+SHIFTED = (
+    "Automodel neat_packing",
+    "Automodel packed_sequence",
+    "Megatron-Bridge",
+    "Levanter",
+    "maxtext",
+)

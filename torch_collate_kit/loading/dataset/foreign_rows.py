@@ -1,0 +1,385 @@
+"""Rows that another tool has packed, as the documents that are in them."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+
+from torch_collate_kit._checks import checked_bool, checked_int, needed_package
+from torch_collate_kit.batch import IGNORE_INDEX
+from torch_collate_kit.chat.dataset import bars_of_rank_0, check_is_dataset
+from torch_collate_kit.errors import DataError
+from torch_collate_kit.loading.dataset.columns import plain
+from torch_collate_kit.reading.keys import MEDIA, TARGETS
+from torch_collate_kit.reading.source import is_a
+
+if TYPE_CHECKING:
+    import pyarrow as pa  # type: ignore[import-untyped,unused-ignore]
+
+_logger = logging.getLogger("torch_collate_kit.loading")
+
+_RENAMED = {"tokens": "input_ids", "inputs": "input_ids"}
+_RENAMED |= {"targets": "labels", "loss_weight": "loss_mask"}
+# Boundaries: the number of each token's document and that of pads; positions; a list per row.
+_NUMBERS = {"attention_mask": 0, "inputs_segmentation": 0, "targets_segmentation": 0}
+_NUMBERS |= {"sequence_id": -1, "segment_ids": -1, "seq_idx": -1}
+_POSITIONS = ("position_ids", "input_pos", "inputs_position", "targets_position")
+_LENGTHS = ("seq_lengths", "seq_lens", "seq_lens_padded")
+_STARTS = ("seq_start_id", "cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")  # all but one offsets
+_KINDS = (*_NUMBERS, *_POSITIONS, *_LENGTHS, *_STARTS)
+_REMOVED = {*_KINDS, "packing_params", "max_length_q", "max_length_k", "max_seqlen"}
+_COUNTS = ("padding", "untrained", "last_targets")
+_ROWS_AT_A_TIME = 256
+
+
+def unpack_dataset(
+    rows: Any,
+    *,
+    shifted: bool | None = None,
+    end_id: int | None = None,
+    pad_id: int | None = None,
+    num_proc: int | None = None,
+) -> Any:
+    """Return the documents of rows that another tool has packed, an example each.
+
+    The inverse of TRL's ``pack_dataset``; the top-level ``unpack`` is for outputs of a model. All
+    forms, boundaries and refusals: docs/loading.md.
+
+    Args:
+        rows: a ``datasets.Dataset``; or a mapping of columns, or a ``pyarrow.Table``, as in
+            ``stream.map(partial(unpack_dataset, shifted=True), batched=True,
+            remove_columns=stream.column_names)``. ``tokens``, ``inputs``, ``targets`` and
+            ``loss_weight`` are read as ``input_ids``, ``labels`` and ``loss_mask``.
+        shifted: whether entries of the loss target belong to the next token. None: labels are what
+            the ids show; masks are not shifted, but must be said with ``seq_start_id`` or
+            ``segment_ids``, whose writers shift them.
+        end_id: a document also ends after each such token.
+        pad_id: the token of which lengths may leave some over at the end of a row.
+        num_proc: the number of processes; None for this one.
+
+    Returns a new Dataset and a Counter: cells of "padding", "untrained" documents, which are left
+    out, and trained "last_targets", which a shifted target has of a token that no row has. Columns
+    per token are cut alike, others repeated, boundaries removed; values are copied, in their dtype.
+    A target's first entry is -100 or 0. Of columns only columns are returned, and counts logged.
+
+    Raises:
+        DataError: boundaries that contradict each other, the row or its pads; labels that are
+            neither the ids nor the next ids; no boundaries; images. The message names the row.
+        TypeError: rows or options of another type.
+
+    >>> row = {"input_ids": [11, 12, 13, 21, 22, 0], "labels": [11, -100, 13, 21, 22, -100]}
+    >>> row["attention_mask"] = [1, 1, 1, 2, 2, 0]
+    >>> unpack_dataset({name: [entries] for name, entries in row.items()})
+    {'input_ids': [[11, 12, 13], [21, 22]], 'labels': [[-100, -100, 13], [-100, 22]]}
+    """
+    ids = {"end_id": end_id, "pad_id": pad_id}
+    for name, value in ids.items():
+        if value is not None:
+            checked_int(name, value, minimum=0)
+    if shifted is not None:
+        checked_bool("shifted", shifted, "None")
+    if not isinstance(rows, Mapping) and not is_a(rows, "pyarrow", "Table"):
+        check_is_dataset(rows, "unpack_dataset", ", or stream.map(unpack_dataset, batched=True)")
+        return _of_dataset(rows.with_format("arrow"), shifted, ids, num_proc)
+    packed = _Packed(_table(rows), 0, ids)
+    packed.check_speaks(packed.speaks)
+    found, counts = packed.documents(shifted)
+    _logger.info("left out of packed rows: %s", dict(counts))
+    return found.to_pydict() if isinstance(rows, Mapping) else found
+
+
+@bars_of_rank_0()
+def _of_dataset(rows: Any, shifted: bool | None, ids: Any, num_proc: int | None) -> Any:
+    speaks, start, is_shifted = False, 0, None
+    while start < len(rows) and (is_shifted is None or not speaks):
+        packed = _Packed(rows[start : start + _ROWS_AT_A_TIME], start, ids)
+        speaks = speaks or packed.speaks
+        is_shifted = packed.shift(shifted) if is_shifted is None else is_shifted
+        start += _ROWS_AT_A_TIME
+    if not start:
+        raise DataError("the dataset is empty (0 rows); give at least one")
+    packed.check_speaks(speaks)
+    mapped = rows.map(
+        partial(_documents, shifted=is_shifted, ids=ids),
+        with_indices=True,
+        batched=True,
+        batch_size=_ROWS_AT_A_TIME,
+        remove_columns=rows.column_names,
+        num_proc=num_proc,
+        desc="Unpacking rows",
+    ).with_format(None)
+    counts = +Counter({name: sum(mapped.data.column(f"_{name}").to_pylist()) for name in _COUNTS})
+    lengths = mapped.data.column("input_ids").combine_chunks().value_lengths().to_numpy()
+    mapped = mapped.remove_columns([f"_{name}" for name in _COUNTS])
+    if not lengths.any():
+        raise DataError(f"no document of the {len(rows)} rows is trained: {dict(counts)}")
+    if not lengths.all():  # a batch had no document
+        mapped = mapped.select(np.flatnonzero(lengths)).flatten_indices()
+    _logger.info("left out of %d packed rows: %s", len(rows), dict(counts))
+    return mapped, counts
+
+
+def _documents(table: pa.Table, indices: list[int], *, shifted: bool | None, ids: Any) -> pa.Table:
+    """Return documents, at least an empty one; the first has the counts of all."""
+    found, counts = _Packed(table, indices[0], ids).documents(shifted, at_least=1)
+    for name in _COUNTS:
+        found = found.append_column(f"_{name}", [[counts[name]] + [0] * (len(found) - 1)])
+    return found
+
+
+def _table(rows: Any) -> pa.Table:
+    pa = needed_package("pyarrow", "unpack_dataset")
+    try:
+        return pa.table(
+            {k: [of.tolist() if hasattr(of, "tolist") else of for of in rows[k]] for k in rows}
+            if isinstance(rows, Mapping)
+            else rows
+        )
+    except (pa.ArrowException, TypeError) as error:
+        raise DataError(f"the columns do not hold one list of numbers per row: {error}") from error
+
+
+class _Packed:
+    """Packed rows end to end: which cells hold tokens, and at which of these documents begin."""
+
+    def __init__(self, table: pa.Table, first_row: int, ids: Mapping[str, int | None]) -> None:
+        names = [_RENAMED.get(name, name) for name in table.column_names]
+        self._table, self._first_row, self._end_id = (
+            table.rename_columns(names),
+            first_row,
+            ids["end_id"],
+        )
+        self._kinds = [name for name in _KINDS if name in names]
+        if "seq_lens_padded" in names and "seq_lens" in names:  # they are read together
+            self._kinds.remove("seq_lens")
+        targets = [name for name in TARGETS if name in names]
+        wrong = [name for name in names if name in MEDIA or names.count(name) > 1] + targets[1:]
+        if wrong or "input_ids" not in names:
+            raise DataError(
+                f"packed rows have input_ids, no images, at most one loss target, and each column "
+                f"once, got {table.column_names}; remove {wrong or 'what is not packed'}"
+            )
+        if not self._kinds and self._end_id is None:
+            raise DataError(
+                f"nothing in the columns {names} says where documents begin; if a token ends each, "
+                "pass end_id, else pack the source again"
+            )
+        self._target = targets[0] if targets else ""
+        counts = self._array("input_ids").value_lengths().to_numpy(zero_copy_only=False)
+        self._lengths = counts.astype(np.int64)
+        self._firsts = np.cumsum(self._lengths) - self._lengths
+        self._row_of = np.repeat(np.arange(len(table), dtype=np.int32), self._lengths)
+        self._find_documents(ids["pad_id"])
+
+    def check_speaks(self, speaks: bool) -> None:
+        """Check that an attention_mask, which most rows have, is not the only boundary."""
+        if not speaks and self._kinds == ["attention_mask"]:
+            raise DataError(
+                "attention_mask is 1 at all tokens, so nothing says where documents begin; if a "
+                "token ends each, pass end_id; rows of one document need no unpacking"
+            )
+
+    def _cell(self, place: int) -> int:
+        return int(np.arange(len(self._row_of))[self._cells][place])
+
+    def _fail(self, cell: int, text: str) -> NoReturn:
+        row = int(self._row_of[cell])
+        raise DataError(f"row {row + self._first_row}, token {cell - self._firsts[row]}: {text}")
+
+    def _array(self, name: str) -> Any:
+        """Return a column of lists of numbers or vectors as one Arrow array without nulls."""
+        array = plain(self._table.column(name)).combine_chunks()
+        if not hasattr(array, "value_lengths") or array.null_count or array.flatten().null_count:
+            raise DataError(
+                f"rows {self._first_row} to {self._first_row + len(array) - 1}: {name} is not a "
+                f"list of numbers in every row, but {array.type} with nulls or none; drop the "
+                "others, or the column"
+            )
+        return array
+
+    def _per_token(self, name: str) -> Any:
+        """Return the entries of a column with one per token, end to end, in Arrow."""
+        array = self._array(name)
+        counts = array.value_lengths().to_numpy(zero_copy_only=False)
+        if len(wrong := np.flatnonzero(counts != self._lengths)):
+            raise DataError(
+                f"row {wrong[0] + self._first_row}: {name} has {counts[wrong[0]]} entries, "
+                f"input_ids has {self._lengths[wrong[0]]}; give each token one, or remove {name}"
+            )
+        return array.flatten()
+
+    def _numpy(self, name: str) -> np.ndarray:
+        values: np.ndarray = self._per_token(name).to_numpy(zero_copy_only=False)
+        if values.dtype.kind not in "iufb":
+            raise DataError(f"{name} holds {values.dtype}; it must hold numbers")
+        return values
+
+    def _find_documents(self, pad_id: int | None) -> None:
+        ids = self._numpy("input_ids")
+        is_pad, padded_by = np.zeros(len(ids), dtype=bool), ""
+        begins = {name: np.zeros(len(ids), dtype=bool) for name in self._kinds}
+        for name, own in begins.items():
+            if name in _POSITIONS:
+                own[1:] = np.diff(self._numpy(name)) != 1
+            elif name in _NUMBERS:
+                numbers = self._checked_numbers(name, _NUMBERS[name])
+                own[1:] = np.diff(numbers) != 0
+                if (pads := numbers == _NUMBERS[name]).any():
+                    if padded_by and (pads != is_pad).any():
+                        cell = int((pads != is_pad).argmax())
+                        self._fail(cell, f"a pad by one of {padded_by} and {name} alone")
+                    is_pad, padded_by = pads, name
+        may_be_left = is_pad if pad_id is None else is_pad | (ids == pad_id)
+        for name in [name for name in begins if name in (*_LENGTHS, *_STARTS)]:
+            self._read_lists(name, begins[name], is_pad, may_be_left)
+        has_pads = bool(is_pad.any())
+        cells: Any = np.flatnonzero(~is_pad) if has_pads else slice(None)
+        self._cells = cells
+        self._ids, self._rows = ids[self._cells], self._row_of[self._cells]
+        opens_row = np.append(True, self._rows[1:] != self._rows[:-1])[: len(self._rows)]
+        self._begins = {name: own[self._cells] & ~opens_row for name, own in begins.items()}
+        self._is_first = np.logical_or.reduce([opens_row, *self._begins.values()])
+        if has_pads:
+            self._is_first[1:] |= np.diff(cells) > 1
+        if self._end_id is not None:
+            self._is_first[1:] |= self._ids[:-1] == self._end_id
+        self._starts = np.flatnonzero(self._is_first)
+        self._sizes = np.diff(self._starts, append=len(self._ids))
+        self.speaks = self._end_id is not None or any(own.any() for own in self._begins.values())
+
+    def _checked_numbers(self, name: str, pad: int) -> np.ndarray:
+        """Return the numbers of documents: they rise in a row, and a pad ends a document."""
+        numbers = self._numpy(name).astype(np.int64)
+        if (numbers < pad).any():
+            cell = int((numbers < pad).argmax())
+            self._fail(cell, f"{name} is {numbers[cell]}, below {pad}, which is that of pads")
+        cells = np.flatnonzero(numbers != pad)
+        steps, rows = np.diff(numbers[cells]), self._row_of[cells]
+        is_wrong = ((steps < 0) | ((steps == 0) & (np.diff(cells) > 1))) & (np.diff(rows) == 0)
+        if is_wrong.any():
+            cell, before = cells[1:][is_wrong][0], numbers[cells[:-1][is_wrong][0]]
+            hint = "the documents of a row are numbered in their order, without pads inside"
+            if pad < 0 and not numbers[cell]:
+                hint = "rename it to attention_mask if 0 stands at pads"
+            self._fail(cell, f"{name} is {numbers[cell]} after {before}; {hint}")
+        return numbers
+
+    def _read_lists(self, name: str, begins: Any, is_pad: Any, may_be_left: Any) -> None:
+        """Mark where documents begin by a list per row, and the pads that it leaves."""
+        is_real = name == "seq_lens_padded" and "seq_lens" in self._table.column_names
+        own = self._array("seq_lens" if is_real else name)
+        given = zip(own.to_pylist(), self._array(name).to_pylist(), strict=True)
+        for row, (sizes, rooms) in enumerate(given):
+            first, length = self._firsts[row], self._lengths[row]
+            is_wrong = len(sizes) != len(rooms)
+            if name in _STARTS:
+                stops = rooms[1:] + ([length] if name == "seq_start_id" else [])
+                is_wrong |= rooms[:1] != [0] or len(stops) < 1 or stops[-1] != length
+                sizes = rooms = np.subtract(stops, rooms[: len(stops)]).tolist()
+            ends = np.cumsum([0, *rooms], dtype=np.int64)
+            left = slice(first + min(ends[-1], length), first + length)
+            is_wrong |= min(sizes, default=0) < 0 or bool((np.array(sizes) > rooms).any())
+            if is_wrong or ends[-1] > length or not may_be_left[left].all():
+                found = str(self._table.column(name)[row].as_py())
+                raise DataError(
+                    f"row {row + self._first_row}: {name} is {found:.60}, which does not end at "
+                    f"the row's {length} tokens; give all documents in order, and the token of "
+                    "pads after them as pad_id"
+                )
+            begins[first + ends[:-1][np.array(rooms) > 0]] = True
+            is_pad[left] = True
+            for end, stop, size in zip(ends, ends[1:], sizes, strict=False) if is_real else ():
+                is_pad[first + end + size : first + stop] = True
+
+    def shift(self, shifted: bool | None) -> bool | None:
+        """Return whether the target is shifted, proved where it is labels; None: both fit."""
+        if self._target != "labels":
+            doubtful = {"seq_start_id", "segment_ids"} & {*self._kinds}
+            if shifted is None and self._target and doubtful:
+                raise DataError(
+                    f"{self._target} beside {min(doubtful)} may be that of the next token, which "
+                    "the ids do not show; pass shifted=True (Megatron-Bridge, NeMo, Levanter) or "
+                    "shifted=False"
+                )
+            return bool(shifted)
+        labels = self._numpy("labels")[self._cells]
+        is_trained = labels != IGNORE_INDEX
+        is_inside = ~np.append(self._is_first[1:], True)[: len(labels)]
+
+        def wrong(way: bool) -> np.ndarray:
+            after = np.append(self._ids[1:], 0)[: len(labels)] if way else self._ids
+            return is_trained & (labels != after) & (is_inside | (not way))
+
+        ways = (False, True) if shifted is None else (shifted,)
+        fits = [way for way in ways if not wrong(way).any()]
+        if fits:
+            return None if len(fits) > 1 else fits[0]
+        way = ways[0]
+        both = wrong(False) & wrong(True)
+        place = int((both if both.any() and shifted is None else wrong(way)).argmax())
+        is_other = not wrong(not way)[self._rows == self._rows[place]].any()
+        what = ("the ids" if way else "the next ids") if is_other else "neither ids nor next ids"
+        rest = f"shifted={not way} fits this row" if is_other else "label the tokens themselves"
+        self._fail(self._cell(place), f"labels are {what} (here {labels[place]}); {rest}")
+
+    def documents(self, shifted: bool | None, at_least: int = 0) -> tuple[pa.Table, Counter[str]]:
+        """Return the trained documents, and what is left out; ``at_least`` so many, empty ones."""
+        shifted, last, target = self.shift(shifted), 0, None
+        is_trained = self._sizes > 1
+        if self._target:
+            ignored = IGNORE_INDEX if self._target == "labels" else 0
+            target = self._numpy(self._target)[self._cells]
+            if shifted is None and (target != ignored).any():
+                raise DataError("labels are both the ids and the next ids; pass shifted=")
+            if shifted:
+                last = int((target[self._starts + self._sizes - 1] != ignored).sum())
+            target = np.roll(target, 1) if shifted else target.copy()
+            target[self._starts] = ignored
+            if len(target):
+                is_trained = np.logical_or.reduceat(target != ignored, self._starts)
+        self._check_agreement(is_trained)
+        counts = (len(self._row_of) - len(self._ids), int((~is_trained).sum()), last)
+        kept = slice(None) if is_trained.all() else np.repeat(is_trained, self._sizes)
+        sizes, rows = self._sizes[is_trained], self._rows[self._starts[is_trained]]
+        if len(sizes) < at_least:
+            sizes = rows = np.zeros(at_least, dtype=np.int64)
+        changed = {"input_ids": self._ids[kept]}
+        if target is not None:
+            changed[self._target] = target[kept]
+        return self._cut(changed, sizes, rows, kept), +Counter(
+            dict(zip(_COUNTS, counts, strict=True))
+        )
+
+    def _check_agreement(self, is_trained: np.ndarray) -> None:
+        """Check that a kind with a boundary in a row has all of the row's."""
+        for name, own in self._begins.items() if len(self._begins) > 1 else ():
+            speaks = np.bincount(self._rows[own], minlength=len(self._lengths)) > 0
+            for other, theirs in self._begins.items():
+                missing = np.flatnonzero(theirs & ~own & speaks[self._rows])
+                if name in _POSITIONS:  # they may run on into pads
+                    missing = missing[is_trained[np.searchsorted(self._starts, missing)]]
+                if len(missing):
+                    text = f"a document begins here by {other}, and not by {name}; remove one"
+                    self._fail(self._cell(missing[0]), text)
+
+    def _cut(self, changed: Any, sizes: np.ndarray, rows: np.ndarray, kept: Any) -> Any:
+        """Return the columns of documents, of these sizes and rows."""
+        import pyarrow as pa
+
+        offsets, found = pa.array(np.cumsum([0, *sizes]).astype(np.int32)), {}
+        for name in self._table.column_names:
+            column = self._table.column(name)
+            if name in changed:
+                found[name] = pa.ListArray.from_arrays(offsets, pa.array(changed[name]))
+            elif "list" not in str(column.type) or "string" in str(column.type):
+                found[name] = column.take(pa.array(rows))
+            elif name not in _REMOVED:
+                cells = np.arange(len(self._row_of))[self._cells][kept]
+                values = self._per_token(name).take(pa.array(cells))
+                found[name] = pa.ListArray.from_arrays(offsets, values)
+        return pa.table(found).select([n for n in found if n not in _REMOVED])

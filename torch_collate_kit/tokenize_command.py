@@ -1,0 +1,87 @@
+"""The command ``tokenize``, of chats, pairs or texts, into a folder."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch_collate_kit._version import __version__
+from torch_collate_kit.chat import tokenize_chat_dataset, tokenize_documents
+from torch_collate_kit.chat.cache_keys import cache_key
+from torch_collate_kit.commands import (
+    add_command,
+    add_data,
+    chat_options,
+    loaded_tokenizer,
+    note_unused,
+    read_rows,
+)
+from torch_collate_kit.errors import DataError
+from torch_collate_kit.preference import tokenize_preferences
+
+_NOTE = "tokenize.json"
+
+
+def add_tokenize(commands: Any) -> None:
+    """Add the command ``tokenize``."""
+    summary = "tokenize pairs, chats or texts into a folder; nothing, if it is up to date"
+    parser = add_command(commands, "tokenize", _tokenize, summary)
+    add_data(
+        parser, "--allow-empty", max_length="the most tokens of an example", num_proc="processes"
+    )
+    parser.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="where to write")
+    parser.add_argument("--text", metavar="COLUMN", help="tokenize this column of texts (text)")
+
+
+def _tokenize(options: argparse.Namespace) -> int:
+    rows, kind = read_rows(options)
+    text = options.text or "text"
+    if options.text or (kind is None and text in rows.column_names):
+        kind = "texts"
+        note_unused(options, ("train_on", "max_length", "image_root"), kind)
+    if kind not in ("preferences", "chats", "texts") or options.tokenizer is None:
+        raise DataError(
+            f"{options.data} holds {kind or f'the columns {rows.column_names}'}; tokenized are "
+            "pairs, chats and texts: name a column with --text, and a tokenizer with --tokenizer"
+        )
+    loaded = loaded_tokenizer(options)
+    chat = replace(chat_options(loaded, options), pixels=True, max_length=options.max_length)
+    of_key = {"kind": kind, "text": text, "version": __version__, "options": [*vars(chat).items()]}
+    note: dict[str, Any] = {"key": cache_key("tokenize", loaded, of_key), "content": _digest(rows)}
+    out: Path = options.out
+    found = json.loads((out / _NOTE).read_text()) if (out / _NOTE).exists() else {}
+    if note.items() <= found.items():
+        print(json.dumps(found) if options.json else f"{out} is up to date")
+        return 0
+    if out.exists() and not found and (not out.is_dir() or any(out.iterdir())):
+        raise DataError(f"{out} is there, and no folder of tokenize; name another --out")
+    how: Any = {"num_proc": options.num_proc}
+    if kind == "texts":
+        tokens, skipped = tokenize_documents(rows, loaded, text=text, **how)
+    else:
+        make: Any = tokenize_chat_dataset if kind == "chats" else tokenize_preferences
+        tokens, skipped = make(rows, loaded, chat, **how)
+    note |= {"kind": kind, "examples": len(tokens), "skipped": dict(skipped)}
+    half = out.with_name(f"{out.name}.half")  # a folder is whole, or not there
+    shutil.rmtree(half, ignore_errors=True)
+    tokens.save_to_disk(half)
+    (half / _NOTE).write_text(json.dumps(note, indent=2))
+    shutil.rmtree(out, ignore_errors=True)
+    os.replace(half, out)
+    print(json.dumps(note) if options.json else f"{out}: {len(tokens):,} examples of {kind}")
+    return 0
+
+
+def _digest(rows: Any) -> str:
+    """Return a digest of the rows' content, whatever files they are in."""
+    digest = hashlib.sha256(str(rows.features).encode())
+    for part in rows.with_format("arrow").iter(1000):
+        for batch in part.combine_chunks().to_batches():
+            digest.update(batch.serialize())
+    return digest.hexdigest()
