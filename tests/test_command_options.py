@@ -82,6 +82,17 @@ OPTIONS = [
     ("explain", "tokens.jsonl", "--show 2", "1   6 ", "2 more tokens"),
     ("explain", "long.jsonl", "--all", "more tokens", "40  40  "),
     ("explain", EMPTY_CHATS, "--allow-empty", "is an empty answer", "record 0 of 2"),
+    ("tokenize", "splits --out t", "--split none", "splits holds tokens", "no split 'none'"),
+    ("tokenize", f"{CHATS} --out t", "--limit 1", "3 examples", "1 example of"),
+    ("tokenize", "chats.jsonl --out t", "--tokenizer tokenizer", "with --tokenizer", "3 examples"),
+    ("tokenize", f"{REWRITTEN} --out t", "--train-on each", "error: example 1", "4 examples"),
+    ("tokenize", f"{PICTURES} --out t", "--image-root images", "does not exist", "1 example of"),
+    ("tokenize", f"{CHATS} --out t", "--json", "3 examples", '"examples": 3'),
+    ("tokenize", f"{EMPTY_CHATS} --out t", "--allow-empty", "is an empty answer", "2 examples"),
+    ("tokenize", f"{CHATS} --out t", "--max-length 26", "3 examples of", "too_long"),
+    ("tokenize", f"{CHATS} --out t", "--num-proc 2 --out u", "chats:   0%", "chats (num_proc=2):"),
+    ("tokenize", CHATS, "--out t", "required: --out", "3 examples"),
+    ("tokenize", f"{CHATS} --out t", "--text messages", "3 examples", "not texts"),
     ("template", "", "--all .", "no template given", "| template | one turn"),
 ]
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torch_collate_kit._reprs import plural
 from torch_collate_kit._version import __version__
 from torch_collate_kit.chat import tokenize_chat_dataset, tokenize_documents
 from torch_collate_kit.chat.cache_keys import cache_key
@@ -74,7 +75,9 @@ def _tokenize(options: argparse.Namespace) -> int:
     (half / _NOTE).write_text(json.dumps(note, indent=2))
     shutil.rmtree(out, ignore_errors=True)
     os.replace(half, out)
-    print(json.dumps(note) if options.json else f"{out}: {len(tokens):,} examples of {kind}")
+    print(
+        json.dumps(note) if options.json else f"{out}: {plural(len(tokens), 'example')} of {kind}"
+    )
     return 0
 
 

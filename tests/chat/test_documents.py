@@ -1,6 +1,5 @@
 """Raw texts become documents, with the ids of a loop over the texts; keys are of contents."""
 
-# ruff: noqa: E501
 from __future__ import annotations
 
 import json
@@ -15,13 +14,12 @@ from typing import Any
 import datasets
 import pytest
 from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
 
 from tests.chat.chats import slow_tokenizer
-from tests.command import run_command
+from tests.command import byte_tokenizer, run_command
 from torch_collate_kit import TokenizedDataset
 from torch_collate_kit.chat import ChatOptions, tokenize_chat_dataset, tokenize_documents
-from torch_collate_kit.chat.cache_keys import cache_key
-from torch_collate_kit.chat.preview import byte_tokenizer
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.preference import tokenize_preferences
 
@@ -148,41 +146,38 @@ def test_refusals():
         tokenize_chat_dataset(texts.remove_columns("number").select([0]), byte_tokenizer(TEMPLATE))
 
 
-def key_of(folder: Path, **options: Any) -> str:
-    from transformers import AutoTokenizer
-
-    return cache_key("f", AutoTokenizer.from_pretrained(folder), options)
+def key_of(texts: Path, tokenizer: Any, **options: Any) -> str:
+    """Return the fingerprint of texts, which is their key with that of the given dataset."""
+    if isinstance(tokenizer, Path):
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+    return tokenize_documents(datasets.load_from_disk(texts), tokenizer, **options)[0]._fingerprint
 
 
 def test_keys_are_of_contents(tmp_path):
+    texts = tmp_path / "texts"
+    datasets.Dataset.from_dict({"text": ["ab", "c"]}).save_to_disk(texts)
     tokenizer = byte_tokenizer(TEMPLATE)
     tokenizer.save_pretrained(tmp_path / "a")
     shutil.copytree(tmp_path / "a", tmp_path / "b")
-    key = key_of(tmp_path / "a")
-    assert key == key_of(tmp_path / "b")
+    key = key_of(texts, tmp_path / "a")
+    assert key == key_of(texts, tmp_path / "b")
+    used = key_of(texts, tokenizer)
     tokenizer(["a", "bcd"], truncation=True, max_length=2)
     tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
-    loaded = cache_key("f", tokenizer, {})
-    tokenizer(["a"] * 3)
-    assert loaded == cache_key("f", tokenizer, {})
-    code = "from tests.chat.test_documents import key_of; import sys; from pathlib import Path; print(key_of(Path(sys.argv[1])))"
+    assert used == key_of(texts, tokenizer)
+    code = "from tests.chat.test_documents import *; print(key_of(*map(Path, sys.argv[1:])))"
     env = os.environ | {"PYTHONHASHSEED": "7"}
-    other = subprocess.run(
-        [sys.executable, "-c", code, tmp_path / "b"],
-        env=env,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert other.stdout.strip() == key
-    others = {key, key_of(tmp_path / "a", end=False), cache_key("g", tokenizer, {})}
+    command = [sys.executable, "-c", code, texts, tmp_path / "b"]
+    other = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    assert other.stdout.split()[-1] == key
+    others = {key, key_of(texts, tmp_path / "a", end=False)}
     tokenizer.chat_template = TEMPLATE + " "
     tokenizer.save_pretrained(tmp_path / "c")
-    others.add(key_of(tmp_path / "c"))
+    others.add(key_of(texts, tmp_path / "c"))
     tokenizer.add_tokens(["<new>"])
     tokenizer.save_pretrained(tmp_path / "d")
-    others.add(key_of(tmp_path / "d"))
-    assert len(others) == 5
+    others.add(key_of(texts, tmp_path / "d"))
+    assert len(others) == 4
 
 
 CHATS = [

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.command import byte_tokenizer
 from torch_collate_kit.chat import tokenize_chat, trace_paths
-from torch_collate_kit.chat.preview import byte_tokenizer
 from torch_collate_kit.errors import DataError
 
 IDS = {"parentUuid": "uuid", "parentId": "id"}

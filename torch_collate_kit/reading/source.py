@@ -79,7 +79,9 @@ class Source:
         elif is_a(data, "pandas", "DataFrame") and "object" in map(str, data.dtypes):
             data = {column: data[column].tolist() for column in data}
         elif is_lazy or (
-            hasattr(data, "__arrow_c_stream__") and not is_a(data, "datasets", "Dataset")
+            hasattr(data, "__arrow_c_stream__")
+            and not is_a(data, "datasets", "Dataset")
+            and not is_a(data, "pyarrow", "Table")
         ):
             data = data.collect() if is_lazy else data
             data = data.reset_index(drop=True) if is_a(data, "pandas", "DataFrame") else data
