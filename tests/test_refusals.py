@@ -376,8 +376,7 @@ def test_it_is_refused(
 
 def test_more_cells_than_boundaries_can_count_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """int32 boundaries count 2^31 cells, here 8."""
-    for module in ("tree_paths", "context_paths"):
-        monkeypatch.setattr(f"torch_collate_kit.batch.{module}.MAX_WIDTH", 8)
+    monkeypatch.setattr("torch_collate_kit.batch.paths.MAX_WIDTH", 8)
     message = r"more than int32 boundaries can count, 8; .*batch\.split\(rows\)"
     with pytest.raises(ValueError, match=message):
         both(random_examples(0))[0].model_inputs("torch_varlen")

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch_collate_kit._reprs import plural
+from torch_collate_kit._checks import plural
 from torch_collate_kit._version import __version__
 from torch_collate_kit.chat import tokenize_chat_dataset, tokenize_documents
 from torch_collate_kit.chat.cache_keys import cache_key
