@@ -148,7 +148,7 @@ def test_calls_and_pages_have_types_and_wrong_settings_are_errors(
 
 
 CLOSED = set(re.findall(r"(\w+)=\[?\"\w+\|", CHOICES)) | {"layout", "reduction", "what"}
-FREE = {"read_records split", "Finding example"}
+FREE = {"read_records split", "Finding example", "tokenize_documents text"}
 
 
 def test_no_closed_choice_is_a_plain_string():
