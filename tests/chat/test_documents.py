@@ -14,14 +14,22 @@ from typing import Any
 import datasets
 import pytest
 from tokenizers.processors import TemplateProcessing
+from torch.utils.data import DataLoader
 from transformers import AutoTokenizer
 
 from tests.chat.chats import slow_tokenizer
 from tests.command import byte_tokenizer, run_command
-from torch_collate_kit import TokenizedDataset
+from torch_collate_kit import (
+    PackedBatchSampler,
+    PackedCollator,
+    ParallelLayout,
+    PrefetchLoader,
+    TokenizedDataset,
+)
 from torch_collate_kit.chat import ChatOptions, tokenize_chat_dataset, tokenize_documents
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.preference import tokenize_preferences
+from torch_collate_kit.testing import assert_exact_resume
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] + m.content }}<end>{% endfor %}"
@@ -278,3 +286,15 @@ def test_the_command_forces_texts_and_refuses_what_is_tokenized(saved, capsys):
     assert run_command("tokenize", data, *common[:3], saved / "full") == 2
     assert "no folder of tokenize" in capsys.readouterr().err
     assert (saved / "full" / "own.txt").read_text() == "mine"
+
+
+def test_a_run_from_raw_text_goes_on_with_other_ranks():
+    texts = datasets.Dataset.from_dict({"text": ["x" * (1 + i % 20) for i in range(60)]})
+    tokens = TokenizedDataset(tokenize_documents(texts, tokenizer_with("$A"))[0])
+
+    def make(dp_rank: int = 0, dp_size: int = 1) -> Any:
+        collate = PackedCollator(0, max_tokens=64, parallel=ParallelLayout(dp_size))
+        sampler = PackedBatchSampler(tokens, collate, batch_size=16, dp_rank=dp_rank, shuffle=True)
+        return PrefetchLoader(DataLoader(tokens, batch_sampler=sampler, collate_fn=collate))
+
+    assert_exact_resume(make, num_steps=6, dp_sizes=[2, 1])

@@ -10,7 +10,7 @@ from torch_collate_kit.errors import DataError
 _PARENTS = {"parentUuid": "uuid", "parentId": "id"}  # Claude Code, pi
 
 
-def trace_paths(events: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+def trace_paths(events: Sequence[Any]) -> list[list[Any]]:
     """Return the paths of a trace: each last event with those before it, in order of the file.
 
     Args:
