@@ -73,7 +73,7 @@ def install() -> None:
     seen: set[str] = set()
 
     def note(place: str) -> None:
-        if place not in seen:
+        if place not in seen and FILE in os.environ:
             seen.add(place)
             with open(os.environ[FILE], "a", encoding="utf-8") as file:
                 file.write(f"{place}\n")

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler
 
-from tests.batch_samples import KINDS, rollouts
+from tests.batch_samples import KINDS, VISION, image_examples, rollouts
 from tests.command import run_command
 from tests.hybrid_models import hybrid_model
 from tests.rl.rollouts import rollout_batch
@@ -27,8 +27,13 @@ from tests.vision.families import FAMILIES
 from tests.vision.images import draw
 from torch_collate_kit import (
     Batch,
+    Mixture,
+    PackedBatchSampler,
     PackedCollator,
+    PackedRows,
+    PackingOptions,
     PaddedCollator,
+    ParallelLayout,
     PrefetchingSampler,
     PrefetchLoader,
     RolloutCollator,
@@ -144,9 +149,33 @@ def loader() -> PrefetchLoader:
     return PrefetchLoader(DataLoader(IDS, batch_sampler=sampler, collate_fn=PaddedCollator(0)))
 
 
+class Reading(RandomSampler):
+    """A sampler that reads what it draws from, as those that group by length do."""
+
+    def __init__(self, rows: PackedRows) -> None:
+        self.rows = rows
+
+    def read(self) -> Any:
+        return self.rows[0]
+
+
+def asked(text: str) -> dict[str, Any]:
+    turns = [("user", text), ("assistant", "a cat")]
+    return {"messages": [{"role": role, "content": said} for role, said in turns]}
+
+
+def planned() -> Any:
+    """The examples of a sampler's first step, with its plan."""
+    data = TokenizedDataset(IDS)
+    return data.__getitems__(next(iter(PackedBatchSampler(data, PACK, batch_size=2))))
+
+
 PLAIN = Batch({"input_ids": torch.ones(2, 3, dtype=torch.int64)})
 TURNS = [{"input_ids": [[5, 6], [7]]}] * 4096  # as many examples as are read at a time
-LAYOUT = VisionLayout("qwen3_vl", image_token_id=7, merge_size=2, patch_shape=(3, 2, 1))
+PICTURE = {"input_ids": [7] * 4 + [5], "labels": [-100] * 4 + [5], "image_grid_thw": [[1, 4, 4]]}
+PICTURE["pixel_values"] = np.zeros((16, 6))
+CUT = {"max_length": 2, "overflow": "truncate"}
+PACK, DP2 = PackedCollator(0, max_tokens=8), ParallelLayout(dp=2)
 ROLLOUT = {"prompt_ids": [5], "response_ids": [6], "loss_mask": [1], "rewards": 1.0}
 WRAPPED = {"max_tokens": 8, "strategy": "wrapped"}
 
@@ -162,7 +191,7 @@ class Ending:
 def lists_in(rows: list[Any]) -> Any:
     """Read the images of rows, whose pixels are nested lists."""
     ids = [{"input_ids": [7], "image_grid_thw": [[1, 2, 2]], "pixel_values": row} for row in rows]
-    return TokenizedDataset(datasets.Dataset.from_list(ids), vision=LAYOUT)[0]
+    return TokenizedDataset(datasets.Dataset.from_list(ids), vision=VISION)[0]
 
 
 def order_beyond(epoch: int, rng: Any) -> list[int]:
@@ -229,7 +258,7 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], tuple[str, ...]]] = [
     ),
     (lambda: PaddedCollator(Padding()), TypeError, ("pad_token_id must be an int", "got '0'")),
     (
-        lambda: PackedCollator(0, max_tokens=8, share_prefixes=True, vision=LAYOUT),
+        lambda: PackedCollator(0, max_tokens=8, share_prefixes=True, vision=VISION),
         *(ValueError, ("share_prefixes is for text", "placeholders of images", "leave it out")),
     ),
     (
@@ -276,6 +305,57 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], tuple[str, ...]]] = [
         ("timeline is empty (0 steps)", "read batches from"),
     ),
     (lambda: Ragged.cat([]), ValueError, ("Ragged.cat needs at least one part", "got none")),
+    (
+        lambda: PaddedCollator(0, vision=VISION, **CUT)([PICTURE]),
+        *(DataError, ("begins with an image of more than max_length=2", 'overflow="drop"')),
+    ),
+    (
+        lambda: VisionLanguageCollator(processor(), require_images="all")([asked("?"), asked("!")]),
+        *(DataError, ("example 0 has no image", "2 of 2 conversations", "require_images=None")),
+    ),
+    (
+        lambda: VisionLanguageCollator(processor())(planned()),
+        *(TypeError, ("come with a plan of packed rows", "pass max_tokens= or packing=")),
+    ),
+    (
+        lambda: TokenizedDataset(image_examples()).num_loss_tokens,
+        *(ValueError, ("the source has images, whose tokens are not trained", "vision=processor")),
+    ),
+    (lambda: TokenizedDataset(IDS).patches, ValueError, ("model's processor", "vision=processor")),
+    (
+        lambda: list(PrefetchingSampler(3, batch_size=1, order=lambda epoch, rng: [[0, 1]])),
+        *(ValueError, ("order(epoch=0, rng) must return a 1-D sequence", "got shape (1, 2)")),
+    ),
+    (
+        lambda: Mixture([3, 4], weights=1.0),
+        *(TypeError, ("weights must be a sequence with a number for each source", "got 1.0")),
+    ),
+    (
+        lambda: PrefetchingSampler(3, batch_size=1).examples(0, 3),
+        *(ValueError, ("step must be below 3", "epoch 0", "got 3")),
+    ),
+    (
+        lambda: Reading(PackedRows(TokenizedDataset(IDS), PACK)).read(),
+        *(TypeError, ("rows are not grouped by length", "leave group_by_length")),
+    ),
+    (
+        lambda: PackingOptions(8, share_prefixes=True, parallel=ParallelLayout(cp=2)),
+        *(ValueError, ("share_prefixes=True makes trees", "(cp=2) cuts segments", "leave one out")),
+    ),
+    (
+        lambda: pack([3, 2], packing=PackingOptions(8, parallel=DP2, rows_multiple_of=1)),
+        *(ValueError, ("rows_multiple_of=1 must be a multiple of dp=2", "plan with batch_rows=")),
+    ),
+    (
+        lambda: pack([3, 2], 8, strategy="wrapped", patches=[[4], []]),
+        *(DataError, ("example 0 has images", 'strategy="wrapped" would cut', "another strategy")),
+    ),
+    (lambda: Ragged([1, 2], [0, 2]), TypeError, ("ndarray or a tensor, got list", "from_rows")),
+    (
+        lambda: Ragged(torch.eye(2).to_sparse(), [0, 2]),
+        *(TypeError, ("dense and flat, got a tensor of layout torch.sparse_coo", ".to_dense()")),
+    ),
+    (lambda: PaddedCollator(0)({"input_ids": []}), DataError, ("batch is empty (0 examples)",)),
     (
         lambda: packing_report({"input_ids": [5, 6]}),
         *(DataError, ("taken as columns", "input_ids are the tokens of one example", "[example]")),

@@ -114,6 +114,11 @@ def step(prompt: list[int], response: list[int], **changes: Any) -> dict[str, An
     }
 
 
+def test_a_prompt_that_ends_within_the_step_before_is_not_merged() -> None:
+    steps = [step([1, 2], [3, 4]), step([1, 2, 3], [5])]
+    assert [e["prompt_ids"] for e in merge_steps(steps)] == [[1, 2], [1, 2, 3]]
+
+
 def test_what_is_not_merged_is_shared() -> None:
     examples = [step([1], [2], is_last_step=True), step([1, 2, 3], [4], is_last_step=True)]
     found = merge_steps(examples)

@@ -273,7 +273,7 @@ class SkippedExamples:
         """Return the examples after one more batch, log its skipped ones; DataError if too many."""
         if not outcomes:
             return self
-        skipped = [of for of in outcomes if of]
+        skipped = [one for one in outcomes if one]
         if not skipped and not self._in_a_row:
             return self  # as nearly always
         in_a_row = self._in_a_row
@@ -281,7 +281,7 @@ class SkippedExamples:
             at_step = f"in step {step} of epoch {epoch}, "
             located = (one and one._replace(reason=at_step + one.reason) for one in outcomes)
             _, in_a_row = self.policy.counted(len(self.examples), in_a_row, located)
-        found = (SkippedExample(epoch, step, of.example, of.reason or None) for of in skipped)
+        found = (SkippedExample(epoch, step, one.example, one.reason or None) for one in skipped)
         return SkippedExamples(self.policy, (*self.examples, *found), in_a_row)
 
     def state(self) -> dict[str, Any]:

@@ -69,9 +69,10 @@ def checked_order(indices: npt.ArrayLike, epoch: int, length: int) -> Indices:
         )
     outside = (array < 0) | (array >= length)
     if outside.any():
-        at = int(outside.argmax())
+        place = int(outside.argmax())
         raise ValueError(
-            f"{what}[{at}] is {array[at]}, but the {length} examples have indices 0 to {length - 1}"
+            f"{what}[{place}] is {array[place]}, but the {length} examples have indices 0 to "
+            f"{length - 1}"
         )
     own = array.astype(np.int64)
     own.flags.writeable = False

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sized
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from torch_collate_kit.loading.orders.order import (
     ArrayOrder,
     EpochOrder,
     Order,
+    Recent,
     ShuffledOrder,
     UserOrder,
     epoch_order,
@@ -66,7 +68,7 @@ class MixedOrder(Order):
             for size, passes in zip(self._sizes, mixture.max_passes, strict=True)
         ]
         self.taken: dict[int, list[int]] = {0: [0] * len(self._sizes)}
-        self._orders: dict[int, Indices] = {}  # the two epochs that were read last
+        self._orders = Recent[int, Indices](2)
 
     @property
     def num_examples(self) -> int:
@@ -89,12 +91,12 @@ class MixedOrder(Order):
     def _epoch(self, epoch: int) -> EpochOrder:
         return ArrayOrder(self._order(epoch), ())
 
-    def left(self, epoch: int, place: int) -> dict[int, int]:
+    def remaining(self, epoch: int, place: int) -> dict[int, int]:
         """Return how many examples of each source with ``max_passes`` are left after a place."""
         counts = zip(self._limits, self._counted(epoch, self._order(epoch)[:place]), strict=True)
         return {i: limit - n for i, (limit, n) in enumerate(counts) if limit < MAX_COUNT}
 
-    def fix(self, epoch: int) -> None:
+    def check_epoch(self, epoch: int) -> None:
         """Raise ValueError if no example is left for an epoch."""
         if not self.size(epoch):
             raise ValueError(
@@ -106,7 +108,7 @@ class MixedOrder(Order):
         """Raise ValueError: the order follows from the weights."""
         raise ValueError("a Mixture cannot be reshuffled: its order follows from its weights")
 
-    def until(self, epoch: int, step: int) -> MixedOrder:
+    def without_later(self, epoch: int, step: int) -> MixedOrder:
         """Return the order as it is, since it has no reshuffles."""
         return self
 
@@ -141,9 +143,9 @@ class MixedOrder(Order):
         return found
 
     def _order(self, epoch: int) -> Indices:
-        kept = self._orders  # one read: another thread may be at another epoch
-        if epoch in kept:
-            return kept[epoch]
+        return self._orders.get(epoch, partial(self._made, epoch))
+
+    def _made(self, epoch: int) -> Indices:
         order, stages = _NONE, self.mixture.stages
         for number, (_, weights) in enumerate(stages):
             following = stages[number + 1][0] if number + 1 < len(stages) else None
@@ -158,7 +160,6 @@ class MixedOrder(Order):
             order = np.concatenate([order, part[:place]])
             if place == len(part):  # the epoch ends before the next stage
                 break
-        self._orders = {**dict(list(kept.items())[-1:]), epoch: order}
         return order
 
     def _num_units(self, examples: Indices) -> int:

@@ -89,7 +89,7 @@ class Mixture:
         self.by, self.stop = by, stop
         read = [] if self.has_streams else self.sources
         self._lengths: list[Any] = [_lengths_of(s, i, by) for i, s in enumerate(read)]
-        sums = [int(getattr(of, "values", of).sum()) for of in self._lengths]
+        sums = [int(getattr(lengths, "values", lengths).sum()) for lengths in self._lengths]
         units = sums if by == "tokens" and read else self.sizes
         first = units if weights is None else _checked_weights("weights", weights, len(self.sizes))
         self.stages = [(0, [Fraction(w) for w in first])]
@@ -180,10 +180,10 @@ class Mixture:
 
     def _joined_lengths(self) -> Indices | Ragged:
         found = [_lengths_of(source, i, "tokens") for i, source in enumerate(self.sources)]
-        ragged = [of for of in found if isinstance(of, Ragged)]
-        flat_ones = [of for of in found if not isinstance(of, Ragged)]
+        ragged = [lengths for lengths in found if isinstance(lengths, Ragged)]
+        flat_ones = [lengths for lengths in found if not isinstance(lengths, Ragged)]
         if ragged and flat_ones:
-            kinds = [isinstance(of, Ragged) for of in found]
+            kinds = [isinstance(lengths, Ragged) for lengths in found]
             nested, flat = (self.names[kinds.index(kind)] for kind in (True, False))
             raise ValueError(
                 f"examples of source {nested!r} are lists of segments, those of source {flat!r} "
@@ -194,7 +194,7 @@ class Mixture:
     @property
     def shared_lengths(self) -> Ragged | None:
         """Tokens that each segment shares, of sources that are TokenizedDatasets; see there."""
-        found = [s for of in self._tokenized() if (s := of.shared_lengths) is not None]
+        found = [s for source in self._tokenized() if (s := source.shared_lengths) is not None]
         return Ragged.cat(found) if found else None
 
     @property
@@ -206,12 +206,12 @@ class Mixture:
     @property
     def num_loss_tokens(self) -> Indices:
         """Trained tokens of every example: int64 [N], of sources that are TokenizedDatasets."""
-        return np.concatenate([of.num_loss_tokens for of in self._tokenized()])
+        return np.concatenate([source.num_loss_tokens for source in self._tokenized()])
 
     @property
     def patches(self) -> list[list[int]]:
         """[N] lists, patches of each image, of sources that are TokenizedDatasets."""
-        return [patches for of in self._tokenized() for patches in of.patches]
+        return [patches for source in self._tokenized() for patches in source.patches]
 
     @property
     def is_tokenized(self) -> bool:
@@ -234,7 +234,7 @@ class Mixture:
             "by": self.by,
             "stop": self.stop,
             "stages": [[amount, list(map(str, weights))] for amount, weights in self.stages],
-            "max_passes": [None if of is None else str(of) for of in self.max_passes],
+            "max_passes": [None if passes is None else str(passes) for passes in self.max_passes],
             "sources": [make() if callable(make) else None for make in makers],
         }
 

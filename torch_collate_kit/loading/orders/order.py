@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +22,30 @@ _NUM_ROUNDS = 12  # even, so that both halves end where they began
 _Words = npt.NDArray[np.uint64]
 _BLOCK = 8192  # positions computed together: a call of a keyed permutation costs 80 us
 
+K = TypeVar("K")
+V = TypeVar("V")
 UserOrder: TypeAlias = Callable[[int, np.random.Generator], npt.ArrayLike]
+
+
+class Recent(Generic[K, V]):
+    """The values of the ``number`` keys that were asked for last.
+
+    They are read and replaced as a whole, since several threads may ask for different keys: each
+    finds or makes its own value.
+    """
+
+    def __init__(self, number: int) -> None:
+        self._number, self._values = number, dict[K, V]()
+
+    def get(self, key: K, make: Callable[[], V]) -> V:
+        """Return the value of a key, made if it is not held."""
+        held = self._values
+        if key in held:
+            return held[key]
+        value = make()
+        others = list(self._values.items())[-self._number + 1 :] if self._number > 1 else []
+        self._values = {**dict(others), key: value}
+        return value
 
 
 class Order(ABC):
@@ -81,16 +105,16 @@ class Order(ABC):
         return sorted(place for piece in pieces for place in order.places(piece))
 
     @abstractmethod
-    def fix(self, epoch: int) -> None:
-        """Read what the order of an epoch depends on. Raises ValueError if it has no example."""
+    def check_epoch(self, epoch: int) -> None:
+        """Check that an epoch has examples. Raises ValueError if it has none."""
 
     @abstractmethod
     def reshuffled(self, epoch: int, step: int, place: int) -> Order:
         """Return the order with the rest of an epoch, from a place on, in a new order."""
 
     @abstractmethod
-    def until(self, epoch: int, step: int) -> Order:
-        """Return the order without the reshuffles after a position."""
+    def without_later(self, epoch: int, step: int) -> Order:
+        """Return the order without the reshuffles made after a position."""
 
     @abstractmethod
     def state(self, epoch: int, step: int) -> dict[str, Any]:
@@ -127,7 +151,7 @@ class ShuffledOrder(Order):
         super().__init__(seed, shuffle, user)
         self._seed, self._shuffle, self._offsets = seed, shuffle, offsets
         self._sizes: dict[int, int] = {}  # of the user's epochs
-        self._epochs: dict[int, EpochOrder] = {}  # the two that were read last
+        self._epochs = Recent[int, EpochOrder](2)
 
     def _with(self, reshuffles: tuple[tuple[int, int, int], ...]) -> ShuffledOrder:
         """Return a copy with other reshuffles."""
@@ -152,17 +176,17 @@ class ShuffledOrder(Order):
 
     def reshuffled(self, epoch: int, step: int, place: int) -> ShuffledOrder:
         """Return the order with the rest of an epoch, from a place on, in a new order."""
-        made = self.until(epoch, step).reshuffles
+        made = self.without_later(epoch, step).reshuffles
         return self._with((*made, (epoch, step, place)))
 
-    def until(self, epoch: int, step: int) -> ShuffledOrder:
-        """Return the order without the reshuffles after a position."""
-        kept = tuple(at for at in self.reshuffles if at[:2] <= (epoch, step))
+    def without_later(self, epoch: int, step: int) -> ShuffledOrder:
+        """Return the order without the reshuffles made after a position."""
+        kept = tuple(made for made in self.reshuffles if made[:2] <= (epoch, step))
         return self if kept == self.reshuffles else self._with(kept)
 
     def state(self, epoch: int, step: int) -> dict[str, Any]:
         """Return the number of examples, and the reshuffles until a position."""
-        made = [list(at) for at in self.until(epoch, step).reshuffles]
+        made = [list(reshuffle) for reshuffle in self.without_later(epoch, step).reshuffles]
         return {"num_examples": self._num_examples, "reshuffles": made}
 
     def check_size(self, state: Mapping[str, Any]) -> None:
@@ -183,8 +207,8 @@ class ShuffledOrder(Order):
         """Return the order of a state that fits."""
         return self._with(tuple(tuple(made) for made in state["reshuffles"]))
 
-    def fix(self, epoch: int) -> None:
-        """Read the order of an epoch, which a user's function decides, if it is not known yet."""
+    def check_epoch(self, epoch: int) -> None:
+        """Check that an epoch has examples: a user's function is called, unless it was before."""
         self._epoch(epoch)
 
     def size(self, epoch: int) -> int:
@@ -214,17 +238,14 @@ class ShuffledOrder(Order):
 
     def _epoch(self, epoch: int) -> EpochOrder:
         """Return the order of an epoch after its reshuffles."""
-        kept = self._epochs  # one read: another thread may be at another epoch
-        if epoch in kept:
-            return kept[epoch]
-        done = [place for of, _, place in self.reshuffles if of == epoch]
+        return self._epochs.get(epoch, partial(self._made, epoch))
+
+    def _made(self, epoch: int) -> EpochOrder:
+        done = [place for reshuffled, _, place in self.reshuffles if reshuffled == epoch]
         words = self._seed, epoch
         if self.user is not None:
-            order: EpochOrder = ArrayOrder(self._users(epoch), words, reshuffled_after=done)
-        else:
-            order = epoch_order(self.size(epoch), self._shuffle, words, reshuffled_after=done)
-        self._epochs = {**dict(list(kept.items())[-1:]), epoch: order}
-        return order
+            return ArrayOrder(self._users(epoch), words, reshuffled_after=done)
+        return epoch_order(self.size(epoch), self._shuffle, words, reshuffled_after=done)
 
 
 # ---- one epoch ----
@@ -272,7 +293,7 @@ class KeyedOrder:
     def take(self, start: int, stop: int) -> Indices:
         """Return the indices at positions ``start`` to ``stop`` - 1, or to the end: int64."""
         stop = min(stop, self._size)
-        first, block = self._block  # one read: another thread may be at another place
+        first, block = self._block  # read and replaced as a whole, as ``Recent`` is
         if not first <= start <= stop <= first + len(block):
             kept = block[start - first :] if first <= start else block[:0]
             first = start if len(kept) else start // _BLOCK * _BLOCK

@@ -207,7 +207,7 @@ class PrefetchLoader:
         self._check_one_consumer()
         self._drawing = threading.get_ident()
         try:
-            reading = self._at.reading or self._begin(on_epoch)
+            reading: Reading = self._at.reading or self._begin(on_epoch)
             self._check_loop(loop)
             began = time.perf_counter()
             try:
@@ -241,7 +241,7 @@ class PrefetchLoader:
         A batch that takes more than ``seconds`` (None: any time) is kept for the next loop, and the
         reading with it, unless ``abandon``.
         """
-        reading = self._at.reading
+        reading: Reading | None = self._at.reading
         if reading is None or self._is_elsewhere():
             return
         is_late = not reading.is_settled(self._at, seconds) and seconds is not None
@@ -411,7 +411,7 @@ class PrefetchLoader:
 
 def _refuse_trainer(caller: Any) -> None:
     """Refuse a ``transformers.Trainer`` that would skip batches when it resumes."""
-    kinds = [(of.__module__, of.__name__) for of in type(caller).__mro__]
+    kinds = [(kind.__module__, kind.__name__) for kind in type(caller).__mro__]
     if ("transformers.trainer", "Trainer") in kinds and not caller.args.ignore_data_skip:
         raise TypeError(
             "Trainer cannot resume a PrefetchLoader: accelerate.skip_first_batches would make "

@@ -344,6 +344,6 @@ def _named(collated: Collated, epoch: int, step: int, *, keep: bool) -> Any:
     named = copy.copy(batch)  # a collate function may keep its own
     names: dict[str, Any] = {"epoch": epoch, "step": step}
     if any(collated.outcomes):
-        names["skipped"] = [of.example for of in collated.outcomes if of]
+        names["skipped"] = [one.example for one in collated.outcomes if one]
     named.metadata = {**batch.metadata, **names, **(batch.metadata if keep else {})}
     return named

@@ -6,7 +6,7 @@ import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils.collate import default_convert
@@ -19,9 +19,6 @@ from torch_collate_kit.loading.prefetch.watchdog import PATIENCE, end_workers
 from torch_collate_kit.loading.sampler import PackedBatchSampler, ResumableSampler
 from torch_collate_kit.loading.sampler.sampler import StepSampler
 from torch_collate_kit.loading.skipping import Collated, Skipped, SkippedExamples, skipping_parts
-
-if TYPE_CHECKING:
-    from torch_collate_kit.loading.prefetch.reader import Reading
 
 _logger = logging.getLogger("torch_collate_kit.loading")
 _OURS: Any = object()  # the mark of a sampler's position that the sampler may not have
@@ -42,9 +39,9 @@ class Position(NamedTuple):
     epoch of the source when the pass began (None before). For a sampler: None; while it is moved to
     or from here a mark of this module, or its state where that may change its order."""
     skipped: SkippedExamples
-    reading: Reading | None = None
-    """The epoch being read, or None. Without it and without a mark the sampler itself holds the
-    position, and its owner may move it."""
+    reading: Any = None
+    """The ``Reading`` of the epoch, or None. Without it and without a mark the sampler itself holds
+    the position, and its owner may move it."""
 
 
 class _Loader:
@@ -248,7 +245,7 @@ class _StreamLoader(_Loader):
         return self._at(self._stream.first_pass(), self._stream.start(), skipped)
 
     def _at(self, epoch: int, places: _Places, skipped: SkippedExamples) -> Position:
-        num_given = sum(at.num_given for at in places.values())
+        num_given = sum(place.num_given for place in places.values())
         source_epoch = None if places == self._stream.beginning() else self._stream.epoch
         return Position(epoch, num_given, (places, source_epoch), skipped)
 

@@ -6,6 +6,7 @@ import copy
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple, Self, get_args
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy as np
 from torch_collate_kit._checks import checked_choice
 from torch_collate_kit.loading.orders.checks import MAX_COUNT, Indices, Tail
 from torch_collate_kit.loading.orders.mixed_order import MixedOrder
-from torch_collate_kit.loading.orders.order import Order
+from torch_collate_kit.loading.orders.order import Order, Recent
 from torch_collate_kit.packing import PackingOptions, PackingPlan
 from torch_collate_kit.packing.rows import running_sum
 from torch_collate_kit.packing.steps import WindowPlan, plan_wrapped
@@ -109,7 +110,8 @@ class RowBudget(Budget):
     ) -> None:
         self.batch_rows, self.window, self.group = batch_rows, window, packing.row_multiple
         self._packing = packing
-        packed = {k: v for k, v in packing.as_state().items() if k != "dp"}
+        packed = packing.as_state()
+        del packed["dp"]
         super().__init__(
             order,
             tail,
@@ -212,9 +214,9 @@ class ByTokens(RowBudget):
         self._per_step = self.batch_rows * packing.capacity
 
     def _forget(self) -> None:
-        self._kept_sums: dict[int, Indices] = {}
+        self._sums_of = Recent[int, Indices](3)
         self._totals: dict[int, int] = {}  # tokens of each epoch
-        self._planned: tuple[tuple[int, int, int], Indices, WindowPlan] | None = None
+        self._plans = Recent[tuple[int, int, int], tuple[Indices, WindowPlan]](1)
 
     def num_steps(self, epoch: int) -> int:
         """Return the number of steps of an epoch."""
@@ -228,15 +230,13 @@ class ByTokens(RowBudget):
         if step >= self.num_steps(epoch):
             return None
         first, last = self._window_of(epoch, step)
-        documents, window = self._plan(epoch, first, last)
+        make = partial(self._plan, epoch, first, last)
+        documents, window = self._plans.get((epoch, first, last), make)
         chosen, plan = window.step(step - first, self._packing)
         return Step(documents[chosen], plan)
 
     def _plan(self, epoch: int, first: int, last: int) -> tuple[Indices, WindowPlan]:
         """Return the documents of a window of steps, and its rows."""
-        kept = self._planned  # one read: another thread may be at another window
-        if kept is not None and kept[0] == (epoch, first, last):
-            return kept[1:]
         start, stop = (k * self._per_step - self._carried(epoch) for k in (first, last))
         if self.tail == "keep":
             stop = min(stop, self._total(epoch))
@@ -253,7 +253,6 @@ class ByTokens(RowBudget):
             batch_rows=self.batch_rows,
             group=self.group,
         )
-        self._planned = (epoch, first, last), documents, window
         return documents, window
 
     def steps_of(self, epoch: int, example: int) -> list[int]:
@@ -288,12 +287,10 @@ class ByTokens(RowBudget):
 
     def _sums(self, epoch: int) -> Indices:
         """Return the tokens before each place of an epoch, and all: int64, 8 bytes per document."""
-        kept = self._kept_sums  # one read: another thread may be at another epoch
-        if epoch not in kept:
-            order = self.order.take(epoch, 0, self.order.size(epoch))
-            kept = {**dict(list(kept.items())[-2:]), epoch: running_sum(self._lengths[order])}
-            self._kept_sums = kept
-        return kept[epoch]
+        return self._sums_of.get(epoch, partial(self._sums_in, epoch))
+
+    def _sums_in(self, epoch: int) -> Indices:
+        return running_sum(self._lengths[self.order.take(epoch, 0, self.order.size(epoch))])
 
     def _total(self, epoch: int) -> int:
         if epoch not in self._totals:
@@ -345,13 +342,15 @@ class SourceLimits:
         place = min(self._budget.place(epoch, step + 1), order.size(epoch))
         if place < self._place:
             return
-        left = {k: n for k, n in order.left(epoch, place).items() if k not in self._logged}
-        for source in [source for source, number in left.items() if not number]:
+        remaining = order.remaining(epoch, place)
+        for source in [source for source, number in remaining.items() if not number]:
+            del remaining[source]
+            if source in self._logged:
+                continue
             self._logged.add(source)
-            del left[source]
             _logger.warning(
                 "epoch %d, step %d: source %r has been read max_passes=%s times; from here on its "
                 "weight goes to the others",
                 *(epoch, step, order.mixture.names[source], order.mixture.max_passes[source]),
             )
-        self._place = place + min(left.values(), default=MAX_COUNT)
+        self._place = place + min(remaining.values(), default=MAX_COUNT)

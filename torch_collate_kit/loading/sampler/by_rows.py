@@ -6,12 +6,13 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from torch_collate_kit.loading.orders.checks import Indices, Tail
-from torch_collate_kit.loading.orders.order import Order
+from torch_collate_kit.loading.orders.order import Order, Recent
 from torch_collate_kit.loading.sampler.budgets import RowBudget, Step
 from torch_collate_kit.packing import PackingOptions
 from torch_collate_kit.packing.atoms import Atoms
@@ -67,7 +68,7 @@ class ByRows(RowBudget):
 
     def _forget(self) -> None:
         self._windows: dict[int, dict[int, _Window]] = {}  # [epoch][first step]
-        self._planned: tuple[int, _Window, Indices, WindowPlan] | None = None  # the last one read
+        self._plans = Recent[tuple[int, _Window], tuple[Indices, WindowPlan]](1)
 
     def num_steps(self, epoch: int) -> int:
         """Return the number of steps of an epoch: 24 s for 100 million examples."""
@@ -93,7 +94,8 @@ class ByRows(RowBudget):
         window = self._window_of(epoch, step)
         if window is None:
             return None
-        entries, planned = self._plan(epoch, window)
+        make = partial(self._plan, epoch, window)
+        entries, planned = self._plans.get((epoch, window), make)
         numbers, plan = planned.step(step - window.first, self._packing)
         chosen, pieces = entries[numbers], self._entries.atoms
         if pieces is None or self._entries.offsets is None:
@@ -139,9 +141,6 @@ class ByRows(RowBudget):
     # ---- windows ----
 
     def _plan(self, epoch: int, window: _Window) -> tuple[Indices, WindowPlan]:
-        kept = self._planned  # one read: another thread may be at another window
-        if kept is not None and kept[:2] == (epoch, window):
-            return kept[2:]
         entries = self.order.take(epoch, window.start, window.stop)
         planned = plan_window(
             self._entries.planned(entries, self._packing),
@@ -150,7 +149,6 @@ class ByRows(RowBudget):
             batch_rows=self.batch_rows,
             group=self.group,
         )
-        self._planned = epoch, window, entries, planned
         return entries, planned
 
     def _window_of(self, epoch: int, step: int) -> _Window | None:
@@ -199,9 +197,11 @@ class ByRows(RowBudget):
 
         Planning looks ahead, so planning again would read the new order and end elsewhere.
         """
-        last, made = first + self.window, getattr(self.order, "reshuffles", ())
-        places = [place for of, step, place in made if of == epoch and first < step <= last]
-        return next((place for place in places if place < self.order.size(epoch)), None)
+        for reshuffled, step, place in getattr(self.order, "reshuffles", ()):
+            is_inside = reshuffled == epoch and first < step <= first + self.window
+            if is_inside and place < self.order.size(epoch):
+                return int(place)
+        return None
 
     def _end(self, epoch: int, start: int) -> tuple[int, int]:
         """Return the number of steps of a window, 0 for a dropped tail, and where it ends."""

@@ -185,7 +185,7 @@ class PackedBatchSampler(StepSampler):
         sizes = self._division.sizes
         given = {"patches": sizes.patches, "num_loss_tokens": sizes.counts}
         shown = f"<{self.num_examples:,} lengths, {int(sizes.lengths.sum()):,} tokens>"
-        counts = {k: KindAndSize(of) for k, of in given.items() if of is not None}
+        counts = {k: KindAndSize(values) for k, values in given.items() if values is not None}
         return self._shown(shown, repr(self._collate), **counts)
 
 
@@ -291,7 +291,7 @@ class _RowsOfRank(Division):
         """Check the layout of a state. Raises StateError if its steps cannot be repeated here."""
         if self._by_rows:
             return
-        known = {key: of for key, of in layout.items() if key != "image_costs_digest"}
+        known = {key: value for key, value in layout.items() if key != "image_costs_digest"}
         before = PackingOptions.from_state(known)
         now = self._packing  # what was too long then, and lost tokens, must lose the same ones now
         if before != now and self.sizes.lost(before) != self.sizes.lost(now):

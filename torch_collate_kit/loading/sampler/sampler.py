@@ -208,7 +208,7 @@ class StepSampler(DividedOnce):
             )
         epoch, step = self._position()
         budget = self._budget
-        budget.order.fix(epoch)
+        budget.order.check_epoch(epoch)
         budget.check(epoch, step)
         self._latest = StepIterator(self, budget, epoch, step)
         self._epoch, self._step = epoch + 1, 0
@@ -392,7 +392,7 @@ class StepSampler(DividedOnce):
     def _jump(self, epoch: int, step: int) -> None:
         """Make a checked position the next one; reshuffles after it are undone."""
         self._epoch, self._step, self._latest = epoch, step, None
-        order = self._budget.order.until(epoch, step)
+        order = self._budget.order.without_later(epoch, step)
         if order is not self._budget.order:
             self._budget = self._budget.over(order)
 
@@ -415,7 +415,7 @@ def _known(mine: Any, other: Any) -> Any:
     """Return my fingerprint; where either side has none, the other's."""
     if mine is None or other is None:
         return other
-    own, others = (of.get("sources") if isinstance(of, dict) else None for of in (mine, other))
+    own, others = (one.get("sources") if isinstance(one, dict) else None for one in (mine, other))
     if not isinstance(own, list) or not isinstance(others, list) or len(own) != len(others):
         return mine
     return {**mine, "sources": [_known(a, b) for a, b in zip(own, others, strict=True)]}
