@@ -20,7 +20,7 @@ from torch_collate_kit.errors import DataError
 from torch_collate_kit.loading.mixture import Mixture
 from torch_collate_kit.loading.shards import Stream, node_of
 from torch_collate_kit.loading.skipping import SkipPolicy
-from torch_collate_kit.loading.states import MixedPlace, Place, Position
+from torch_collate_kit.loading.states import MixedPlace, Place, ShardPosition
 from torch_collate_kit.loading.stream_entries import (
     Entry,
     LeftOut,
@@ -80,7 +80,7 @@ class MixedStream:
             mixed=MixedPlace(self._weights, (0,) * len(mixed.taken), mixed.places)
         )
 
-    def check_weights(self, positions: Mapping[int, Position]) -> None:
+    def check_weights(self, positions: Mapping[int, ShardPosition]) -> None:
         """Warn if the positions in a state are of a run with other weights."""
         places = [position.place.mixed for position in positions.values()]
         others = {mixed.weights for mixed in places if mixed is not None} - {self._weights}

@@ -44,7 +44,7 @@ class Place(NamedTuple):
     mixed: MixedPlace | None = None  # of a mixture, whose num_read are entries
 
 
-class Position(NamedTuple):
+class ShardPosition(NamedTuple):
     """The position in a shard: the place where its window began, and what is counted since."""
 
     place: Place = Place()
@@ -55,7 +55,7 @@ class Position(NamedTuple):
     num_in_a_row: int = 0  # of the last examples, as many as were left out
 
 
-def state_of(settings: Mapping[str, Any], positions: Mapping[int, Position]) -> dict[str, Any]:
+def state_of(settings: Mapping[str, Any], positions: Mapping[int, ShardPosition]) -> dict[str, Any]:
     """Return the sealed state of some shards.
 
     Each has the counts of its position that are not 0. The states of sources lie beside, under
@@ -67,7 +67,7 @@ def state_of(settings: Mapping[str, Any], positions: Mapping[int, Position]) -> 
     return _sealed({"version": _VERSION, **settings}, shards, sources)
 
 
-def _record_of(position: Position) -> dict[str, Any]:
+def _record_of(position: ShardPosition) -> dict[str, Any]:
     place = position.place
     counts = {
         name: value
@@ -92,19 +92,19 @@ def _own_states(place: Place) -> Any:
     return states if any(state is not None for state in states) else None
 
 
-def _position_of(record: Mapping[str, Any], own: Any) -> Position:
+def _position_of(record: Mapping[str, Any], own: Any) -> ShardPosition:
     counts = dict(record)
     weights, mixed = counts.pop("weights", ()), counts.pop("mixed", None)
     place = Place(**{name: counts.pop(name) for name in Place._fields if name in counts})
     if mixed is None:
-        return Position(place._replace(source=own), **counts)
+        return ShardPosition(place._replace(source=own), **counts)
     states = [None] * len(mixed) if own is None else own
     places = tuple(
         Place(num_read, start, taken, state)
         for (_, num_read, start, taken), state in zip(mixed, states, strict=True)
     )
     units = tuple(record[0] for record in mixed)
-    return Position(place._replace(mixed=MixedPlace(tuple(weights), units, places)), **counts)
+    return ShardPosition(place._replace(mixed=MixedPlace(tuple(weights), units, places)), **counts)
 
 
 def _sealed(
@@ -116,7 +116,7 @@ def _sealed(
 
 def positions_in(
     state: Mapping[str, Any], settings: Mapping[str, Any], shards: range
-) -> dict[int, Position]:
+) -> dict[int, ShardPosition]:
     """Return the positions of ``shards`` in a state that has them, and may have more.
 
     Raises:

@@ -35,7 +35,7 @@ from torch_collate_kit.loading.mixed_streams import MixedStream
 from torch_collate_kit.loading.mixture import Mixture
 from torch_collate_kit.loading.shards import ExampleSource, Stream, node_of
 from torch_collate_kit.loading.skipping import OnError, SkipPolicy
-from torch_collate_kit.loading.states import Position, positions_in, state_of
+from torch_collate_kit.loading.states import ShardPosition, positions_in, state_of
 from torch_collate_kit.loading.stream_batches import ShardBatches
 from torch_collate_kit.packing import PackingOptions
 
@@ -118,7 +118,7 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
         self.num_shards = checked_optional_int("num_shards", num_shards, hint=hint)
         self._stream = self._divisible(stream)
         self._saved: Mapping[str, Any] | None = None
-        self._pass: tuple[dict[int, Position], int, int | None] | None = None  # see state_at
+        self._pass: tuple[dict[int, ShardPosition], int, int | None] | None = None  # see state_at
         self._next_pass = 0  # its number, if shuffled
 
     def __iter__(self) -> Iterator[Batch | dict[str, Any]]:
@@ -285,7 +285,7 @@ def _for_one_rank(collate: Any) -> Any:
 
 
 def _given_out(
-    turns: Iterator[Turn], positions: dict[int, Position]
+    turns: Iterator[Turn], positions: dict[int, ShardPosition]
 ) -> Iterator[Batch | dict[str, Any]]:
     for turn in turns:
         if turn.shard is not None and turn.after is not None:
@@ -300,7 +300,7 @@ class Turn(NamedTuple):
 
     shard: int | None = None
     batch: Any = None
-    after: Position | None = None  # of the shard; None if it has not changed
+    after: ShardPosition | None = None  # of the shard; None if it has not changed
     has_batch: bool = False  # a loader's ``collate_fn`` may return None
 
 
@@ -316,7 +316,7 @@ class DividedStream:
     """
 
     stream: Stream | MixedStream
-    read: Callable[..., Iterable[tuple[Any, Position]]]
+    read: Callable[..., Iterable[tuple[Any, ShardPosition]]]
     """``read(shard, position, epoch=...)`` yields batches, each with the position after it."""
     settings: Mapping[str, Any]
     """All that shapes batches besides the division; a state must have the same."""
@@ -338,15 +338,15 @@ class DividedStream:
         shards = self.stream.shards(self.num_workers)
         return shards if self.worker is None else shards[self.worker :: max(1, self.num_workers)]
 
-    def beginning(self) -> dict[int, Position]:
+    def beginning(self) -> dict[int, ShardPosition]:
         """Return the positions at the beginning of a pass.
 
         Raises:
             ValueError: more workers than shards.
         """
-        return dict.fromkeys(self._shards, Position(self.stream.beginning))
+        return dict.fromkeys(self._shards, ShardPosition(self.stream.beginning))
 
-    def start(self) -> dict[int, Position]:
+    def start(self) -> dict[int, ShardPosition]:
         """Return the positions of the state that the dataset has loaded, or the beginning.
 
         Raises:
@@ -367,7 +367,7 @@ class DividedStream:
         number: int = default if self.stream.seed is None else state["pass"]
         return number
 
-    def turns(self, positions: Mapping[int, Position], epoch: int | None) -> Iterator[Turn]:
+    def turns(self, positions: Mapping[int, ShardPosition], epoch: int | None) -> Iterator[Turn]:
         """Return the turns of this process's shards in pass ``epoch``."""
         read = partial(self.read, epoch=epoch)
         worker = get_worker_info()
@@ -377,13 +377,13 @@ class DividedStream:
         return in_rounds(self._shards, positions, read, **of_worker)
 
     def state_at(
-        self, positions: Mapping[int, Position], number: int | None, epoch: int | None
+        self, positions: Mapping[int, ShardPosition], number: int | None, epoch: int | None
     ) -> dict[str, Any]:
         """Return the state of these shards in pass ``number``; ``epoch`` is the source's."""
         of_pass = {} if self.stream.seed is None else {"pass": number}
         return state_of(self._all_settings() | of_pass | {"epoch": epoch}, positions)
 
-    def positions_in(self, state: Mapping[str, Any]) -> dict[int, Position]:
+    def positions_in(self, state: Mapping[str, Any]) -> dict[int, ShardPosition]:
         """Return the positions of these shards.
 
         Raises:
@@ -410,8 +410,8 @@ class DividedStream:
 
 def in_rounds(
     shards: range,
-    positions: Mapping[int, Position],
-    read: Callable[[int, Position], Iterable[tuple[Any, Position]]],
+    positions: Mapping[int, ShardPosition],
+    read: Callable[[int, ShardPosition], Iterable[tuple[Any, ShardPosition]]],
     *,
     worker: int = 0,
     num_workers: int = 1,
@@ -424,7 +424,7 @@ def in_rounds(
     mine = shards[worker::num_workers]
     num_turns = -(-len(shards) // num_workers)
     live = {shard: positions[shard] for shard in mine if not positions[shard].has_ended}
-    batches: dict[int, Iterator[tuple[Any, Position]]] = {}
+    batches: dict[int, Iterator[tuple[Any, ShardPosition]]] = {}
     counts = [one.num_given for one in positions.values() if not one.has_ended]
     step = min(counts, default=0)
     while live:
@@ -445,7 +445,7 @@ def in_rounds(
 
 
 def _next_turn(
-    shard: int, live: dict[int, Position], batches: Iterator[tuple[Any, Position]]
+    shard: int, live: dict[int, ShardPosition], batches: Iterator[tuple[Any, ShardPosition]]
 ) -> Turn:
     batch, after = next(batches, (None, live[shard]._replace(has_ended=True)))
     live[shard] = after

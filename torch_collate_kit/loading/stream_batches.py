@@ -16,7 +16,7 @@ from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading.mixed_streams import MixedStream, open_shard
 from torch_collate_kit.loading.shards import Stream
 from torch_collate_kit.loading.skipping import Skipped, SkipPolicy, collated, named
-from torch_collate_kit.loading.states import Place, Position
+from torch_collate_kit.loading.states import Place, ShardPosition
 from torch_collate_kit.loading.stream_entries import (
     Entry,
     LeftOut,
@@ -124,7 +124,7 @@ def joined_batches(
 
 class _Made(NamedTuple):
     batch: Batch | dict[str, Any]
-    after: Position  # but for what was left out
+    after: ShardPosition  # but for what was left out
     outcomes: list[Skipped | None]  # of its examples, and of those that were left out before them
 
 
@@ -140,7 +140,7 @@ class ShardBatches:
         self,
         stream: Stream | MixedStream,
         shard: int,
-        position: Position,
+        position: ShardPosition,
         *,
         epoch: int | None,
         batch_rows: int,
@@ -154,7 +154,7 @@ class ShardBatches:
         self._batch_rows, self._buffer_size = batch_rows, buffer_size
         self._left_out = LeftOut(policy, "the stream")
 
-    def __iter__(self) -> Iterator[tuple[Batch | dict[str, Any] | None, Position]]:
+    def __iter__(self) -> Iterator[tuple[Batch | dict[str, Any] | None, ShardPosition]]:
         # without a batch: the rest of a shard, after a resume, is wrong
         made = self._made()
         held: deque[_Made] = deque()
@@ -197,7 +197,7 @@ class ShardBatches:
 
     def _given(
         self, made: _Made, rest: list[Skipped] | None = None
-    ) -> tuple[Batch | dict[str, Any], Position]:
+    ) -> tuple[Batch | dict[str, Any], ShardPosition]:
         """Return a batch and the position after it: the end, if only ``rest`` follows."""
         outcomes = [*made.outcomes, *(rest or [])]
         after = self._counted(made.after, outcomes, has_ended=rest is not None)
@@ -205,9 +205,9 @@ class ShardBatches:
             self._describe(made.batch, after, {one.example for one in outcomes if one is not None})
         return made.batch, after
 
-    def _nothing_left(self, rest: list[Skipped]) -> tuple[None, Position]:
+    def _nothing_left(self, rest: list[Skipped]) -> tuple[None, ShardPosition]:
         """Return the end of a shard that has no batch to name what was left out."""
-        is_whole = self._position == Position()
+        is_whole = self._position == ShardPosition()
         after = self._counted(self._position, rest, has_ended=True)
         if is_whole:
             raise DataError(
@@ -217,8 +217,8 @@ class ShardBatches:
         return None, after
 
     def _counted(
-        self, after: Position, outcomes: Sequence[Skipped | None], *, has_ended: bool
-    ) -> Position:
+        self, after: ShardPosition, outcomes: Sequence[Skipped | None], *, has_ended: bool
+    ) -> ShardPosition:
         before = self._position
         counts = self._policy.counted(before.num_skipped, before.num_in_a_row, outcomes)
         self._position = after._replace(
@@ -226,14 +226,14 @@ class ShardBatches:
         )
         return self._position
 
-    def _describe(self, batch: Batch, after: Position, skipped: set[int]) -> None:
+    def _describe(self, batch: Batch, after: ShardPosition, skipped: set[int]) -> None:
         if skipped:
             batch.metadata["skipped"] = sorted(skipped)
         if self._stream.num_shards is not None:
             batch.metadata |= {"shard": self._shard, "step": after.num_given - 1}
             batch.metadata |= {} if self._epoch is None else {"epoch": self._epoch}
 
-    def _not_given(self, position: Position) -> Iterator[Planned]:
+    def _not_given(self, position: ShardPosition) -> Iterator[Planned]:
         """Yield the batches after the position, of its window and of all later ones."""
         batches = self._planned(position)
         for number in range(position.num_batches):
@@ -245,7 +245,7 @@ class ShardBatches:
                 )
         yield from batches
 
-    def _planned(self, position: Position) -> Iterator[Planned]:
+    def _planned(self, position: ShardPosition) -> Iterator[Planned]:
         """Yield all batches of the window of a position, and of all later ones."""
         place = position.place
         if position.num_batches and self._stream.renewed(place) != place:
