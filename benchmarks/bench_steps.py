@@ -163,7 +163,8 @@ def _mixed(
     sums = np.vstack([[0, 0], tokens.cumsum(axis=0)])
     spans = sums[100:] - sums[:-100]
     edges = [0, *(np.flatnonzero(np.diff(wanted)) + 1), len(wanted)]
-    stages = sums[edges[1:]] - sums[edges[:-1]]
+    begin = [at + (8 if at else 0) for at in edges[:-1]]  # a window has steps of two stages
+    stages = sums[[at - 8 for at in edges[1:]]] - sums[begin]
     off = np.abs(spans[:, 0] / spans.sum(axis=1) - wanted[0]).max()
     each = np.abs(stages[:, 0] / stages.sum(axis=1) - wanted[edges[:-1]]).max()
     return figures(steps, 8, _MAX_TOKENS), float(off), float(each)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib
 import json
@@ -124,3 +125,22 @@ def test_few_tests_go_past_public_names():
             if inside:
                 private.setdefault(str(path.relative_to(folder)), []).extend(inside)
     assert len(private) <= MOST_PRIVATE_FILES, f"{len(private)} files: {private}"
+
+
+def test_programs_beside_the_package_import_what_it_has():
+    """Benchmarks, examples and the website, of which CI runs a few only."""
+    root, wrong, num_read = Path(__file__).parents[1], [], 0
+    for folder in ("benchmarks", "examples", "website"):
+        for path in (root / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.ImportFrom) and "torch_collate_kit" in (node.module or ""):
+                    home = importlib.import_module(node.module)
+                    names = [alias.name for alias in node.names]
+                    known = {
+                        *dir(home),
+                        *(of.name for of in pkgutil.iter_modules(getattr(home, "__path__", []))),
+                    }
+                    wrong += [f"{path.name}: {name}" for name in names if name not in known]
+                    num_read += len(names)
+    assert not wrong
+    assert num_read > 100

@@ -17,7 +17,7 @@ from gpu.models import checkpointed
 from gpu.where import Where
 from torch_collate_kit import Batch, PackedCollator
 from torch_collate_kit.attention import kernels
-from torch_collate_kit.attention.kernels import Segments, attend
+from torch_collate_kit.attention.kernels import SegmentBounds, attend
 
 __all__ = ["alone", "checkpointing", "compiled", "drawn_batch", "families", "kernel", "packed"]
 
@@ -35,7 +35,7 @@ def kernel(where: Where) -> dict[str, Any]:
         for lengths, rows in ((LENGTHS, 1), ([130, 1, 125, 6, 64, 186], 2)):
             inputs = _heads(where, (q, kv, kv, q), rows, 512 // rows, size)
             cu = torch.tensor([0, *lengths], device=where.device).cumsum(0).int()
-            true, above = (Segments(cu, cu, n, n) for n in (max(lengths), 2048))
+            true, above = (SegmentBounds(cu, cu, n, n) for n in (max(lengths), 2048))
             name = f"{q}/{kv} heads of {size}, window {window}, rows {rows}"
             exact = _sdpa(inputs, lengths, window, where.exact)
             usual = _sdpa(inputs, lengths, window, where.low)
@@ -114,7 +114,7 @@ def _heads(where: Where, heads: tuple[int, ...], rows: int, width: int, size: in
 
 
 def _attended(
-    inputs: list[Tensor], segments: Segments, window: int | None, dtype: torch.dtype
+    inputs: list[Tensor], segments: SegmentBounds, window: int | None, dtype: torch.dtype
 ) -> Named:
     *heads, slope = (x.to(dtype) for x in inputs)
     heads = [x.detach().requires_grad_() for x in heads]
