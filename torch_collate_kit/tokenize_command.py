@@ -46,11 +46,13 @@ def _tokenize(options: argparse.Namespace) -> int:
     if options.text or (kind is None and text in rows.column_names):
         kind = "texts"
         note_unused(options, ("train_on", "max_length", "image_root"), kind)
-    if kind not in ("preferences", "chats", "texts") or options.tokenizer is None:
+    if kind not in ("preferences", "chats", "texts"):
         raise DataError(
             f"{options.data} holds {kind or f'the columns {rows.column_names}'}; tokenized are "
-            "pairs, chats and texts: name a column with --text, and a tokenizer with --tokenizer"
+            "pairs, chats and texts: name a column of texts with --text"
         )
+    if options.tokenizer is None:
+        raise DataError(f"{options.data} holds {kind}; name a tokenizer with --tokenizer")
     loaded = loaded_tokenizer(options)
     chat = replace(chat_options(loaded, options), pixels=True, max_length=options.max_length)
     of_key = {"kind": kind, "text": text, "version": __version__, "options": [*vars(chat).items()]}

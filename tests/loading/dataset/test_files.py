@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import datasets
 import pytest
 
 from torch_collate_kit.errors import DataError
@@ -63,3 +64,9 @@ def test_brackets_in_strings_are_no_nesting(tmp_path: Path) -> None:
     row = {"texts": texts, "deep": json.loads(texts[2])}
     path.write_text((json.dumps(row) + "\n") * 2)
     assert read_records(path)["texts"][1] == texts
+
+
+def test_a_saved_dataset_without_rows_is_refused(tmp_path):
+    datasets.Dataset.from_dict({"input_ids": []}).save_to_disk(tmp_path / "empty")
+    with pytest.raises(DataError, match=r"empty: there are no rows in it \(0 examples\); give at"):
+        read_records(tmp_path / "empty")

@@ -75,6 +75,10 @@ def read_records(name: str | os.PathLike[str], *, split: str = "train") -> Datas
         raise DataError(f"{name}: there is no such file or folder")
     try:
         found = datasets.load_from_disk(name) if path.is_dir() else datasets.load_dataset(name)
+    except IndexError as error:  # a saved dataset without a file
+        raise DataError(
+            f"{name}: there are no rows in it (0 examples); give at least one"
+        ) from error
     except (OSError, ValueError, RuntimeError) as error:
         raise DataError(
             f"{name}: no saved dataset here, and not found on the hub: {_short(error)}"
