@@ -68,8 +68,10 @@ def list_runs(lengths: np.ndarray) -> dict[str, Callable[[], object]]:
     def read() -> int:
         return sum(1 for _ in stream_of(examples))
 
+    def no_batch(*_: Any) -> dict[str, Any]:  # a mock would hold all examples
+        return {}
+
     def planned() -> None:
-        no_batch = lambda *_: {}  # noqa: E731 - a mock would hold all examples
         with mock.patch.object(batches.ShardBatches, "_collate", new=no_batch):
             read()
 

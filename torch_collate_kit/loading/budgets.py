@@ -44,7 +44,7 @@ class Budget(ABC):
         other._forget()
         return other
 
-    def _forget(self) -> None:  # noqa: B027
+    def _forget(self) -> None:  # noqa: B027 - a budget may keep nothing
         """Drop what is kept of the order."""
 
     def adopt(self, state: Mapping[str, Any]) -> Self:

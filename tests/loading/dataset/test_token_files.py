@@ -300,7 +300,10 @@ def cut(write: Any, size: int) -> Any:
     return damaged
 
 
-LLM_C = lambda folder: write_llm_c(folder / "x.bin", [1, 5, 1, 6])  # noqa: E731
+def llm_c(folder):
+    return write_llm_c(folder / "x.bin", [1, 5, 1, 6])
+
+
 U2 = {"dtype": "uint16"}
 END = {"end_id": 2}
 BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
@@ -312,9 +315,9 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
     "half a token": (raw(b"abc"), U2 | END, r"x\.bin: has 3 bytes"),
     "nothing in it": (raw(b""), U2 | END, r"x\.bin: has 0 bytes"),
     "an end that never occurs": (raw(packed(TOKENS, "u2")), U2 | {"end_id": 77}, r"x\.bin: end_id=77 is not in it"),
-    "llm.c, one token short": (cut(LLM_C, 1024 + 6), {"start_id": 1}, r"x\.bin: has 6 bytes .* 4 tokens"),
-    "llm.c, cut header": (cut(LLM_C, 500), {"start_id": 1}, r"x\.bin: has"),
-    "llm.c of another dtype": (LLM_C, {"start_id": 1, "dtype": "uint32"}, r"x\.bin: holds uint16"),
+    "llm.c, one token short": (cut(llm_c, 1024 + 6), {"start_id": 1}, r"x\.bin: has 6 bytes .* 4 tokens"),
+    "llm.c, cut header": (cut(llm_c, 500), {"start_id": 1}, r"x\.bin: has"),
+    "llm.c of another dtype": (llm_c, {"start_id": 1, "dtype": "uint32"}, r"x\.bin: holds uint16"),
     "NeMo": (raw(struct.pack("<4i", 278895051, 1, 4, 2) + bytes(1016)), U2 | END, r"x\.bin: a \.bin of NeMo"),
     "npy, objects": (npy(np.array([[1], [2, 3]], dtype=object)), END, r"x\.npy: cannot be read"),
     "npy, two dimensions": (npy(np.ones((2, 2), np.int32)), END, r"x\.npy: .*shape is \(2, 2\)"),
