@@ -14,11 +14,7 @@ import torch
 
 from torch_collate_kit._checks import call_repr, changed_settings, checked_bool, checked_int
 from torch_collate_kit.errors import StateError
-from torch_collate_kit.loading.checks import (
-    LOADER_VERSION,
-    sealed,
-    unsealed,
-)
+from torch_collate_kit.loading.checks import LOADER_VERSION, sealed, unsealed
 from torch_collate_kit.loading.device_copy import device_copy
 from torch_collate_kit.loading.reader import END, Reading
 from torch_collate_kit.loading.resumable_loaders import Position, resumable_loader

@@ -21,12 +21,7 @@ from torch_collate_kit.loading.mixture import Mixture
 from torch_collate_kit.loading.shards import Stream, node_of
 from torch_collate_kit.loading.skipping import SkipPolicy
 from torch_collate_kit.loading.states import MixedPlace, Place, ShardPosition
-from torch_collate_kit.loading.stream_entries import (
-    Entry,
-    LeftOut,
-    read_entries,
-    shuffled_blocks,
-)
+from torch_collate_kit.loading.stream_entries import Entry, LeftOut, read_entries, shuffled_blocks
 
 _BEGIN = Place()
 _STOP = "first_exhausted"
@@ -92,11 +87,7 @@ class MixedStream:
             )
 
     def entries(
-        self,
-        place: Place,
-        open_source: Callable[[int, Place], Iterator[Entry]],
-        *,
-        is_within: bool,
+        self, place: Place, open_source: Callable[[int, Place], Iterator[Entry]], *, is_within: bool
     ) -> Iterator[Entry]:
         """Yield the entries after ``place``, each with the place after it.
 

@@ -220,7 +220,6 @@ class _ExamplesOfRank(Division):
         self._rank, self._size = dp_rank, dp_size
 
     def part(self, step: Step) -> list[int]:
-        """Return the examples of this rank, in the order in which they are read."""
         batch = step.examples
         each, longer = divmod(len(batch), self._size)
         start = self._rank * each + min(self._rank, longer)
@@ -228,11 +227,9 @@ class _ExamplesOfRank(Division):
         return mine
 
     def shown(self) -> dict[str, int]:
-        """Return the rank and the number of ranks, if there are several."""
         return {} if self._size == 1 else {"dp_rank": self._rank, "dp_size": self._size}
 
     def layout(self) -> dict[str, Any]:
-        """Return the number of ranks."""
         return {"dp_size": self._size}
 
 
@@ -254,7 +251,6 @@ class _RowsOfRank(Division):
         self._costs = {"image_costs_digest": sizes.image_costs_digest}
 
     def part(self, step: Step) -> RankPlan:
-        """Return the plan of a step, with this rank's rows."""
         packing, batch, plan, sizes = self._packing, step.examples, step.plan, self.sizes
         lengths = sizes.lengths[batch]
         counts = None if sizes.counts is None else sizes.counts[batch]
@@ -273,22 +269,18 @@ class _RowsOfRank(Division):
         return part
 
     def shown(self) -> dict[str, int]:
-        """Return the rank, if it is not the first."""
         return {"dp_rank": self._rank} if self._rank else {}
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return digests of the sizes of the examples, as JSON."""
         found = self.sizes.fingerprint(with_trees=self._by_rows)
         return {**found, **self._costs} if self._by_rows else found
 
     def layout(self) -> dict[str, Any]:
-        """Return the settings that a resumed run may change: by rows, the number of ranks."""
         if self._by_rows:
             return {"dp": self._packing.parallel.dp}
         return {**self._packing.as_state(), **self._costs}
 
     def check_layout(self, layout: dict[str, Any]) -> None:
-        """Check the layout of a state. Raises StateError if its steps cannot be repeated here."""
         if self._by_rows:
             return
         known = {key: value for key, value in layout.items() if key != "image_costs_digest"}
@@ -306,7 +298,6 @@ class _RowsOfRank(Division):
             )
 
     def replans(self, layout: Mapping[str, Any]) -> bool:
-        """Return whether rows differ from those of another layout."""
         if self._by_rows:
             return False
         other = {k for k, v in self.layout().items() if not is_same(v, layout.get(k))}

@@ -142,13 +142,7 @@ class StepSampler(DividedOnce):
     asks for is that of one order.
     """
 
-    def __init__(
-        self,
-        data: Any,
-        budget: Budget,
-        division: Division,
-        num_ranks: int,
-    ) -> None:
+    def __init__(self, data: Any, budget: Budget, division: Division, num_ranks: int) -> None:
         self._budget, self._division, self._num_ranks = budget, division, num_ranks
         self._data_fingerprint = getattr(data, "fingerprint", None)
         self._fingerprints: dict[str, Any] | None = None  # made for the first state

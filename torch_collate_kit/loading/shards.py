@@ -272,8 +272,7 @@ def _check_num_read(place: Place, num_examples: int) -> None:
 def _log_faster_way(kind: str) -> None:
     """Log once that a dataset is read faster by a sampler."""
     _logger.info(
-        "a stream reads a %s example by example; PackedBatchSampler is about twice as fast",
-        kind,
+        "a stream reads a %s example by example; PackedBatchSampler is about twice as fast", kind
     )
 
 

@@ -10,13 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torch_collate_kit.errors import DataError, StateError
-from torch_collate_kit.loading.checks import (
-    LOADER_VERSION,
-    differences,
-    is_same,
-    sealed,
-    unsealed,
-)
+from torch_collate_kit.loading.checks import LOADER_VERSION, differences, is_same, sealed, unsealed
 from torch_collate_kit.loading.dataset import TokenizedDataset
 from torch_collate_kit.loading.dataset.fingerprints import fingerprint_of, sampled_rows
 from torch_collate_kit.ragged import Ragged

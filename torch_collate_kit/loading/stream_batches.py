@@ -17,12 +17,7 @@ from torch_collate_kit.loading.mixed_streams import MixedStream, open_shard
 from torch_collate_kit.loading.shards import Stream
 from torch_collate_kit.loading.skipping import Skipped, SkipPolicy, collated, named
 from torch_collate_kit.loading.states import Place, ShardPosition
-from torch_collate_kit.loading.stream_entries import (
-    Entry,
-    LeftOut,
-    atoms_of,
-    check_start,
-)
+from torch_collate_kit.loading.stream_entries import Entry, LeftOut, atoms_of, check_start
 from torch_collate_kit.packing import PackingOptions, PackingPlan
 from torch_collate_kit.packing.planner import part_of, plan_rows
 from torch_collate_kit.packing.rank_plan import PlannedExamples

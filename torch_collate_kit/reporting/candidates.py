@@ -136,10 +136,7 @@ def _packed(atoms: Atoms, packing: PackingOptions, batch_size: int | None) -> di
 
 
 def _padded(
-    atoms: Atoms,
-    packing: PackingOptions,
-    batch_size: int,
-    segments: Ragged | None,
+    atoms: Atoms, packing: PackingOptions, batch_size: int, segments: Ragged | None
 ) -> dict[str, Any]:
     """Pad the examples that ``packing`` keeps, in their order, ``batch_size`` per rank and step.
 
