@@ -43,17 +43,9 @@ class MixedStream:
         self.collate, self.collator, self.seed = first.collate, first.collator, first.seed
         self.node, self.presharded, self.num_shards = first.node, first.presharded, first.num_shards
         self.shards = first.shards
-
-    @property
-    def epoch(self) -> None:
-        """None: the epochs of the sources are in the fingerprint."""
-        return None
-
-    @property
-    def beginning(self) -> Place:
-        """The place before the first entry."""
+        self.epoch: int | None = None  # those of the sources are in the fingerprint
         number = len(self.streams)
-        return Place(mixed=MixedPlace(self._weights, (0,) * number, (_BEGIN,) * number))
+        self.beginning = Place(mixed=MixedPlace(self._weights, (0,) * number, (_BEGIN,) * number))
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the settings of the mixture and the fingerprints of its sources."""
@@ -176,10 +168,8 @@ def open_shard(
         return _open_source(stream, shard, place, words, policy, block_size)
 
     def open_source(number: int, own: Place) -> Iterator[Entry]:
-        source, name = (
-            stream.streams[number],
-            f"source {stream.source.names[number]!r} of the mixture",
-        )
+        source = stream.streams[number]
+        name = f"source {stream.source.names[number]!r} of the mixture"
         mixed_words = (*words, number) if words else ()
         entries, _ = _open_source(source, shard, own, mixed_words, policy, block_size, name)
         first = next(entries, None)

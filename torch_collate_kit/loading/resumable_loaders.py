@@ -257,7 +257,14 @@ class _StreamLoader(_Loader):
         source_epoch = self._stream.epoch if source_epoch is None else source_epoch
         turns = self._begun()
         self._passes.following = (epoch + 1, self._stream.beginning())
-        return _received(turns, dict(places), source_epoch)
+        return self._marked(turns, dict(places), source_epoch)
+
+    def _marked(self, turns: Any, places: _Places, source_epoch: int) -> Iterator[Collated]:
+        """Yield the batches of a pass, each marked with the places of all shards after it."""
+        for collated in self._stream.given_out(turns, places):
+            marked = [collated._replace(mark=(dict(places), source_epoch))]
+            del collated
+            yield marked.pop()
 
     def move_to(self, position: Position) -> Position:
         return position
@@ -300,18 +307,6 @@ class _Passes(IterableDataset[Any]):
         turns = self._stream.turns(places, epoch)
         self.following = (epoch + 1, self._stream.beginning())
         return turns
-
-
-def _received(turns: Iterator[Any], places: _Places, source_epoch: int) -> Iterator[Collated]:
-    """Yield the batches of a pass, each marked with the places of all shards after it."""
-    for turn in turns:
-        if turn.after is not None:
-            places[turn.shard] = turn.after
-        if turn.has_batch:
-            collated = turn.batch._replace(mark=(dict(places), source_epoch))
-            del turn
-            yield collated
-            del collated  # it would be held beside the next
 
 
 def _collate_turn(collate: Callable[[Any], Any], turn: Any) -> Any:

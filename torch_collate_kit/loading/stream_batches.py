@@ -124,12 +124,7 @@ class _Made(NamedTuple):
 
 
 class ShardBatches:
-    """Iterates once over the batches of a shard after ``position``, each with the one after it.
-
-    Raises:
-        DataError: an example is wrong, or too many are; the message names its position.
-        StateError: the position is not one of this source.
-    """
+    """Iterates once over the batches of a shard after ``position``, each with the one after it."""
 
     def __init__(
         self,
@@ -196,9 +191,13 @@ class ShardBatches:
         """Return a batch and the position after it: the end, if only ``rest`` follows."""
         outcomes = [*made.outcomes, *(rest or [])]
         after = self._counted(made.after, outcomes, has_ended=rest is not None)
-        if isinstance(made.batch, Batch):
-            self._describe(made.batch, after, {one.example for one in outcomes if one is not None})
-        return made.batch, after
+        if isinstance(batch := made.batch, Batch):
+            if skipped := {one.example for one in outcomes if one is not None}:
+                batch.metadata["skipped"] = sorted(skipped)
+            if self._stream.num_shards is not None:
+                batch.metadata |= {"shard": self._shard, "step": after.num_given - 1}
+                batch.metadata |= {} if self._epoch is None else {"epoch": self._epoch}
+        return batch, after
 
     def _nothing_left(self, rest: list[Skipped]) -> tuple[None, ShardPosition]:
         """Return the end of a shard that has no batch to name what was left out."""
@@ -220,13 +219,6 @@ class ShardBatches:
             num_skipped=counts[0], num_in_a_row=counts[1], has_ended=has_ended
         )
         return self._position
-
-    def _describe(self, batch: Batch, after: ShardPosition, skipped: set[int]) -> None:
-        if skipped:
-            batch.metadata["skipped"] = sorted(skipped)
-        if self._stream.num_shards is not None:
-            batch.metadata |= {"shard": self._shard, "step": after.num_given - 1}
-            batch.metadata |= {} if self._epoch is None else {"epoch": self._epoch}
 
     def _not_given(self, position: ShardPosition) -> Iterator[Planned]:
         """Yield the batches after the position, of its window and of all later ones."""
@@ -275,9 +267,8 @@ class ShardBatches:
     ) -> tuple[Any, list[Skipped | None]]:
         """Collate a batch without its wrong examples; None if all are wrong.
 
-        Returns:
-            The batch, and the outcome of each of its examples and of those that were left out
-            before them: None if it is in the batch. Empty where none may be left out.
+        Also returns the outcome of each of its examples and of those left out before them, None if
+        it is in the batch; nothing where none may be left out.
         """
         if not self._policy.skips:
             return self._collate(entries, plan), []
