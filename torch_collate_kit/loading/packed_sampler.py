@@ -101,21 +101,16 @@ class PackedBatchSampler(StepSampler):
             ``torch.distributed`` when the sampler is made.
         shuffle, seed, tail, order: as for ``PrefetchingSampler``; a kept tail may
             be of any size, since ranks without examples get rows of pads.
-        num_loss_tokens: beside bare lengths, trained tokens of every example, ints [N]. With
-            several ranks and ``normalize_loss=True`` the loss is divided by those of all ranks.
-            Of a dataset they are read; docs/loss.md says when batches have the whole step's.
-        patches: beside bare lengths, patches of images of every example, ints [N], or of each of
-            its images, a Ragged or a list of lists (see :func:`~torch_collate_kit.packing.pack`).
+        num_loss_tokens: beside bare lengths, trained tokens of every example, ints [N], of which
+            several ranks with ``normalize_loss=True`` need the sum (docs/loss.md).
+        patches: beside bare lengths, patches of images, as for
+            :func:`~torch_collate_kit.packing.pack`.
 
     Every rank computes the same order and plan, without collectives, so all have equally many rows
     of one width. It yields a ``RankPlan``, which a ``TokenizedDataset`` passes on to the collator.
     By rows, or with ``rows_multiple_of``, a state goes on with the same rows on any number of ranks
-    that divides them; by examples without it, with the same examples in each step, packed anew.
-
-    By rows a window takes what comes next in the order, as long as its rows have 0.5% of their
-    cells free. Its pieces are levelled over the rows. Groups of ``rows_multiple_of`` rows that cost
-    alike (by default the number of ranks of the first start) are dealt to the steps: the rule, and
-    how full and even steps are, is in docs/loading.md.
+    that divides them; by examples without it, with the same examples in each step, packed anew. How
+    rows are dealt to steps, and how full and even these are: docs/loading.md.
 
     Raises:
         TypeError, ValueError, DataError: an argument or a length is wrong. See docs/loading.md.

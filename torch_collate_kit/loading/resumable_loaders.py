@@ -211,7 +211,9 @@ class _SampledLoader(_Loader):
         state = {"max_tokens": self._max_tokens, "sampler": self.pinned(position).mark}
         return state | position.skipped.state()
 
-    def load_state_dict(self, state: Mapping[str, Any], position: Position) -> Position:
+    def load_state_dict(
+        self, state: Mapping[str, Any], skipped: SkippedExamples, position: Position
+    ) -> Position:
         self._sampler.load_state_dict(_part_of(state, "sampler"))
         saved, mine = state.get("max_tokens"), self._max_tokens
         if saved != mine and not isinstance(self._sampler, PackedBatchSampler):  # it logs more
@@ -220,7 +222,7 @@ class _SampledLoader(_Loader):
                 "per step, in other rows",
                 *(saved, mine),
             )
-        return self.start(position.skipped)
+        return self.start(skipped)
 
 
 class _StreamLoader(_Loader):
@@ -287,9 +289,11 @@ class _StreamLoader(_Loader):
         stream = self._stream.state_at(places, position.epoch, source_epoch)
         return {"epoch": position.epoch, "stream": stream}
 
-    def load_state_dict(self, state: Mapping[str, Any], position: Position) -> Position:
+    def load_state_dict(
+        self, state: Mapping[str, Any], skipped: SkippedExamples, position: Position
+    ) -> Position:
         places = self._stream.positions_in(_part_of(state, "stream"))
-        return self._at(state["epoch"], places, position.skipped)
+        return self._at(state["epoch"], places, skipped)
 
 
 class _Passes(IterableDataset[Any]):

@@ -36,11 +36,7 @@ class Skipped(NamedTuple):
 
 
 class SkipPolicy:
-    """Whether examples that fail are left out, and how many at most.
-
-    Raises:
-        ValueError, TypeError: an option is wrong.
-    """
+    """Whether examples that fail are left out, and how many at most."""
 
     def __init__(self, on_error: OnError, max_skipped: int, max_skipped_in_a_row: int) -> None:
         checked_choice("on_error", on_error, get_args(OnError))
@@ -53,11 +49,8 @@ class SkipPolicy:
     ) -> tuple[int, int]:
         """Count and log what was left out, None for each example that was not.
 
-        Returns:
-            How many were left out so far, and how many in a row up to the last outcome.
-
-        Raises:
-            DataError: more than the limits allow.
+        Returns how many were left out so far, and how many in a row up to the last outcome;
+        DataError: more than the limits allow.
         """
         for skipped in outcomes:
             if skipped is None:
@@ -90,10 +83,8 @@ def collated(
     """Collate a batch without the examples that cannot be collated alone.
 
     ``collate`` receives the numbers of those to collate, ascending. Where none fails alone, all are
-    collated again: the error may be transient.
-
-    Returns:
-        The batch, None if all examples fail, and the errors by number.
+    collated again: the error may be transient. Returns the batch, None if all examples fail, and
+    the errors by number.
     """
     try:
         return collate(numbers), {}
@@ -201,8 +192,11 @@ class _SkippingCollate:
 
     def _part(self, indices: Any, count: int, numbers: Sequence[int]) -> Any:
         """Return the batch of some examples of a step, as a DataLoader makes it."""
-        if len(numbers) < count:
-            indices = _without(indices, sorted(set(range(count)) - set(numbers)))
+        if len(numbers) < count and isinstance(indices, RankPlan):
+            indices = indices.without(sorted(set(range(count)) - set(numbers)))
+        elif len(numbers) < count:
+            every = [*indices]
+            indices = [every[number] for number in numbers]
         if getattr(self._dataset, "__getitems__", None):
             return self._collate(self._dataset.__getitems__(indices))
         return self._collate([self._dataset[i] for i in indices])
@@ -226,23 +220,12 @@ class _SkippingCollate:
             example = examples[number]
             if hasattr(example, "__index__"):  # NumPy's and torch's integers are no JSON
                 example = operator.index(example)
+            reason = f"example {example} of the dataset: {type(error).__name__}: {error}"
+            if isinstance(error, DataError):
+                reason = str(named(error, [(example, "the dataset")]))
             trace = "".join(traceback.format_exception(error))
-            outcomes[number] = Skipped(example, _reason(error, example), trace)
+            outcomes[number] = Skipped(example, reason, trace)
         return tuple(outcomes)
-
-
-def _reason(error: Exception, example: Any) -> str:
-    """Return an error with the example of the dataset that it is about."""
-    if isinstance(error, DataError):
-        return str(named(error, [(example, "the dataset")]))
-    return f"example {example} of the dataset: {type(error).__name__}: {error}"
-
-
-def _without(indices: Any, positions: Sequence[int]) -> Any:
-    if isinstance(indices, RankPlan):
-        return indices.without(positions)
-    gone = set(positions)
-    return [example for i, example in enumerate(indices) if i not in gone]
 
 
 class SkippedExample(NamedTuple):

@@ -111,11 +111,7 @@ def _sealed(
 def positions_in(
     state: Mapping[str, Any], settings: Mapping[str, Any], shards: range
 ) -> dict[int, ShardPosition]:
-    """Return the positions of ``shards`` in a state that has them, and may have more.
-
-    Raises:
-        StateError: the state does not fit, is damaged, or has not all of the shards.
-    """
+    """Return the positions of ``shards`` in a state that has them, and may have more."""
     state = unsealed(state, _VERSION)
     _check_settings(state, settings)
     if missing := [shard for shard in shards if str(shard) not in state["shards"]]:
@@ -252,11 +248,7 @@ class SourceFingerprint:
 
 
 def check_same_data(saved: Any, mine: Mapping[str, Any] | None) -> None:
-    """Check that the fingerprint in a state does not contradict that of the source.
-
-    Raises:
-        StateError: it is of other data.
-    """
+    """Check that the fingerprint in a state does not contradict that of the source."""
     if saved is None or (mine is None and isinstance(saved, Mapping)):
         return
     assert mine is not None
