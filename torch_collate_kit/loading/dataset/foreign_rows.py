@@ -169,8 +169,7 @@ class _Packed:
                 "pass end_id, else pack the source again"
             )
         self._target = targets[0] if targets else ""
-        counts = self._array("input_ids").value_lengths().to_numpy(zero_copy_only=False)
-        self._lengths = counts.astype(np.int64)
+        self._lengths = self._lists("input_ids")[1]
         self._firsts = np.cumsum(self._lengths) - self._lengths
         self._row_of = np.repeat(np.arange(len(table), dtype=np.int32), self._lengths)
         self._find_documents(**ids)
@@ -182,8 +181,8 @@ class _Packed:
     def _cell(self, place: int) -> int:
         return int(np.arange(len(self._row_of))[self._cells][place])
 
-    def _array(self, name: str) -> Any:
-        """Return a column of lists of numbers or vectors as one Arrow array without nulls."""
+    def _lists(self, name: str) -> tuple[Any, np.ndarray]:
+        """Return the entries of a column of lists end to end, in Arrow, and the length of each."""
         array = plain(self._table.column(name)).combine_chunks()
         if not hasattr(array, "value_lengths") or array.null_count or array.flatten().null_count:
             raise DataError(
@@ -191,18 +190,18 @@ class _Packed:
                 f"list of numbers in every row, but {array.type} with nulls or none; drop the "
                 "others, or the column"
             )
-        return array
+        lengths = array.value_lengths().to_numpy(zero_copy_only=False)
+        return array.flatten(), lengths.astype(np.int64)
 
     def _per_token(self, name: str) -> Any:
         """Return the entries of a column with one per token, end to end, in Arrow."""
-        array = self._array(name)
-        counts = array.value_lengths().to_numpy(zero_copy_only=False)
+        entries, counts = self._lists(name)
         if len(wrong := np.flatnonzero(counts != self._lengths)):
             raise DataError(
                 f"row {wrong[0] + self._first_row}: {name} has {counts[wrong[0]]} entries, "
                 f"input_ids has {self._lengths[wrong[0]]}; give each token one, or remove {name}"
             )
-        return array.flatten()
+        return entries
 
     def _numpy(self, name: str) -> np.ndarray:
         values: np.ndarray = self._per_token(name).to_numpy(zero_copy_only=False)
@@ -265,8 +264,10 @@ class _Packed:
     def _read_lists(self, name: str, begins: Any, is_pad: Any, may_be_left: Any) -> None:
         """Mark where documents begin by a list per row, and the pads that it leaves."""
         of_real = "seq_lens" if name == "seq_lens_padded" and "seq_lens" in self._names else name
-        lists = zip(self._array(of_real).to_pylist(), self._array(name).to_pylist(), strict=True)
-        for row, (sizes, rooms) in enumerate(lists):
+        for column in (of_real, name):
+            self._lists(column)
+        given = (self._table.column(column).to_pylist() for column in (of_real, name))
+        for row, (sizes, rooms) in enumerate(zip(*given, strict=True)):
             first, length = self._firsts[row], self._lengths[row]
             is_wrong = len(sizes) != len(rooms)
             if name in _STARTS:
@@ -341,7 +342,8 @@ class _Packed:
             if len(target):
                 is_trained = np.logical_or.reduceat(target != ignored, self._starts)
         self._check_agreement(is_trained)
-        counts = (len(self._row_of) - len(self._ids), int((~is_trained).sum()), last)
+        counts = Counter(padding=len(self._row_of) - len(self._ids), last_targets=last)
+        counts["untrained"] = int((~is_trained).sum())
         kept = slice(None) if is_trained.all() else np.repeat(is_trained, self._sizes)
         sizes, rows = self._sizes[is_trained], self._rows[self._starts[is_trained]]
         if len(sizes) < at_least:
@@ -349,9 +351,7 @@ class _Packed:
         changed = {"input_ids": self._ids[kept]}
         if target is not None:
             changed[self._target] = target[kept]
-        return self._cut(changed, sizes, rows, kept), +Counter(
-            dict(zip(_COUNTS, counts, strict=True))
-        )
+        return self._cut(changed, sizes, rows, kept), +counts
 
     def _check_agreement(self, is_trained: np.ndarray) -> None:
         """Check that a kind with a boundary in a row has all of the row's."""
