@@ -321,7 +321,7 @@ class ByTokens(RowBudget):
 
 
 class SourceLimits:
-    """Logs every source once in an epoch, at the step from which on its weight is the others'."""
+    """Logs each source of a mixture once in an epoch, at the step where its ``max_passes`` end."""
 
     def __init__(self, budget: Budget, epoch: int) -> None:
         self._budget, self._epoch = budget, epoch
@@ -331,8 +331,7 @@ class SourceLimits:
     def log(self, step: int) -> None:
         """Log the sources that end in a step, by rows in its window."""
         order, epoch = self._budget.order, self._epoch
-        if not isinstance(order, MixedOrder) or not any(order.mixture.max_passes):
-            return
+        assert isinstance(order, MixedOrder)
         place = min(self._budget.place(epoch, step + 1), order.size(epoch))
         if place < self._place:
             return

@@ -250,13 +250,10 @@ class PrefetchLoader:
             if is_late:
                 reading.abandon(at)
             else:
-                self._end(reading)
-
-    def _end(self, reading: Reading) -> None:
-        try:
-            reading.end()
-        finally:
-            self._pid = self._pid if self._loader.has_workers() else 0
+                try:
+                    reading.end()
+                finally:
+                    self._pid = self._pid if self._loader.has_workers() else 0
 
     def _leave(self, loop: object, error: BaseException) -> None:
         if self._loop is loop:

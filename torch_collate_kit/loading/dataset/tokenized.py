@@ -210,25 +210,23 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
         >>> TokenizedDataset(rows).num_loss_tokens.tolist()
         [1]
         """
+        text = [k for k, of in self._columns.items() if not isinstance(of, ArrayColumn)]
+        image_token_id = None if self._vision is None else self._vision.image_token_id
         parts = [np.empty(0, dtype=np.int64)]
         for start in range(0, len(self), _ROWS_AT_A_TIME):
             stop = min(start + _ROWS_AT_A_TIME, len(self))
             try:
-                parts.append(self._num_loss_tokens(np.arange(start, stop)))
+                rows = self._take(np.arange(start, stop), text)
+                columns = read_columns(rows, train_all=self._train_all)
+                if self._vision is None and len(text) < len(self._columns):
+                    raise ValueError(
+                        "the source has images, whose tokens are not trained; pass "
+                        "vision=processor, which says which tokens these are"
+                    )
+                parts.append(columns.num_loss_tokens(image_token_id))
             except DataError as error:
                 raise DataError(f"rows {start} to {stop - 1}, counted from 0: {error}") from error
         return np.concatenate(parts)
-
-    def _num_loss_tokens(self, indices: np.ndarray) -> np.ndarray:
-        text = [k for k, of in self._columns.items() if not isinstance(of, ArrayColumn)]
-        columns = read_columns(self._take(indices, text), train_all=self._train_all)
-        if self._vision is None and len(text) < len(self._columns):
-            raise ValueError(
-                "the source has images, whose tokens are not trained; pass vision=processor, which "
-                "says which tokens these are"
-            )
-        vision = self._vision
-        return columns.num_loss_tokens(None if vision is None else vision.image_token_id)
 
     @property
     def vision(self) -> VisionLayout | None:
