@@ -16,12 +16,12 @@ from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 
+from torch_collate_kit._checks import checked_bool
 from torch_collate_kit.loading.checks import (
     MAX_COUNT,
     Indices,
     Shuffle,
     checked_length,
-    checked_shuffle,
     checked_word,
 )
 from torch_collate_kit.loading.mixture import Mixture
@@ -255,7 +255,11 @@ def order_of(
     offsets: Indices | None = None,
 ) -> AnyOrder:
     """Return the order of a dataset or a Mixture, its arguments checked."""
-    seed, shuffle = checked_word("seed", seed), checked_shuffle(shuffle)
+    seed = checked_word("seed", seed)
+    if not isinstance(shuffle, str):
+        checked_bool("shuffle", shuffle)
+    elif shuffle != "keyed":
+        raise ValueError(f"shuffle must be True, False or 'keyed', got {shuffle!r}")
     if user is not None and not callable(user):
         raise TypeError(f"order must be a function of (epoch, rng), got {user!r}")
     if not isinstance(examples, Mixture):

@@ -148,6 +148,8 @@ class ShuffledOrder(Order):
 
     def without_later(self, epoch: int, step: int) -> ShuffledOrder:
         """Return the order without the reshuffles made after a position."""
+        if not self.reshuffles:
+            return self  # as nearly always
         kept = tuple(made for made in self.reshuffles if made[:2] <= (epoch, step))
         return self if kept == self.reshuffles else self._with(kept)
 

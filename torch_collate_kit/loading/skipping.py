@@ -243,23 +243,22 @@ class SkippedExample(NamedTuple):
     """Its error, which names it; None after a resume, and for streams, which log it."""
 
 
-class SkippedExamples:
-    """The examples left out of the batches that the consumer has received. It never changes."""
+class SkippedExamples(NamedTuple):
+    """The examples left out of the batches that the consumer has received."""
 
-    def __init__(
-        self, policy: SkipPolicy, examples: tuple[SkippedExample, ...] = (), in_a_row: int = 0
-    ) -> None:
-        self.policy, self.examples = policy, examples
-        self._in_a_row = in_a_row  # up to the last example read
+    policy: SkipPolicy
+    examples: tuple[SkippedExample, ...] = ()
+    in_a_row: int = 0
+    """Up to the last example read."""
 
     def with_batch(self, epoch: int, step: int, outcomes: _Outcomes) -> SkippedExamples:
         """Return the examples after one more batch, log its skipped ones; DataError if too many."""
         if not outcomes:
             return self
         skipped = [one for one in outcomes if one]
-        if not skipped and not self._in_a_row:
+        if not skipped and not self.in_a_row:
             return self  # as nearly always
-        in_a_row = self._in_a_row
+        in_a_row = self.in_a_row
         if self.policy.skips:  # else a stream has counted them
             at_step = f"in step {step} of epoch {epoch}, "
             located = (one and one._replace(reason=at_step + one.reason) for one in outcomes)
@@ -270,7 +269,7 @@ class SkippedExamples:
     def state(self) -> dict[str, Any]:
         """Return their state; nothing if there are none, as of any other loader."""
         named = [[one.epoch, one.step, one.example] for one in self.examples]
-        return {"skipped": {"examples": named, "in_a_row": self._in_a_row}} if named else {}
+        return {"skipped": {"examples": named, "in_a_row": self.in_a_row}} if named else {}
 
     def after(self, state: Mapping[str, Any]) -> SkippedExamples:
         """Return the examples left out in the run that saved ``state``, with the same policy."""
