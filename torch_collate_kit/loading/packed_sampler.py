@@ -36,9 +36,8 @@ class PrefetchingSampler(StepSampler):
     """Batches of one dataset's indices: shuffled by (seed, epoch), sharded, resumable.
 
     Args:
-        examples: their number, anything with ``len()``, or a ``Mixture``. If it has a
-            ``fingerprint``, as a TokenizedDataset has, a state is refused by other data of the same
-            size.
+        examples: their number, anything with ``len()``, or a ``Mixture``. A state is refused by
+            other data if they have a ``fingerprint``, as a TokenizedDataset has.
         batch_size: examples of a step over all ranks. Rank r gets the r-th contiguous part.
         shuffle, seed: an epoch is in an order that is a function of (seed, epoch), or in sequence
             (False). "keyed" is a shuffled order in O(1) memory, for very many examples.
@@ -49,8 +48,7 @@ class PrefetchingSampler(StepSampler):
         dp_rank, dp_size: which part of each batch is yielded, as a list of Python ints; by default
             that of this process in ``torch.distributed`` when the sampler is made.
 
-    The ``state_dict`` is small JSON, the same on all ranks, and loads on any number of them. More
-    in docs/loading.md.
+    The ``state_dict`` is small JSON, the same on all ranks, and loads on any number of them.
 
     Raises:
         TypeError, ValueError: an argument is wrong, an epoch has no step to drop to, or a kept tail

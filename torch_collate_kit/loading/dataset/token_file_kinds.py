@@ -14,7 +14,7 @@ import numpy as np
 
 from torch_collate_kit._checks import checked_int
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.loading.dataset.mapped_files import TokenFiles, mapped
+from torch_collate_kit.loading.dataset.sources import TokenFiles, mapped
 from torch_collate_kit.loading.dataset.tokenized import TokenizedDataset
 
 _MAGIC, _HEADER = b"MMIDIDX\x00\x00", 34  # of Megatron's index: magic, version, dtype, two counts
