@@ -17,7 +17,6 @@ from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.source import are_nested, is_a
 
 _VERSION = 8  # it goes up with any change to which examples make a batch
-_MOST_APART = 2**20  # rounds between two shards of a state: the rounds between are counted
 
 
 class MixedPlace(NamedTuple):
@@ -121,17 +120,10 @@ def positions_in(
             "merge_states([...]) of the states of all ranks"
         )
     sources = copy.deepcopy(state.get("sources", {}))
-    positions = {
+    return {
         shard: _position_of(state["shards"][str(shard)], sources.get(str(shard)))
         for shard in shards
     }
-    rounds = [one.num_given for one in positions.values() if not one.has_ended]
-    if rounds and max(rounds) - min(rounds) > _MOST_APART:
-        raise StateError(
-            f"the state has shards that are {max(rounds) - min(rounds)} rounds apart, more than "
-            f"{_MOST_APART}; merge states that were saved after the same step"
-        )
-    return positions
 
 
 def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
