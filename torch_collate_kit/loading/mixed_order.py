@@ -170,9 +170,7 @@ class MixedOrder(Order):
                 targets[source] = min((number // size + 1) * size, limit)
         return targets
 
-    def _stage(
-        self, epoch: int, exact: list[Fraction], taken: list[int], most: int | None
-    ) -> Indices:
+    def _stage(self, epoch: int, exact: list[Fraction], taken: list[int], most: Any) -> Indices:
         """Return the examples of a stage up to the end of the epoch, or at least ``most`` units."""
         scale = 2 * math.lcm(*(weight.denominator for weight in exact))  # equal times stay equal
         weights = [float(weight * scale) for weight in exact]
@@ -218,9 +216,7 @@ class MixedOrder(Order):
             return stop - start
         return sum(map(self._num_units, self._passes(source, start, stop)))
 
-    def _due(
-        self, source: int, start: int, weight: float, end: float
-    ) -> tuple[Indices, np.ndarray]:
+    def _due(self, source: int, start: int, weight: float, end: float) -> tuple[Indices, Any]:
         """Return the next examples of a source that are due by a virtual time, and when."""
         found, times, before = [_NONE], [np.zeros(0)], 0
         for examples in self._passes(source, start, self._limits[source]):

@@ -44,8 +44,9 @@ class MixedStream:
         self.node, self.presharded, self.num_shards = first.node, first.presharded, first.num_shards
         self.shards = first.shards
         self.epoch: int | None = None  # those of the sources are in the fingerprint
-        number = len(self.streams)
-        self.beginning = Place(mixed=MixedPlace(self._weights, (0,) * number, (_BEGIN,) * number))
+        self._none = (0,) * len(self.streams)
+        begin = MixedPlace(self._weights, self._none, (_BEGIN,) * len(self.streams))
+        self.beginning = Place(mixed=begin)
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the settings of the mixture and the fingerprints of its sources."""
@@ -63,9 +64,7 @@ class MixedStream:
         mixed = place.mixed
         if mixed is None or mixed.weights == self._weights or place.start:
             return place
-        return place._replace(
-            mixed=MixedPlace(self._weights, (0,) * len(mixed.taken), mixed.places)
-        )
+        return place._replace(mixed=mixed._replace(weights=self._weights, taken=self._none))
 
     def check_weights(self, positions: Mapping[int, ShardPosition]) -> None:
         """Warn if the positions in a state are of a run with other weights."""

@@ -295,6 +295,4 @@ class _RowsOfRank(Division):
             return False
         other = {k for k, v in self.layout().items() if not is_same(v, layout.get(k))}
         planned_for = layout.get("rows_multiple_of") or layout["dp"]
-        return (
-            other - {"dp", "rows_multiple_of"} != set() or planned_for != self._packing.row_multiple
-        )
+        return bool(other - {"dp", "rows_multiple_of"}) or planned_for != self._packing.row_multiple

@@ -164,9 +164,7 @@ class _Unread:
         return indices
 
 
-def _start_worker(
-    dataset: Any, worker_init_fn: Callable[[int], object] | None, worker: int
-) -> None:
+def _start_worker(dataset: Any, worker_init_fn: Callable[[int], Any] | None, worker: int) -> None:
     """Show the caller's ``worker_init_fn`` the dataset that is read, in worker_info."""
     object.__setattr__(get_worker_info(), "dataset", dataset)  # it is frozen
     if worker_init_fn is not None:

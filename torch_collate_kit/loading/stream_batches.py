@@ -24,6 +24,7 @@ from torch_collate_kit.packing.rank_plan import PlannedExamples
 from torch_collate_kit.packing.rows import Rows, running_sum
 from torch_collate_kit.packing.steps import num_rows_needed, num_that_fit, plan_window
 
+_Outcomes: TypeAlias = list[Skipped | None]
 Planned: TypeAlias = tuple[list[Entry], PackingPlan, Place | None]
 """Entries of a batch, their plan, and after the last batch of a window the place of the next."""
 
@@ -120,7 +121,7 @@ def joined_batches(
 class _Made(NamedTuple):
     batch: Batch | dict[str, Any]
     after: ShardPosition  # but for what was left out
-    outcomes: list[Skipped | None]  # of its examples, and of those that were left out before them
+    outcomes: _Outcomes  # of its examples, and of those that were left out before them
 
 
 class ShardBatches:
@@ -169,7 +170,7 @@ class ShardBatches:
     def _made(self) -> Generator[_Made, None, list[Skipped]]:
         """Yield the batches that are not empty; return what was left out after the last."""
         after = self._position
-        outcomes: list[Skipped | None] = []
+        outcomes: _Outcomes = []
         for entries, plan, next_window in self._not_given(after):
             batch, found = self._collated(entries, plan)
             outcomes += found
@@ -214,10 +215,8 @@ class ShardBatches:
         self, after: ShardPosition, outcomes: Sequence[Skipped | None], *, has_ended: bool
     ) -> ShardPosition:
         before = self._position
-        counts = self._policy.counted(before.num_skipped, before.num_in_a_row, outcomes)
-        self._position = after._replace(
-            num_skipped=counts[0], num_in_a_row=counts[1], has_ended=has_ended
-        )
+        num, in_a_row = self._policy.counted(before.num_skipped, before.num_in_a_row, outcomes)
+        self._position = after._replace(num_skipped=num, num_in_a_row=in_a_row, has_ended=has_ended)
         return self._position
 
     def _not_given(self, position: ShardPosition) -> Iterator[Planned]:
@@ -262,9 +261,7 @@ class ShardBatches:
             entries, packing, batch_rows=self._batch_rows, buffer_size=self._buffer_size
         )
 
-    def _collated(
-        self, entries: list[Entry], plan: PackingPlan
-    ) -> tuple[Any, list[Skipped | None]]:
+    def _collated(self, entries: list[Entry], plan: PackingPlan) -> tuple[Any, _Outcomes]:
         """Collate a batch without its wrong examples; None if all are wrong.
 
         Also returns the outcome of each of its examples and of those left out before them, None if
@@ -282,7 +279,7 @@ class ShardBatches:
         batch, failing = collated(collate_part, everything.tolist(), DataError)
         if failing and set(plan.example_indices.tolist()) <= failing.keys():
             batch = None  # what is left was dropped
-        outcomes: list[Skipped | None] = []
+        outcomes: _Outcomes = []
         for number, entry in enumerate(entries):
             error = failing.get(number)
             skipped = None if error is None else Skipped(entry.position, str(error))

@@ -241,9 +241,8 @@ def _example(
     first = _first_kept(texts, num_prompt, setup, keep)
     if first is None:
         return _skipped("too_long")
-    part = slice(
-        first, None if setup.options.max_length is None else first + setup.options.max_length
-    )
+    limit = setup.options.max_length
+    part = slice(first, None if limit is None else first + limit)
     kept = [(text.input_ids[part], text.loss_mask[part]) for text in texts.values()]
     if not all(1 in mask[1:] for _, mask in kept):
         return _skipped("nothing_left_after_truncation")

@@ -146,9 +146,7 @@ class PackingReport(dict[str, Any]):
         names, rows = candidates_table(self)
         best = [self["recommended"][key] for key in ("max_tokens", "strategy")]
         found = [[c["max_tokens"], c["strategy"]] for c in self["candidates"]]
-        table = html_table(
-            names, rows, _LEFT, ["font-weight:bold" * (row == best) for row in found]
-        )
+        table = html_table(names, rows, _LEFT, ["font-weight:bold" * (of == best) for of in found])
         before = "<br>".join(map(escape, intro_lines(self, names)))
         after = "<br>".join(map(escape, recommendation_lines(self)))
         html = f"<p>{before}</p>{table}<p><b>{escape(headline(self))}</b><br>{after}</p>"
@@ -410,9 +408,8 @@ def _draw_padding(report: Mapping[str, Any], ax: Axes | None) -> Axes:
 def _draw_balance(report: Mapping[str, Any], ax: Axes | None) -> Axes:
     """Draw how far the heaviest rank of a step is above the mean, at the best ``max_tokens``."""
     best, ranks = report["recommended"], report["options"]["dp"]
-    found = {
-        c["strategy"]: c for c in report["candidates"] if c["max_tokens"] == best["max_tokens"]
-    }
+    limit = best["max_tokens"]
+    found = {c["strategy"]: c for c in report["candidates"] if c["max_tokens"] == limit}
     ax = axes_for(ax, 3.5 + 1.2 * len(found), 4.0)
     percent = {
         name: [100 * (c[f"{name}_max_over_mean"] - 1) for c in found.values()]
@@ -422,7 +419,7 @@ def _draw_balance(report: Mapping[str, Any], ax: Axes | None) -> Axes:
     costs = dict(zip(found, percent["cost"], strict=True))
     ax.set(
         ylim=(0, max(1.0, 1.2 * max(max(heights) for heights in percent.values()))),
-        xlabel=f"layout, at max_tokens={best['max_tokens']}",
+        xlabel=f"layout, at max_tokens={limit}",
         ylabel="heaviest rank of a step, over the mean (%)",
         title=(
             f"heaviest of {plural(ranks, 'rank')}: cost {costs[PADDED]:+.1f}% padded, "

@@ -304,12 +304,10 @@ class _Packed:
                     "shifted=False"
                 )
             return bool(shifted)
-        labels = self._numpy("labels")[self._cells]
+        labels, ids = self._numpy("labels")[self._cells], self._ids
 
         def wrong(way: bool) -> np.ndarray:
-            found = (labels != IGNORE_INDEX) & (
-                labels != (np.roll(self._ids, -1) if way else self._ids)
-            )
+            found = (labels != IGNORE_INDEX) & (labels != (np.roll(ids, -1) if way else ids))
             if way:  # the last of a document has no next token
                 found &= ~np.roll(self._is_first, -1)
             return found
@@ -372,11 +370,10 @@ class _Packed:
         offsets, found = pa.array(np.append(0, np.cumsum(sizes)).astype(np.int32)), {}
         for name in self._names:
             column = self._table.column(name)
+            kind = str(column.type)
             if name in _REMOVED:
                 continue
-            if name not in changed and (
-                "list" not in str(column.type) or "string" in str(column.type)
-            ):
+            if name not in changed and ("list" not in kind or "string" in kind):
                 found[name] = column.take(pa.array(rows))
                 continue
             if name not in changed:

@@ -305,9 +305,7 @@ def _copied(
     return copied
 
 
-def _column(
-    name: str, column: Any, *, of_segments: bool
-) -> np.ndarray | Ragged | Nested | list[Any]:
+def _column(name: str, column: Any, *, of_segments: bool) -> Any:
     if name in IMAGE_FIELDS:
         if of_segments:
             return list(column)  # which is refused
