@@ -101,7 +101,10 @@ class StepIterator(Iterator[Any]):
     def __init__(self, sampler: StepSampler, budget: Budget, epoch: int, step: int) -> None:
         self.sampler, self.budget, self.epoch, self.step = sampler, budget, epoch, step
         self.first, self.loaded = step, False
-        self.drawn, self.limits = False, SourceLimits(budget, epoch)
+        self.drawn = False
+        mixture = getattr(budget.order, "mixture", None)
+        has_limits = mixture is not None and any(mixture.max_passes)
+        self.limits = SourceLimits(budget, epoch) if has_limits else None
 
     def __next__(self) -> Any:
         step = self.budget.step(self.epoch, self.step)
@@ -109,7 +112,8 @@ class StepIterator(Iterator[Any]):
         self.drawn = counts or _is_asked_for(otherwise=step is None)
         if step is None:
             raise StopIteration
-        self.limits.log(self.step)
+        if self.limits is not None:
+            self.limits.log(self.step)
         self.step += 1
         return self.sampler._division.part(step)
 
@@ -142,13 +146,7 @@ class StepSampler(DividedOnce):
     asks for is that of one order.
     """
 
-    def __init__(
-        self,
-        data: Any,
-        budget: Budget,
-        division: Division,
-        num_ranks: int,
-    ) -> None:
+    def __init__(self, data: Any, budget: Budget, division: Division, num_ranks: int) -> None:
         self._budget, self._division, self._num_ranks = budget, division, num_ranks
         self._data_fingerprint = getattr(data, "fingerprint", None)
         self._fingerprints: dict[str, Any] | None = None  # made for the first state
