@@ -36,9 +36,9 @@ def attend(
     """Attend within segments, causally or to all tokens of one: a new tensor [B, T, H, D].
 
     ``query`` is [B, H, T, D], ``key`` and ``value`` are [B, Hkv, T, D]. With ``window`` a token
-    attends to itself and the ``window - 1`` tokens before it (two-way: after it, too). Boundaries on a CUDA device are
-    copied to the host only if the kernel cannot be used (fp32, an unsupported head dimension, an
-    old GPU); only then are they checked against the rows.
+    attends to itself and the ``window - 1`` tokens before it; without ``causal`` after it, too.
+    Boundaries on a CUDA device are copied to the host only if the kernel cannot be used (fp32, an
+    unsupported head dimension, an old GPU); only then are they checked against the rows.
 
     With ``path_cells``, int64 [K] over all rows, a segment of n queries attends to keys gathered by
     them, between ``cu_k``: query i sees all but the last ``n - 1 - i``. There may be more rows of
@@ -231,7 +231,13 @@ def _sdpa(
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     gqa = query.shape[1] != key.shape[1]
     output = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=causal and mask is None, scale=scale, enable_gqa=gqa
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        is_causal=causal and mask is None,
+        scale=scale,
+        enable_gqa=gqa,
     )
     return output.transpose(1, 2)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch_collate_kit._checks import checked_bool, checked_int
 from torch_collate_kit.batch.model_kind import ModelKind
 from torch_collate_kit.batch.paths import shard_inputs, tree_inputs
-from torch_collate_kit.batch.placement import MAX_WIDTH
+from torch_collate_kit.batch.placement import MAX_WIDTH, Placement
 from torch_collate_kit.batch.storage import Storage
 from torch_collate_kit.ragged import Ragged
 
@@ -117,8 +117,8 @@ def _positions_of_model(batch: Mapping[str, Any], stored: Storage, kind: ModelKi
         if len(lengths) and lengths.max() > most:
             what = "row" if kind.counts_cells else "text"
             raise ValueError(
-                f"a {what} has {lengths.max()} tokens, and the {kind.family.name} model has a table "
-                f"of {most} positions; cut texts to that when they are tokenized, or set max_tokens"
+                f"a {what} has {lengths.max()} tokens, and the table of the {kind.family.name} "
+                f"model has {most} positions; cut texts to {most} tokens, or lower max_tokens"
             )
     positions: Tensor = batch["position_ids"]
     if "attention_mask" in batch:
@@ -136,9 +136,9 @@ def _refuse_gaps(placement: Placement) -> None:
     if len(wrong):
         row = int(placement.rows()[wrong[0]])
         raise ValueError(
-            f"a segment of row {row} has {lengths.values[wrong[0]]} tokens and ends with "
-            f"{gaps[wrong[0]]} pads of alignment (tp, cp), which a two-way model would see; collate "
-            "for it with parallel=ParallelLayout(dp=...) alone"
+            f"a segment of row {row} has {lengths.values[wrong[0]]} tokens and {gaps[wrong[0]]} "
+            "pads of alignment (tp, cp), which a two-way model would see; collate for it with "
+            "parallel=ParallelLayout(dp=...) alone"
         )
 
 
@@ -163,7 +163,7 @@ def _boundaries(
 ) -> dict[str, Any]:
     """Return what tells the segments apart, by the model's keywords, and the block mask."""
     per_row = batch["cu_seq_lens"]
-    flat = _flat_cu_seq_lens(per_row, shape.numel() // max(len(per_row), 1))
+    flat = flat_cu_seq_lens(per_row, shape.numel() // max(len(per_row), 1))
     longest = max(stored.row_metadata["max_segment_length"], default=0)
     found: dict[str, Any] = {}
     if mask is not None or "seq_idx" in kind.keywords:
@@ -272,7 +272,7 @@ def _refuse_unknown_mask(kind: ModelKind, mask: Any, sliding_window: Any) -> Non
     checked_int("sliding_window", sliding_window, hint=hint)
 
 
-def _flat_cu_seq_lens(per_row: Ragged, width: int) -> Tensor:
+def flat_cu_seq_lens(per_row: Ragged, width: int) -> Tensor:
     """Return boundaries [0, ..., R * W] over all rows, int32, without waiting for the device."""
     num_cells = len(per_row) * width
     if num_cells > MAX_WIDTH:

@@ -80,7 +80,7 @@ class ModelKind:
                 f"{type(model).__name__} has no config, so its inputs are unknown; pass the name "
                 "of its attention"
             )
-        _refuse_kind(config)
+        _refuse_kind(config, model)
         modules = list(model.modules())
         names = {type(module).__name__ for module in modules}
         family, fault = family_of(config, names), left_padding_fault(config)
@@ -88,12 +88,13 @@ class ModelKind:
         window, all_slide = sliding_window(config)
         two_way = is_two_way(config, _causal_flags(config, modules), names)
         if two_way:
-            family = replace(family, name=str(getattr(config, "model_type", None)))
             parts = {path.rpartition(".")[2] for path, _ in model.named_modules()}
             fault = fault or _pooling_fault(config, names | parts)
             window = two_way_window(config)
         if reason := _refusal(family, config, attention, model, two_way=two_way):
             family = replace(family, refused=reason)
+        if two_way or family.two_way or not family.model_types:  # the row has another's name
+            family = replace(family, name=str(getattr(config, "model_type", family.name)))
         first, num_positions, counts_cells = _positions_of(config, model)
         return cls(
             attention,
@@ -188,13 +189,14 @@ def _pooling_fault(config: Any, names: Collection[str]) -> str:
     return ""
 
 
-def _refuse_kind(config: Any) -> None:
+def _refuse_kind(config: Any, model: nn.Module) -> None:
     """Refuse models for which the inputs of any batch are wrong."""
-    has_two = getattr(config, "is_encoder_decoder", False)
-    if has_two or getattr(text_config(config), "is_encoder_decoder", False):
+    configs = () if type(inside(model)).__name__.endswith("EncoderModel") else (config,)
+    if any(getattr(c, "is_encoder_decoder", False) for c in (*configs, *map(text_config, configs))):
         raise IsolationError(
-            f"{getattr(config, 'model_type', None)} is an encoder-decoder, and batches are of decoders or encoders alone: its "
-            "decoder reads tokens of its own; use DataCollatorForSeq2Seq of transformers"
+            f"{getattr(config, 'model_type', None)} is an encoder-decoder, and batches are of "
+            "decoders or encoders alone: its decoder reads tokens of its own; use "
+            "DataCollatorForSeq2Seq of transformers"
         )
 
 
@@ -214,11 +216,14 @@ def _refusal(
     name, value = family.option
     if name and getattr(config, name, value) != value:
         return f"with {name}={getattr(config, name)!r} they are wrong; set {name}={value!r}"
-    if (attention if is_masked or attention == "torch_varlen" else "flash") in family.two_way:
+    exact, reason = family.two_way, family.no_other or "its kernel was not tried"
+    if getattr(text_config(config), "is_causal", None) is False and sliding_window(config)[0]:
+        exact, reason = exact[:3], "its flash attention has a window of one cell less"
+    if (attention if is_masked or attention == "torch_varlen" else "flash") in exact:
         return ""
     return (
-        f"attention {attention!r} is wrong there ({family.no_other or 'not tried'}), load it with "
-        f"attn_implementation={' or '.join(map(repr, family.two_way))}"
+        f"attention {attention!r} is wrong there ({reason}), load it with "
+        f"attn_implementation={' or '.join(map(repr, exact))}"
     )
 
 
