@@ -101,9 +101,8 @@ def read_inputs(
     if branches:
         return PackedInputs(inputs, segments, None)
     if len(segments.rows) > len(set(segments.rows)):
-        kind = ModelKind.of(model)
-        kind.refuse_packed()
-        kind.refuse_missing(inputs)
+        (found := ModelKind.of(model)).refuse_packed()
+        found.refuse_missing(inputs)
         refuse_packed_images(model, inputs, vision)
     mask = inputs.get("attention_mask")
     if (
