@@ -207,7 +207,8 @@ def _attention_forward(
 
         mask = _mask_without_boundaries(module, attention_mask, kwargs.get("position_ids"))
         heads = same_dtype(query, key, value)
-        return sdpa_attention_forward(module, *heads, mask, scaling=scaling, **kwargs)[0], None
+        options = {"scaling": scaling, "is_causal": causal, **kwargs}
+        return sdpa_attention_forward(module, *heads, mask, **options)[0], None
     cu_seq_lens_k = cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
     _refuse_beside_boundaries(query, key, attention_mask, sliding_window)
     if getattr(attention_mask, "is_two_way", False):  # flash attention counts other windows
