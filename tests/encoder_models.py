@@ -150,7 +150,7 @@ def gradients_of(model: Any, loss: Tensor) -> dict[str, Tensor]:
 def difference(found: Any, expected: Any) -> float:
     """The largest difference, over the largest value; of tensors, or of dicts of them."""
     if isinstance(found, Tensor):
-        found, expected = {"": found}, {"": expected}
+        found, expected = {"": found.detach()}, {"": expected.detach()}
     assert found.keys() == expected.keys()
     largest = max(float(value.abs().max()) for value in expected.values())
     return max(float((found[k] - expected[k]).abs().max()) for k in expected) / largest
@@ -167,4 +167,4 @@ def compared(model: Any, batch: Any, examples: list[dict[str, list[int]]]) -> tu
     ]
     expected = torch.cat(alone)
     mine, theirs = (gradients_of(model, sums(each)) for each in (found, expected))
-    return difference(found.detach(), expected.detach()), difference(mine, theirs)
+    return difference(found, expected), difference(mine, theirs)

@@ -277,19 +277,11 @@ def length_to_check(config: Any, shortest: int, longest: int) -> int | None:
     return max([shortest, *(n + 32 for n in reach if isinstance(n, int) and n < longest)])
 
 
-_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
-
-
 def attention_dropout(config: Any) -> float:
     """Return the dropout of the attention of the text model."""
     config = text_config(config)
-    return max(float(getattr(config, name, None) or 0) for name in _DROPOUT)
-
-
-def dropout_option(config: Any) -> str:
-    """Return the option of the text model's config that sets the dropout of its attention."""
-    names = [name for name in _DROPOUT if hasattr(text_config(config), name)]
-    return names[0] if names else _DROPOUT[0]
+    names = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
+    return max(float(getattr(config, name, None) or 0) for name in names)
 
 
 def odd_layers(config: Any) -> tuple[str, ...]:

@@ -16,7 +16,6 @@ from torch_collate_kit.attention.models import is_2d, refuse_lost_window, refuse
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.context_shards import refuse_shard
 from torch_collate_kit.batch.dense import mrope_positions
-from torch_collate_kit.batch.model_inputs import flat_cu_seq_lens
 from torch_collate_kit.batch.model_kind import ModelKind, config_of
 from torch_collate_kit.batch.unpacking import shares_prefixes
 from torch_collate_kit.families import length_to_check, text_config
@@ -125,14 +124,11 @@ def read_inputs(
 def _without_tails(
     model: nn.Module, batch: Any, inputs: Mapping[str, Any], segments: RowSegments
 ) -> RowSegments:
-    """Return the segments without pads, whose positions are not those of a text."""
-    if isinstance(batch, Batch) and "cu_seq_lens" in batch:
-        ids, per_row = inputs["input_ids"], batch["cu_seq_lens"]
-        bounds = flat_cu_seq_lens(per_row, ids.shape[1])
-        known = {"cu_seq_lens_q": bounds, "attention_mask": batch["attention_mask"]}
-        return find_segments({"input_ids": ids, **known})
+    """Return the segments that are not pads, whose positions are not those of a text."""
     pad = getattr(text_config(config_of(model)), "pad_token_id", None)
     is_text = inputs["input_ids"] != (-1 if pad is None else pad)
+    if isinstance(batch, Batch) and "attention_mask" in batch:
+        is_text = batch["attention_mask"] != 0
     real = torch.isin(segments.ids_RW, segments.ids_RW[is_text])
     return find_segments({**inputs, "attention_mask": real})
 

@@ -218,7 +218,8 @@ def _refusal(
         return f"with {name}={getattr(config, name)!r} they are wrong; set {name}={value!r}"
     exact, reason = family.two_way, family.no_other or "its kernel was not tried"
     if getattr(text_config(config), "is_causal", None) is False and sliding_window(config)[0]:
-        exact, reason = exact[:3], "its flash attention has a window of one cell less"
+        exact = tuple(name for name in exact if name != "flash")
+        reason = "its flash attention has a window of one cell less"
     if (attention if is_masked or attention == "torch_varlen" else "flash") in exact:
         return ""
     return (
