@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from torch_collate_kit import PackedCollator
+
 VOCAB, TABLE = 61, 24
 SIZES = {
     **{"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2},
@@ -89,6 +91,9 @@ ENCODERS = [
 BY_NAME = {encoder.name: encoder for encoder in ENCODERS}
 
 
+EXAMPLES = [{"input_ids": list(range(5, 5 + n))} for n in (5, 9, 7)]
+
+
 def encoder_model(name: str, attention: str = "sdpa", **changes: Any) -> Any:
     """A model in eval mode and fp64: the same weights for the same name, whatever its attention."""
     transformers = pytest.importorskip("transformers")
@@ -168,3 +173,10 @@ def compared(model: Any, batch: Any, examples: list[dict[str, list[int]]]) -> tu
     expected = torch.cat(alone)
     mine, theirs = (gradients_of(model, sums(each)) for each in (found, expected))
     return difference(found, expected), difference(mine, theirs)
+
+
+def packed(model: Any, examples: Any, **options: Any) -> Any:
+    """Two rows, one with a tail that is longer than the tables of positions."""
+    pad = getattr(model.config, "pad_token_id", None) or 0
+    options = {"max_tokens": 48, "strategy": "first_fit_decreasing", "fixed_width": True} | options
+    return PackedCollator(pad, **options)(examples)
