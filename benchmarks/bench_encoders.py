@@ -10,7 +10,8 @@ Pairs from installed packages: the first paragraph of a docstring (a query, cut 
 the source of its function (a passage, cut at 512). A random BERT and ModernBERT (2 layers, hidden
 size 128), float32, one thread, forward and backward pass. "boundaries" is torch_varlen, one SDPA
 per segment on a CPU; "block mask" is sdpa with a mask per row; "padded" is sdpa with batches of 16
-texts: of random pairs, or of pairs (or texts of one kind) in the order of their lengths.
+texts: of random pairs, or of pairs (or texts of one kind) in the order of their lengths. All run
+the texts of some batches of the sorted pool, short, middling and long ones.
 """
 
 from __future__ import annotations
@@ -99,15 +100,17 @@ def batches_of(texts: Sequence[Texts], row: int) -> list[Batch]:
     return batch.chunk(len(batch))
 
 
-def padded(texts: Sequence[Texts], *, in_order: bool) -> list[Batch]:
-    """Batches of 16 texts, padded to the longest of each; pairs stay in one batch."""
-    size, collate = _PADDED_BATCH // len(texts[0]), PaddedCollator(0, padding_side="right")
-    order = list(range(len(texts)))
-    random.Random(1).shuffle(order)
-    if in_order:
-        order.sort(key=lambda i: max(map(len, texts[i])))
-    groups = [order[i : i + size] for i in range(0, len(order), size)]
-    return [collate([{"input_ids": t} for i in group for t in texts[i]]) for group in groups]
+def sorted_groups(texts: Sequence[Texts], number: int) -> list[list[Texts]]:
+    """Batches of 16 texts in the order of their lengths: ``number`` of those of the whole pool."""
+    size, ordered = _PADDED_BATCH // len(texts[0]), sorted(texts, key=lambda of: max(map(len, of)))
+    groups = [ordered[i : i + size] for i in range(0, len(ordered) - size + 1, size)]
+    return [groups[(2 * i + 1) * len(groups) // (2 * number)] for i in range(number)]
+
+
+def padded(groups: Sequence[Sequence[Texts]]) -> list[Batch]:
+    """Batches of 16 texts, each padded to its longest; pairs stay in one batch."""
+    collate = PaddedCollator(0, padding_side="right")
+    return [collate([{"input_ids": t} for of in group for t in of]) for group in groups]
 
 
 def step(model: Any, batches: Sequence[Batch]) -> Callable[[], float]:
@@ -122,15 +125,19 @@ def step(model: Any, batches: Sequence[Batch]) -> Callable[[], float]:
 
 
 def compared(
-    kind: str, texts: Sequence[Texts], rounds: int
+    kind: str, groups: list[list[Texts]], rounds: int
 ) -> tuple[dict[str, Times], list[float]]:
     """Times of all texts once, and cells per token, in the order of the times."""
+    texts = [of for group in groups for of in group]
+    random.Random(1).shuffle(texts)
+    size = len(groups[0])
+    at_random = [texts[i : i + size] for i in range(0, len(texts), size)]
     varlen, masked = model_of(kind, "torch_varlen"), model_of(kind, "sdpa")
     ways = {_PACKED: (varlen, batches_of(texts, 4096))}
     shortest = max(512, max(sum(map(len, of)) for of in texts))  # pairs stay in one row
     ways |= {f"block mask, {row:,}": (masked, batches_of(texts, row)) for row in (shortest, 2048)}
-    ways[_RANDOM] = masked, padded(texts, in_order=False)
-    ways[_SORTED] = masked, padded(texts, in_order=True)
+    ways[_RANDOM] = masked, padded(at_random)
+    ways[_SORTED] = masked, padded(groups)
     tokens = sum(len(t) for of in texts for t in of)
     cells = [sum(b["input_ids"].numel() for b in batches) / tokens for _, batches in ways.values()]
     runs = {name: step(*way) for name, way in ways.items()}
@@ -139,17 +146,19 @@ def compared(
 
 def main() -> None:
     parser = arguments(__doc__, rounds=5)
-    parser.add_argument("--pairs", type=int, default=40, help="queries and their passages")
+    parser.add_argument("--pairs", type=int, default=256, help="queries and their passages")
+    parser.add_argument("--batches", type=int, default=4, help="sorted batches of them that run")
     options = parser.parse_args()
     torch.set_num_threads(1)
     register_torch_varlen()
     transformers.logging.set_verbosity_error()
     queries, passages = pairs(options.data, options.pairs)
     both = [list(pair) for pair in zip(queries, passages, strict=True)]
+    number = options.batches
     cases = {
-        "both in one batch": both,
-        "passages": [[t] for t in passages],
-        "queries": [[t] for t in queries],
+        "both in one batch": sorted_groups(both, number),
+        "passages": sorted_groups([[t] for t in passages], number - 1),
+        "queries": sorted_groups([[t] for t in queries], 4 * number),
     }
     report = Report("encoders", "Packed encoders cost what their tokens cost, in every batch.")
     for kind, names in (("BERT", list(cases)), ("ModernBERT", list(cases)[:2])):

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from tests.encoder_models import (
+    BERT,
     BY_NAME,
     ENCODERS,
     EXAMPLES,
+    ROBERTA,
     TABLE,
     Encoder,
     compared,
@@ -180,6 +182,23 @@ def test_a_text_over_the_table_is_named_with_both_numbers() -> None:
     rows.model_inputs(model)  # a row is longer than the table
     with pytest.raises(ValueError, match="a row has 48 tokens, and the table of the roformer"):
         rows.model_inputs(encoder_model("RoFormerForMaskedLM", "eager", max_position_embeddings=24))
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("NystromformerForMaskedLM", BERT),
+        ("LongformerForMaskedLM", ROBERTA),
+        ("MPNetModel", ROBERTA),
+    ],
+)
+def test_padded_rows_have_the_positions_that_the_model_makes(name: str, options: Any) -> None:
+    model = encoder_model(name, "eager", **options)
+    pad = model.config.pad_token_id
+    batch = PaddedCollator(pad, padding_side="right")(EXAMPLES)
+    own = {key: batch[key] for key in ("input_ids", "attention_mask")}
+    found, expected = (outputs_of(model, each) for each in (batch.model_inputs(model), own))
+    assert difference(found[1], expected[1]) < 1e-10  # the longest: Nystromformer mixes pads in
 
 
 # --- types of tokens -----------------------------------------------------------------------------
