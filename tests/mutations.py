@@ -217,7 +217,7 @@ FAULTS = [
     Fault("batch/model_inputs.py", 'return {"token_type_ids": batch["token_type_ids"]} if size > 1 else {}', "return {}", "test_encoders.py"),
     Fault("batch/model_inputs.py", "seen = seen if two_way else seen.tril()", "seen = seen.tril()", "test_encoders.py"),
     Fault("batch/model_inputs.py", "sliding.tril(window - 1) if two_way else sliding", "sliding", "test_encoders.py"),
-    Fault("batch/model_inputs.py", "if kind.is_two_way and kind.all_slide and", "if kind.all_slide and", "test_block_mask.py"),
+    Fault("batch/model_inputs.py", "if kind.is_two_way and kind.all_slide and", "if kind.all_slide and", "test_model_kinds.py"),
     Fault("batch/model_inputs.py", "(ends - firsts - lengths) * (lengths > 0)", "(ends - firsts - lengths) * (lengths < 0)", "test_encoder_refusals.py"),
     Fault("batch/storage.py", "types = max(part", "types = min(part", "test_encoders.py"),
     Fault("collators/collator.py", "num_token_types=int(types.values.max()) + 1", "num_token_types=1", "test_encoders.py"),
