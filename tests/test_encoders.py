@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -78,6 +81,17 @@ def test_packed_and_padded_rows_equal_each_text_alone(encoder: Encoder, attentio
     for side in sides:
         rows = PaddedCollator(batch.placement.pad_token_id, padding_side=side)(examples)
         assert max(compared(model, rows, examples)) < bound
+
+
+@pytest.mark.skipif(not ALL_CASES, reason="a process of its own: ALL_CASES=1")
+def test_the_path_of_flash_attention_equals_each_text_alone() -> None:
+    """With a stand-in for the kernel; numbers are multiples of the bounds."""
+    command = [sys.executable, "-m", "tests.kernels.encoders"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found) == sum("flash" in encoder.attention for encoder in ENCODERS)
+    assert max(found.values()) < 1, found
 
 
 @pytest.mark.skipif(not ALL_CASES, reason="imports all of them: ALL_CASES=1")
