@@ -7,12 +7,16 @@ import os
 import pickle
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.building import packed_collator
 from tests.encoder_models import (
     BERT,
     BY_NAME,
@@ -28,6 +32,8 @@ from tests.encoder_models import (
     packed,
     texts,
 )
+from tests.oracle import two_way_inputs
+from tests.strategies import FUZZ, batches, packed_options
 from tests.test_model_kinds import named
 from torch_collate_kit import (
     DataError,
@@ -275,6 +281,45 @@ def test_types_that_a_model_would_lose_are_refused() -> None:
     ):
         with pytest.raises(DataError, match=error):
             PackedCollator(0, max_tokens=10)(rows)
+
+
+@FUZZ
+@given(data=st.data())
+def test_types_positions_and_masks_equal_the_oracle(data: st.DataObject) -> None:
+    drawn = data.draw(batches("none", max_examples=5, max_length=12, columns=False))
+    options = data.draw(packed_options(drawn.lengths))
+    layout = {"dp": options.layout["dp"]}  # no pads inside
+    collate = packed_collator(0, parallel=ParallelLayout(**layout), **options.collator)
+    given_types = [[id % 3 for id in example["input_ids"]] for example in drawn.plain]
+    rows = [{"input_ids": example["input_ids"]} for example in drawn.plain]
+    batch = collate(
+        [{**row, "token_type_ids": t} for row, t in zip(rows, given_types, strict=True)]
+    )
+    window = data.draw(st.integers(1, 12))
+    model: Any = torch.nn.Module()
+    model.position_embeddings = torch.nn.Embedding(200, 1, padding_idx=1)
+    types = ["sliding_attention", "full_attention"]
+    model.config = SimpleNamespace(
+        model_type="modernbert", is_causal=False, type_vocab_size=3, _attn_implementation="sdpa",
+        sliding_window=window - 1 or None, layer_types=types,
+    )  # fmt: skip
+    inputs = batch.model_inputs(model)
+    bounds, lengths = (batch[name].tolist() for name in ("cu_seq_lens", "sub_seq_lengths"))
+    for reach in (1000, window):
+        positions, seen = two_way_inputs(bounds, lengths, 2, reach)
+        assert inputs["position_ids"].tolist() == positions
+        mask = inputs["attention_mask"]
+        if isinstance(mask, dict):
+            mask = mask["full_attention" if reach == 1000 else "sliding_attention"]
+        elif reach != 1000:
+            assert window == 1
+            continue
+        assert mask[:, 0].tolist() == seen
+    expected = (batch["input_ids"] % 3) * batch["attention_mask"]
+    assert torch.equal(batch["token_type_ids"], expected)
+    found = inputs.get("token_type_ids")
+    assert found is not None
+    assert torch.equal(found, expected)
 
 
 # --- check_isolation -----------------------------------------------------------------------------
