@@ -34,9 +34,7 @@ def main() -> None:
         if "flash" in attention:
             model = encoder_model(name, "flash_attention_2", **options)
             examples = texts(model)
-            alone = encoder_model(
-                name, "sdpa" if "sdpa" in attention else "torch_varlen", **options
-            )
+            alone = encoder_model(name, "sdpa", **options)
             worst = max(compared(model, packed(model, examples), examples, alone))
             found[f"{name} {number}"] = worst / bounds[0]
     print(json.dumps(found))
