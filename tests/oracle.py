@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -633,3 +634,26 @@ def _aligned(length: int, align: int) -> int:
 def _largest_step(boundaries: list[int]) -> int:
     steps = [end - start for start, end in itertools.pairwise(boundaries)]
     return max(steps, default=0)
+
+
+def two_way_inputs(
+    boundaries: Sequence[Sequence[int]],
+    lengths: Sequence[Sequence[int]],
+    first: int,
+    window: int,
+) -> tuple[list[list[int]], list[list[list[bool]]]]:
+    """Positions of rows, and which cells each sees; ``window`` counts itself, on both sides."""
+    positions, masks = [], []
+    for bounds, of_row in zip(boundaries, lengths, strict=True):
+        cells = [first] * bounds[-1]
+        for start, length in zip(bounds, of_row, strict=False):
+            for place in range(length):
+                cells[start + place] = first + place
+        seen = [[False] * bounds[-1] for _ in cells]
+        for start, stop in pairwise(bounds):
+            for query in range(start, stop):
+                for key in range(start, stop):
+                    seen[query][key] = abs(query - key) < window
+        positions.append(cells)
+        masks.append(seen)
+    return positions, masks

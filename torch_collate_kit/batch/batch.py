@@ -329,18 +329,20 @@ class Batch(Counted, Mapping[str, Field]):
 
         ``input_ids``, ``position_ids``, ``use_cache=False``, ``labels`` unless False, fields of
         images; of padded rows the ``attention_mask``, never of packed ones. The ``model``, or if it
-        is not recurrent the name of its attention ("torch_varlen" by default), decides the rest:
+        is a causal one the name of its attention ("torch_varlen" by default), decides the rest:
 
         - varlen attention gets ``cu_seq_lens_q/k`` (int32) and ``max_length_q/k`` (ints);
         - a hybrid model what its family reads (docs/isolation.md) of these and of ``seq_idx``,
           ``cu_seqlens``, ``cu_seqlens_cpu``; some kernels take one row: fields ``[1, R * W]``;
-        - ``mask="block"`` ("sdpa", "eager"), chosen for models whose mask ignores positions: causal
-          ``[R, 1, W, W]``, a block per segment; with ``sliding_window`` a dict of two masks;
+        - ``mask="block"`` ("sdpa", "eager"), chosen if the model is two-way or its mask ignores
+          positions: ``[R, 1, W, W]``, a block per segment; with ``sliding_window`` a dict of two;
+        - tables of positions and types: positions from the model's first, ``token_type_ids``;
         - segments that share prefixes, which need it: ``path_cells``, or a mask; no ``labels``;
         - a context shard, with ``context_group`` its ranks: ``path_cells``; no ``labels``.
 
         Raises:
-            ValueError: an unknown name, or one without the other it needs; more cells than int32.
+            ValueError: an unknown name, or one without the other it needs; more cells than int32;
+                a text longer than the table of positions; types that the model does not have.
             IsolationError: a model in which packed rows, or rows padded on the left, are wrong.
         """
         return model_inputs(

@@ -31,7 +31,7 @@ from torch_collate_kit.vision.families import IMAGE_FIELDS
 
 CHECKED = ("attention_mask", "position_ids")  # not read, but checked by ``check_one_text``
 TARGETS = ("loss_mask", "labels", "assistant_masks", "completion_mask")
-PER_TOKEN = ("input_ids", *TARGETS, "num_actions", *CHECKED)
+PER_TOKEN = ("input_ids", *TARGETS, "num_actions", *CHECKED, "token_type_ids")
 KNOWN = (*PER_TOKEN, "weight")
 PER_EXAMPLE = {"num_actions", "weight"}  # a number of each example, not lists
 _REQUIRED = ("prompt_ids", "response_ids", "rewards", "loss_mask")
@@ -80,7 +80,8 @@ def raw_columns(
         if vision is not None and vision.family.positions != "model":
             media = (*MEDIA, *vision.fields)
     else:
-        known, ids = (*KNOWN, *fields), "input_ids"
+        own = (key for key in KNOWN if vision is None or key not in TOKEN_TYPES)
+        known, ids = (*own, *fields), "input_ids"
     owners = first_with(given)
     refuse_boundaries(owners, column_of(given), (*fields, *media))
     if isinstance(given, Mapping):
