@@ -76,14 +76,13 @@ def token_logps(
         name, ids = "targets", batch.get("target_ids", batch["targets"])
     else:
         name, ids = "labels", ids_of_tokens(batch)
-    targets = trained_values(ids, batch)
+    targets, is_same = trained_values(ids, batch), targets_of(batch) == "same_token"
     taken = predicting(logits, trained_cells(batch), mask.shape[1], batch)
+    is_none = torch.zeros_like(targets, dtype=torch.bool)
     if name in batch:
         labels = trained_values(batch[name], batch)
         is_none = labels == IGNORE_INDEX
-        if is_same := targets_of(batch) == "same_token":
-            targets = torch.zeros_like(targets)  # an id need not be a class
-        targets = torch.where(is_none, targets, labels)
+        targets = torch.where(is_none, 0 if is_same else targets, labels)  # an id is no class
     if head is not None:
         logps = linear_logps(taken, head.weight, head.bias, targets, logit_softcap)
     else:
