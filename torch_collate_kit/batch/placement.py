@@ -78,6 +78,8 @@ class Placement:
     """The part of a batch that these rows are, of those of all context ranks."""
     targets: Targets = "next_token"
     """What labels are of, as the collator was told; its readers never ask a width."""
+    num_token_types: int = 0
+    """The types of tokens in ``token_type_ids`` of the examples, 0 to one less; 0 without them."""
 
     @property
     def has_left_pads(self) -> bool:

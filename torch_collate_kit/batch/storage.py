@@ -221,7 +221,11 @@ class Columns:
             first,
             values={k: cat_rows([part.values[k] for part in columns]) for k in first.values},
             segments={k: cat_rows([part.segments[k] for part in columns]) for k in first.segments},
-            placement=replace(first.placement, segments=on_host),
+            placement=replace(
+                first.placement,
+                segments=on_host,
+                num_token_types=max(part.placement.num_token_types for part in columns),
+            ),
         )
 
     def filled(self, values: dict[str, Any], segments: dict[str, Any]) -> Columns:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -114,6 +115,8 @@ class Collator:
             "dropped": tuple(dropped.tolist()),
             "cut": tuple(cut.tolist()),
         }
+        if (types := placed.columns.get("token_type_ids")) is not None and len(types.values):
+            placement = replace(placement, num_token_types=int(types.values.max()) + 1)
         columns = Columns.of(placed.columns, specs, names, placement)
         storage = Storage(columns, {}, {**ragged, **row_metadata}, all_metadata)
         return Batch.of_storage(storage, check=False)
