@@ -172,11 +172,15 @@ class ModelKind:
             )
         if targets == "same_token" and not self.is_known:
             raise ValueError('targets="same_token" follows the model: pass for_trainer(model)')
-        if (shifts and targets == "same_token") or (is_of_tokens and targets == "next_token"):
-            other = "next_token" if shifts else "same_token"
+        if shifts and targets == "same_token":
             raise ValueError(
-                f"the loss of {self.head} takes a label {'one cell before' if shifts else 'at'} "
-                f"its token, so targets={targets!r} would train other tokens; pass {other!r}"
+                f'the loss of {self.head} shifts labels by a token, and with targets="same_token" '
+                "they stay; take the Batch and token_loss"
+            )
+        if (is_of_tokens or self.is_two_way) and targets == "next_token":
+            raise ValueError(
+                f"{self.head} is trained on labels of the tokens themselves (two-way models see the "
+                'next ones); pass targets="same_token" to the collator'
             )
 
     def refuse_missing(self, inputs: Mapping[str, Any]) -> None:
