@@ -179,8 +179,8 @@ class ModelKind:
             )
         if (is_of_tokens or self.is_two_way) and targets == "next_token":
             raise ValueError(
-                f"{self.head} is trained on labels of the tokens themselves (two-way models see the "
-                'next ones); pass targets="same_token" to the collator'
+                f"{self.head} is trained on labels of the tokens themselves (a two-way model sees "
+                'the next ones); pass targets="same_token" to the collator'
             )
 
     def refuse_missing(self, inputs: Mapping[str, Any]) -> None:
