@@ -185,7 +185,8 @@ class Batch(Counted, Mapping[str, Field]):
         if isinstance(field, Ragged) or isinstance(made, Ragged) or placement is None:
             return  # else entries of another width would be read as other tokens
         shapes: list[tuple[int, ...]] = [made.shape]
-        if name == "loss_mask" and placement.shard is None:  # or of all predicted tokens
+        is_next = placement.targets == "next_token" and placement.shard is None
+        if name == "loss_mask" and is_next:  # or of all predicted tokens
             shapes += [(len(made), placement.response_length), (len(made), placement.width - 1)]
         is_more = name in ("attention_mask", "position_ids") and field.ndim > made.ndim
         if field.shape not in shapes and not (is_more and field.shape[-1] == made.shape[-1]):

@@ -163,6 +163,11 @@ def _check(storage: Storage, rank: int, size: int) -> None:
             "Batch that the collator returned"
         )
     refuse_shard(storage, "cut", "cut the whole batch, once for each rank")
+    if (targets := storage.columns.placement.targets) != "next_token":
+        raise ValueError(
+            f"the batch has targets={targets!r}, and shards of context ranks move targets to the "
+            'cells that predict them, as causal models do; collate with targets="next_token"'
+        )
     if storage.columns.placement.tree_width:
         raise ValueError(
             "segments of the batch share prefixes (share_prefixes), and a shared prefix has no "

@@ -115,7 +115,9 @@ class StepIterator(Iterator[Any]):
         if self.limits is not None:
             self.limits.log(self.step)
         self.step += 1
-        return self.sampler._division.part(step)
+        part = self.sampler._division.part(step)
+        part.epoch = self.epoch
+        return part
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the sampler at the next step."""
