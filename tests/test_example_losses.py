@@ -39,7 +39,7 @@ from torch_collate_kit.losses import example_losses, trained_values
 )
 def test_against_a_loop(examples: Any, name: str, data: st.DataObject) -> None:
     batch, given_examples = collated(name, examples, normalize=False)
-    model = Model(12)
+    model = Model()
     expected: dict[int, list[float]] = {}
     parts = loop(model, given_examples, batch)
     indices = batch.row_metadata["example_indices"].values.tolist()
