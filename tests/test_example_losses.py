@@ -28,7 +28,6 @@ from torch_collate_kit import (
     segment_sums,
     token_logps,
 )
-from torch_collate_kit.errors import DataError
 from torch_collate_kit.losses import example_losses, trained_values
 
 
@@ -66,7 +65,7 @@ SOURCES = ["web", "math"]
 class Failing(TokenizedDataset):
     def __getitems__(self, indices: Any) -> Any:
         if 4 in getattr(indices, "indices", indices):
-            raise DataError("example 4 is broken")
+            raise OSError("broken")
         return super().__getitems__(indices)
 
 
