@@ -226,7 +226,6 @@ FAULTS = [
     Fault("rl/mini_batches.py", "low = middle + 1", "low = middle + 2", "rl"),
     Fault("rl/groups.py", "[: lengths[step] - (step != chain[-1])]", "[: lengths[step]]", "rl/test_merging.py"),
     Fault("rl/groups.py", "is_new = own[:, 0, 0] < 0", "is_new = part[:, 0, 0] >= 0", "rl/test_merging.py"),
-    Fault("rl/groups.py", "if joined.min(initial=0) == 0 else joined", "", "rl/test_merging.py"),
     Fault("batch/dense.py", "values = torch.where(values < 0, experts, values)", "pass", "collators/test_rollout.py"),
     Fault("batch/dense.py", "routes[:, 0, 0] < 0 if routes.dtype.is_signed else False", "False", "collators/test_rollout.py"),
     Fault("reading/images.py", "not flat.size or 0 <= flat.min() <= flat.max() < 256", "not flat.size or flat.max() < 256", "collators/test_rollout.py"),

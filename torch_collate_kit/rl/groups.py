@@ -308,7 +308,7 @@ def _joined_responses(rollouts: ExampleColumns, field: Ragged, chain: Sequence[i
 
 
 def _joined_routes(routes: Ragged, lengths: np.ndarray, chain: Sequence[int]) -> np.ndarray:
-    """Join the routes of a chain; -1 where no step has one, in int16."""
+    """Join the routes of a chain; -1 where no step has one."""
     # an engine that fills the row of the last sampled token, which it never read, fills a dummy
     parts = [routes[step][: lengths[step] - (step != chain[-1])] for step in chain]
     joined = np.full((max(map(len, parts)), *parts[0].shape[1:]), -1, dtype=np.int16)
@@ -316,4 +316,4 @@ def _joined_routes(routes: Ragged, lengths: np.ndarray, chain: Sequence[int]) ->
         own = joined[: len(part)]
         is_new = own[:, 0, 0] < 0
         own[is_new] = part[is_new]
-    return joined.astype(routes.values.dtype) if joined.min(initial=0) == 0 else joined
+    return joined.astype(routes.values.dtype)  # without holes in uint8: the longest part has none
