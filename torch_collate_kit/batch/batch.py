@@ -25,6 +25,7 @@ from torch_collate_kit.batch.showing.drawing import described, html_of
 from torch_collate_kit.batch.showing.explanation import Explanation, explained
 from torch_collate_kit.batch.showing.plot import draw_rows
 from torch_collate_kit.batch.storage import Columns, Storage, tensor_of, version_of
+from torch_collate_kit.batch.targets import Targets, targets_of
 from torch_collate_kit.ragged import Ragged, row_indices
 
 if TYPE_CHECKING:
@@ -359,6 +360,7 @@ class Batch(Counted, Mapping[str, Field]):
         cp_size: int,
         *,
         layout: Literal["zigzag", "contiguous", "head_tail"] = "zigzag",
+        depth: int = 1,
     ) -> Batch:
         """Return the cells of each row that one of ``cp_size`` context ranks computes: a copy.
 
@@ -378,9 +380,16 @@ class Batch(Counted, Mapping[str, Field]):
         segments of the batch flat over its rows, ``"cu_seq_lens_local"`` their parts in the shard.
         :attr:`cells` says which cells these are. Cut rows before, not after: a shard has no slices.
 
+        At ``depth`` k, for the k-th token on (multi-token prediction, draft heads), the cell of a
+        token has the target, ``loss_mask`` and fields of the k-th token after it in its segment,
+        and as ``input_ids`` the one before that, the pad id past the end; positions stay. Divide by
+        its own ``global_num_loss_tokens``: there is no ``"num_loss_tokens"`` beyond a depth of 1.
+        With ``cp_size=1``, for any rows and layout, ``model_inputs`` is that of the whole batch.
+
         Raises:
             ValueError: segments or rows that the ranks do not divide; a batch that is a shard, was
-                built from tensors, or whose segments share prefixes.
+                built from tensors, or whose segments share prefixes; images at a depth above 1.
+            TypeError: a depth that is not an int.
 
         >>> from torch_collate_kit import PackedCollator, ParallelLayout
         >>> collate = PackedCollator(0, max_tokens=8, parallel=ParallelLayout(cp=2))
@@ -391,7 +400,29 @@ class Batch(Counted, Mapping[str, Field]):
         >>> shard["targets"].tolist(), shard.cells.tolist()
         ([[7, 8, 9, -100]], [1, 2, 5, 6])
         """
-        return self.of_storage(shard_of(self.stored(), cp_rank, cp_size, layout))
+        return self.of_storage(shard_of(self.stored(), cp_rank, cp_size, layout, depth))
+
+    def targets(self, depth: int = 1) -> Targets:
+        """Return what cells predict ``depth`` tokens on in their segment, as flat pairs: copies.
+
+        One pair for each trained token with that many before it in its segment, or in its piece
+        after a split: the cell, ``row * W + column``, from which it is predicted, its label, and
+        its weight. Where segments share prefixes a cell has several. Sum over the pairs, and divide
+        by the number of pairs of that depth over all ranks and micro-batches: ``loss_mask`` may be
+        divided by that of depth 1, weights are not. It waits for the device once, for their number.
+
+        Raises:
+            ValueError: a depth below 1; a context shard; a batch that was built from tensors.
+            TypeError: a depth that is not an int.
+
+        >>> from torch_collate_kit import PackedCollator
+        >>> collate = PackedCollator(0, max_tokens=8)
+        >>> batch = collate([{"input_ids": [5, 6, 7, 8]}, {"input_ids": [3, 4, 9]}])
+        >>> cells, ids, weights = batch.targets(depth=2)
+        >>> cells.tolist(), ids.tolist(), weights.tolist()
+        ([0, 1, 4], [7, 8, 9], [1.0, 1.0, 1.0])
+        """
+        return targets_of(self, self.stored(), depth)
 
     @property
     def cells(self) -> Tensor:

@@ -26,6 +26,7 @@ from torch_collate_kit.ragged import Ragged, span_indices
 # Ulysses" (2023).
 
 LAYOUTS = ("zigzag", "contiguous", "head_tail")
+DEPTH = "1 is the next token, 2 the one after it"
 
 
 class Slices(NamedTuple):
@@ -106,12 +107,13 @@ def local_bounds(segments: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     return np.append(before[is_first], sizes.sum())
 
 
-_DROPPED = ("labels", "sub_seq_lengths", "cu_seq_lens", "mrope_position_ids")
+_DROPPED = ("cu_seq_lens", "labels", "sub_seq_lengths", "mrope_position_ids")
 _INPUTS = {
     *("input_ids", "position_ids", "attention_mask", "inputs_embeds", "router_padding_mask"),
     *("token_type_ids", "mm_token_type_ids", "rollout_expert_indices"),
 }
 """Inputs stay in their cell; targets move to the cell that predicts them."""
+_ADDED = ("input_ids", "inputs_embeds")  # but at a depth above 1 these are of later tokens
 
 
 def is_shard(batch: Any) -> bool:
@@ -120,11 +122,11 @@ def is_shard(batch: Any) -> bool:
     return placement is not None and placement.shard is not None
 
 
-def shard_of(storage: Storage, rank: int, size: int, layout: str) -> Storage:
+def shard_of(storage: Storage, rank: int, size: int, layout: str, depth: int) -> Storage:
     """Return the content of ``Batch.context_shard``: copies of a rank's entries."""
-    _check(storage, rank, size)
+    _check(storage, rank, size, depth)
     placement = storage.columns.placement
-    slices = _ShardSlices.of(placement, storage.num_rows, rank, size, layout)
+    slices = _ShardSlices.of(placement, storage.num_rows, rank, size, layout, depth)
     columns = _columns_of(storage, slices)
     given = _given_of(storage, slices)
     if "mrope_position_ids" in storage.names and "mrope_position_ids" not in given:
@@ -139,6 +141,7 @@ def shard_of(storage: Storage, rank: int, size: int, layout: str) -> Storage:
         _checksum(storage),
         None if "loss_mask" in given else _num_trained(columns),
         placement.has_left_pads,
+        depth,
     )
     columns = replace(columns, placement=replace(columns.placement, shard=shard))
     row_metadata = {k: v for k, v in storage.row_metadata.items() if k != "num_trained"}
@@ -147,10 +150,13 @@ def shard_of(storage: Storage, rank: int, size: int, layout: str) -> Storage:
         "cu_seq_lens_local": torch.from_numpy(slices.local.astype(np.int32)),
     }
     metadata = {**storage.metadata, **boundaries, "response_length": slices.width}
+    if depth > 1:  # whose number is another: none is better than a wrong one
+        metadata.pop("num_loss_tokens", None)
     return Storage(columns, given, row_metadata, metadata)
 
 
-def _check(storage: Storage, rank: int, size: int) -> None:
+def _check(storage: Storage, rank: int, size: int, depth: int) -> None:
+    checked_int("depth", depth, hint=DEPTH)
     checked_int("cp_size", size)
     if not 0 <= checked_int("cp_rank", rank, minimum=0) < size:
         raise ValueError(
@@ -167,6 +173,11 @@ def _check(storage: Storage, rank: int, size: int) -> None:
         raise ValueError(
             "segments of the batch share prefixes (share_prefixes), and a shared prefix has no "
             "one place among its ranks; collate without share_prefixes"
+        )
+    if depth > 1 and storage.columns.placement.vision is not None:
+        raise ValueError(
+            f"depth={depth} moves ids to other cells, and the features of an image belong to those "
+            "of its placeholders; move embeddings yourself, by the cells of batch.targets(depth)"
         )
     if "cu_seq_lens" in storage.given:
         raise ValueError(
@@ -212,22 +223,25 @@ class _ShardSlices(NamedTuple):
     """The tokens of the segment before the slice."""
     tokens: np.ndarray
     targets: np.ndarray
+    inputs: np.ndarray
+    """How many cells have an input id: fewer than tokens at a depth above 1."""
     responses: np.ndarray
     """How many of the targets, the last ones, are the response."""
     starts: np.ndarray
     """The first cell with a token or target, in its row of the shard."""
     width: int
     """Cells of a row of the shard."""
+    depth: int
 
     @classmethod
     def of(
-        cls, placement: Placement, num_rows: int, rank: int, size: int, layout: str
+        cls, placement: Placement, num_rows: int, rank: int, size: int, layout: str, depth: int
     ) -> _ShardSlices:
         width = placement.width
         firsts, lengths = placement.first_cells(), _count(placement, "lengths")
         edges = firsts if placement.is_packed else np.arange(num_rows) * width
         bounds = np.append(edges, num_rows * width)
-        if layout == "zigzag" and not placement.is_packed:
+        if layout == "zigzag" and size > 1 and not placement.is_packed:
             raise ValueError(
                 'layout="zigzag" cuts the segments of packed rows, and these are padded; use '
                 'layout="head_tail", which cuts rows in the same way'
@@ -236,9 +250,9 @@ class _ShardSlices(NamedTuple):
         first, length = firsts[owners], lengths[owners]
         begin = np.clip(first, begins, ends)  # where tokens may begin
         last = np.clip(first + length, begin, ends)
-        predicting = np.clip(first + length - 1, begin, ends)
+        predicting = np.clip(first + length - depth, begin, ends)
         responses = _count(placement, "responses")[owners]
-        of_response = np.clip(first + length - responses - 1, begin, predicting)
+        of_response = np.clip(first + length - responses - depth, begin, predicting)
         rows = begins // max(width, 1)
         sizes = ends - begins
         places = np.cumsum(sizes) - sizes + begin - begins  # in the flat shard
@@ -252,10 +266,16 @@ class _ShardSlices(NamedTuple):
             begin - first,
             last - begin,
             predicting - begin,
+            np.clip(first + length - depth + 1, begin, ends) - begin,
             predicting - of_response,
             places - rows * (width // size),
             width // size,
+            depth,
         )
+
+    def reading(self) -> _ShardSlices:
+        """Return the slices whose targets are what the cells read: those of a depth less."""
+        return self._replace(depth=self.depth - 1, targets=self.inputs)
 
     def picks(self, placement: Placement, count: str) -> tuple[np.ndarray, np.ndarray]:
         """Return where the entries of a column begin that each slice has, and how many."""
@@ -265,9 +285,9 @@ class _ShardSlices(NamedTuple):
         if count == "lengths":
             return before + self.skipped, self.tokens
         if count == "targets":
-            return before + self.skipped + 1, self.targets
+            return before + self.skipped + self.depth, self.targets
         if count == "responses":
-            skipped = self.skipped + 1 + self.targets - self.responses
+            skipped = self.skipped + self.depth + self.targets - self.responses
             hidden = (_count(placement, "lengths") - total)[self.owners]
             return before + skipped - hidden, self.responses
         return before + self.skipped, np.clip(total[self.owners] - self.skipped, 0, self.tokens)
@@ -295,6 +315,10 @@ def _columns_of(storage: Storage, slices: _ShardSlices) -> Columns:
         if isinstance(spec, PerToken) and name not in inputs:
             specs[name] = PerTarget(spec.dtype, spec.pad, spec.shape)
         values[name] = _picked(column.values, slices, placement, specs[name].count, offsets)
+    if slices.depth > 1:
+        pad, ids = placement.pad_token_id, columns.values["input_ids"].values
+        specs["input_ids"] = PerTarget(torch.int64, pad, count="inputs")
+        values["input_ids"] = _picked(ids, slices.reading(), placement, "targets", offsets)
     _add_targets(columns, slices, specs, values)
     names = [_TARGETS_FOR.get(name, name) for name in columns.names]
     if "targets" not in names:
@@ -304,7 +328,8 @@ def _columns_of(storage: Storage, slices: _ShardSlices) -> Columns:
         names.append("target_ids")
         specs["target_ids"] = PerTarget(torch.int64)
         values["target_ids"] = _picked(ids, slices, placement, "targets", offsets)
-    kept = tuple(name for name in dict.fromkeys(names) if name not in _DROPPED)
+    is_whole = slices.width == placement.width  # then the boundaries of the batch are its own
+    kept = tuple(name for name in dict.fromkeys(names) if name not in _DROPPED[is_whole:])
     local = _placement_of(storage, slices, offsets)
     return Columns.of(values, specs, kept, local, device=columns.segments["num_segments"].device)
 
@@ -360,6 +385,8 @@ def _placement_of(storage: Storage, slices: _ShardSlices, offsets: np.ndarray) -
         "columns": slices.begins - slices.rows * placement.width,
         "cells": slices.sizes,
     }
+    if slices.depth > 1:
+        counts["inputs"] = slices.inputs
     if "routed" in placement.segments:
         counts["routed"] = slices.picks(placement, "routed")[1]
     segments = {name: Ragged(numbers.astype(np.int32), offsets) for name, numbers in counts.items()}
@@ -379,6 +406,9 @@ def _given_of(storage: Storage, slices: _ShardSlices) -> dict[str, Any]:
             continue
         elif isinstance(field, Ragged) or field.ndim < 2:
             given[name] = field
+        elif name in _ADDED and slices.depth > 1:
+            pad = getattr(specs.get(name), "pad", 0)
+            given[name] = _with_predicting(field, slices.reading(), pad, placement)
         elif name in inputs:
             given[name] = _cells_of(field, slices, of_axis=1)
         elif field.shape[1] in (placement.width, placement.response_length):
@@ -406,7 +436,8 @@ def _with_predicting(
 ) -> Tensor:
     """Return a field ``[R, C, ...]``, right-aligned, where each entry is with what predicts it."""
     hidden = placement.width - field.shape[1]
-    columns = slices.skipped + placement.segments["starts"].values[slices.owners] + 1 - hidden
+    columns = slices.skipped + placement.segments["starts"].values[slices.owners] - hidden
+    columns += slices.depth
     missing = np.clip(-columns, 0, slices.targets)  # before the first column
     counts = slices.targets - missing
     begins = slices.rows * field.shape[1] + columns + missing
