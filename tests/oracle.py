@@ -32,16 +32,23 @@ class Plan(Protocol):
 
 
 class Segment:
-    """One piece of one example with its targets; its first token predicts from nothing."""
+    """One piece of one example with its targets; nothing predicts its first token as a next one."""
 
-    def __init__(self, example: Mapping[str, Any], start: int, length: int) -> None:
+    def __init__(
+        self, example: Mapping[str, Any], start: int, length: int, targets: Any = "next_token"
+    ) -> None:
         weights, labels = example_weights(example)
         self.ids = [int(token) for token in example["input_ids"]][start : start + length]
         self.weights = weights[start : start + length]
         self.labels = labels[start : start + length]
-        self.weights[0] = 0.0
-        self.labels[0] = IGNORE
-        self.num_actions = _num_actions(example, start, len(self.ids))
+        self.num_actions = len(self.ids)
+        if targets == "next_token":
+            self.weights[0] = 0.0
+            self.labels[0] = IGNORE
+            self.num_actions = _num_actions(example, start, len(self.ids))
+        elif targets is None:
+            self.weights = [0.0] * len(self.ids)
+            self.num_actions = 0
         self.num_trained = sum(1 for weight in self.weights if np.float32(weight) != 0)
 
 
@@ -96,6 +103,7 @@ def padded_batch(
     max_length: int | None = None,
     overflow: str = "raise",
     normalize_loss: bool = True,
+    targets: Any = "next_token",
 ) -> dict[str, Any]:
     """One example a row, positions 0 at pads; none longer than `max_length`."""
     kept, lost, segments = [], [], []
@@ -107,7 +115,7 @@ def padded_batch(
             length = max_length
         if index not in lost or overflow == "truncate":
             kept.append(index)
-            segments.append(Segment(example, 0, length))
+            segments.append(Segment(example, 0, length, targets))
     width = max(len(segment.ids) for segment in segments)
     while pad_to_multiple_of is not None and width % pad_to_multiple_of != 0:
         width += 1
@@ -122,7 +130,9 @@ def padded_batch(
         pads_behind = 0 if padding_side == "left" else width - len(segment.ids)
         if segment.num_actions > 0:
             num_columns = max(num_columns, segment.num_actions + pads_behind)
-    batch = _stack(rows, width, num_columns, normalize_loss)
+    if targets == "same_token":
+        num_columns = width
+    batch = _without_targets(_stack(rows, width, num_columns, normalize_loss), targets)
     batch["sub_seq_lengths"] = [[len(segment.ids)] for segment in segments]
     batch["metadata"] |= {
         "num_examples": len(examples),
@@ -150,6 +160,7 @@ def packed_batch(
     row_align: int | None = None,
     fixed_width: bool = False,
     normalize_loss: bool = True,
+    targets: Any = "next_token",
 ) -> dict[str, Any]:
     """The rows of `plan`, cell by cell; a row is aligned segments and then one segment of pads."""
     pieces = rows_of(plan)
@@ -175,7 +186,7 @@ def packed_batch(
         num_actions = []
         num_trained = []
         for index, start, length in row_pieces:
-            segment = Segment(examples[index], start, length)
+            segment = Segment(examples[index], start, length, targets)
             _write(row, boundaries[-1], segment)
             for gap in range(length, _aligned(length, align)):  # a gap continues its segment
                 row["position_ids"][boundaries[-1] + gap] = gap
@@ -192,7 +203,8 @@ def packed_batch(
         fields["example_indices"].append([index for index, _, _ in row_pieces])
         fields["num_actions"].append(num_actions)
         fields["num_trained"].append(num_trained)
-    batch = _stack(rows, width, width - 1, normalize_loss)
+    num_columns = {"next_token": width - 1, "same_token": width, None: 0}[targets]
+    batch = _without_targets(_stack(rows, width, num_columns, normalize_loss), targets)
     batch["sub_seq_lengths"] = fields["sub_seq_lengths"]
     batch["cu_seq_lens"] = fields["cu_seq_lens"]
     batch["metadata"] |= {
@@ -634,6 +646,61 @@ def _stack(
         "loss_mask_divisor": divisor,
     }
     return batch
+
+
+def _without_targets(batch: dict[str, Any], targets: Any) -> dict[str, Any]:
+    """The batch, and with `targets=None` without what says which tokens are trained."""
+    if targets is None:
+        for name in ("labels", "loss_mask"):
+            del batch[name]
+        for name in ("num_loss_tokens", "loss_mask_divisor"):
+            del batch["metadata"][name]
+    return batch
+
+
+def token_losses(log_probs: torch.Tensor, batch: Mapping[str, Any], targets: str) -> torch.Tensor:
+    """The sum of weighted losses, one cell after the other; `log_probs` [R, W, V].
+
+    >>> batch = {"labels": torch.tensor([[-100, 2]]), "loss_mask": torch.tensor([[0.5]])}
+    >>> token_losses(torch.tensor([[[0.0, 0.0, -3.0], [0.0, 0.0, -7.0]]]), batch, "next_token")
+    tensor(1.5000)
+    >>> batch["loss_mask"] = torch.tensor([[0.0, 0.5]])
+    >>> token_losses(torch.tensor([[[0.0, 0.0, -3.0], [0.0, 0.0, -7.0]]]), batch, "same_token")
+    tensor(3.5000)
+    """
+    total = log_probs.new_zeros(())
+    num_rows, width = batch["labels"].shape
+    hidden = width - batch["loss_mask"].shape[1]
+    for row in range(num_rows):
+        for cell in range(hidden, width):
+            weight = batch["loss_mask"][row, cell - hidden]
+            if weight != 0:
+                predicts = cell if targets == "same_token" else cell - 1
+                total = total - weight * log_probs[row, predicts, batch["labels"][row, cell]]
+    return total
+
+
+def pooled(
+    hidden: torch.Tensor, batch: Mapping[str, Any], how: str, weights: Any = None
+) -> torch.Tensor:
+    """A vector per segment; `hidden` [R, W, H], `weights` [R, W]."""
+    found = []
+    for row, lengths in enumerate(batch["sub_seq_lengths"]):
+        if "cu_seq_lens" in batch:
+            starts = list(batch["cu_seq_lens"][row])
+        else:
+            starts = [int(batch["attention_mask"][row].tolist().index(1))]
+        for start, length in zip(starts, lengths, strict=False):  # a tail has none
+            cells = range(start, start + length)
+            if how == "first":
+                found.append(hidden[row, cells[0]])
+            elif how == "last":
+                found.append(hidden[row, cells[-1]])
+            else:
+                factors = [1.0 if weights is None else float(weights[row, cell]) for cell in cells]
+                total = sum(f * hidden[row, cell] for f, cell in zip(factors, cells, strict=True))
+                found.append(total / (sum(factors) or 1))
+    return torch.stack(found) if found else hidden.new_zeros(0, hidden.shape[-1])
 
 
 def _aligned(length: int, align: int) -> int:

@@ -25,7 +25,7 @@ from torch_collate_kit.batch.showing.drawing import described, html_of
 from torch_collate_kit.batch.showing.explanation import Explanation, explained
 from torch_collate_kit.batch.showing.plot import draw_rows
 from torch_collate_kit.batch.storage import Columns, Storage, tensor_of, version_of
-from torch_collate_kit.batch.targets import Targets, targets_of
+from torch_collate_kit.batch.targets import Targets, pairs_of
 from torch_collate_kit.ragged import Ragged, row_indices
 
 if TYPE_CHECKING:
@@ -186,7 +186,8 @@ class Batch(Counted, Mapping[str, Field]):
         if isinstance(field, Ragged) or isinstance(made, Ragged) or placement is None:
             return  # else entries of another width would be read as other tokens
         shapes: list[tuple[int, ...]] = [made.shape]
-        if name == "loss_mask" and placement.shard is None:  # or of all predicted tokens
+        is_next = placement.targets == "next_token" and placement.shard is None
+        if name == "loss_mask" and is_next:  # or of all predicted tokens
             shapes += [(len(made), placement.response_length), (len(made), placement.width - 1)]
         is_more = name in ("attention_mask", "position_ids") and field.ndim > made.ndim
         if field.shape not in shapes and not (is_more and field.shape[-1] == made.shape[-1]):
@@ -422,7 +423,7 @@ class Batch(Counted, Mapping[str, Field]):
         >>> cells.tolist(), ids.tolist(), weights.tolist()
         ([0, 1, 4], [7, 8, 9], [1.0, 1.0, 1.0])
         """
-        return targets_of(self, self.stored(), depth)
+        return pairs_of(self, self.stored(), depth)
 
     @property
     def cells(self) -> Tensor:

@@ -163,12 +163,7 @@ def _check(storage: Storage, rank: int, size: int, depth: int) -> None:
             f"cp_rank must be 0 to {size - 1}, got {rank}; layout.place(rank) returns that of a "
             "process, with layout=ParallelLayout(dp=..., cp=...)"
         )
-    if not storage.columns:
-        raise ValueError(
-            "the batch was built from tensors, which do not say where its segments lie; cut the "
-            "Batch that the collator returned"
-        )
-    refuse_shard(storage, "cut", "cut the whole batch, once for each rank")
+    check_whole(storage, "cut", "cut", "cut the whole batch, once for each rank")
     if storage.columns.placement.tree_width:
         raise ValueError(
             "segments of the batch share prefixes (share_prefixes), and a shared prefix has no "
@@ -183,6 +178,22 @@ def _check(storage: Storage, rank: int, size: int, depth: int) -> None:
         raise ValueError(
             "cu_seq_lens were replaced, and shards follow from where segments were collated; cut "
             "the batch first"
+        )
+
+
+def check_whole(storage: Storage, wanted: str, what: str, way_out: str) -> None:
+    """Refuse all but a whole batch that a collator made, with next tokens as targets."""
+    if not storage.columns:
+        raise ValueError(
+            "the batch was built from tensors, which do not say where its segments lie; "
+            f"{wanted} the Batch that the collator returned"
+        )
+    refuse_shard(storage, what, way_out)
+    if (targets := storage.columns.placement.targets) != "next_token":
+        raise ValueError(
+            f"the batch has targets={targets!r}, and shards of context ranks move targets to the "
+            "cells that predict them, and depths count from there, as causal models do; collate "
+            'with targets="next_token"'
         )
 
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torch_collate_kit._checks import checked_bool, checked_int
 from torch_collate_kit.batch.model_kind import ModelKind
 from torch_collate_kit.batch.paths import shard_inputs, tree_inputs
-from torch_collate_kit.batch.placement import MAX_WIDTH
+from torch_collate_kit.batch.placement import MAX_WIDTH, Placement
 from torch_collate_kit.batch.storage import Storage
 from torch_collate_kit.ragged import Ragged
 
@@ -33,6 +33,7 @@ def model_inputs(
     shard = stored.columns.placement.shard if stored.columns else None
     if shard is not None and (shard.size > 1 or context_group is not None):
         kind = ModelKind.of("torch_varlen" if model is None else model)
+        _token_types(batch, stored, kind)
         if mask is not None or sliding_window is not None:
             raise ValueError(
                 "shards of context ranks have no mask: the model knows its sliding window; remove "
@@ -44,6 +45,12 @@ def model_inputs(
             "context_group is for the shard of a context rank, and this is a whole batch; cut it "
             "with batch.context_shard(cp_rank, cp_size)"
         )
+    targets = stored.columns.placement.targets
+    if targets != "next_token" and not isinstance(model, ModelKind | nn.Module):
+        raise ValueError(
+            f"the batch has targets={targets!r}, as two-way models are trained, and the name of an "
+            "attention does not say which way a model looks; pass the model: model_inputs(model)"
+        )
     is_tree = bool(stored.columns) and stored.columns.placement.tree_width > 0
     if is_tree and model is None:  # another attention would ignore the paths in silence
         raise ValueError(
@@ -51,16 +58,19 @@ def model_inputs(
             "of one attention: pass the model, or the name of its attention"
         )
     kind = ModelKind.of("torch_varlen" if model is None else model)
+    types = _token_types(batch, stored, kind)
     if is_tree:
         if mask is not None or sliding_window is not None:
             _refuse_unknown_mask(kind, "block" if mask is None else mask, sliding_window)
         return tree_inputs(batch, stored.columns, kind, sliding_window)
     _refuse_unknown_mask(kind, mask, sliding_window)
     is_packed, has_image_blocks = "cu_seq_lens" in batch, needs_image_blocks(batch, stored)
-    is_blind = kind.is_known and (has_image_blocks or kind.family.blind_mask)
+    is_blind = kind.is_known and (has_image_blocks or kind.family.blind_mask or kind.is_two_way)
     if mask is None and is_packed and is_blind and kind.takes_mask:
         mask, sliding_window = "block", kind.window
-    inputs = {"input_ids": batch["input_ids"], **_positions_and_images(batch, stored)}
+    inputs = {"input_ids": batch["input_ids"], **_positions_and_images(batch, stored), **types}
+    if kind.first_position or kind.num_positions is not None:
+        inputs["position_ids"] = _positions_of_model(batch, stored, kind)
     if labels and "labels" in batch:
         inputs["labels"] = batch["labels"]
     if mask is None and has_image_blocks:
@@ -74,12 +84,69 @@ def model_inputs(
             kind.refuse_left_padding()
         return inputs | {"use_cache": False, "attention_mask": batch["attention_mask"]}
     kind.refuse_packed()
+    if kind.is_two_way and stored.columns:
+        _refuse_gaps(stored.columns.placement)
     if kind.takes_one_row:
         inputs = _as_one_row(inputs)
     inputs["use_cache"] = False
     if mask is not None or kind.keywords:
         inputs |= _boundaries(batch, stored, kind, mask, sliding_window, inputs["input_ids"].shape)
     return inputs
+
+
+def _token_types(batch: Mapping[str, Any], stored: Storage, kind: ModelKind) -> dict[str, Any]:
+    """Return the types of tokens for a model that has them; refuse those that would be lost."""
+    if "token_type_ids" not in batch or stored.columns.placement.vision is not None:
+        return {}
+    placement, size = stored.columns.placement, kind.num_token_types
+    found = 2 if "token_type_ids" in stored.given else placement.num_token_types
+    is_read = size > 1 and placement.shard is None and not placement.tree_width
+    if found > 1 and not is_read:
+        what = "the model has no types" if kind.is_known and size < 2 else "would be lost here"
+        raise ValueError(
+            f"token_type_ids are up to {found - 1}, and {what}; pass the model, if it has types, "
+            "with whole rows, or remove them from the examples"
+        )
+    if found > max(size, 1) and "token_type_ids" not in stored.given:
+        raise ValueError(
+            f"token_type_ids are up to {found - 1}, and the model has the types 0 to {size - 1}"
+        )
+    return {"token_type_ids": batch["token_type_ids"]} if is_read else {}
+
+
+def _positions_of_model(batch: Mapping[str, Any], stored: Storage, kind: ModelKind) -> Tensor:
+    """Return the positions of a model with a table of them: its first one where no token is."""
+    placement, most = stored.columns.placement, kind.num_positions
+    if most is not None and "position_ids" not in stored.given and placement.segments:
+        lengths = placement.segments["lengths"].values
+        if kind.counts_cells:
+            lengths = np.full(1, placement.width)
+        if len(lengths) and lengths.max() > most:
+            what = "row" if kind.counts_cells else "text"
+            raise ValueError(
+                f"a {what} has {lengths.max()} tokens, and the table of the {kind.family.name} "
+                f"model has {most} positions; cut texts to {most} tokens, or lower max_tokens"
+            )
+    positions: Tensor = batch["position_ids"]
+    if "attention_mask" in batch:
+        positions = positions * batch["attention_mask"]
+    return positions + kind.first_position
+
+
+def _refuse_gaps(placement: Placement) -> None:
+    """Refuse pads inside segments, which two-way attention would see."""
+    starts, lengths = (placement.segments[name] for name in ("starts", "lengths"))
+    ends = np.append(starts.values[1:], placement.width)
+    ends[starts.offsets[1:] - 1] = placement.width
+    gaps = ends - starts.values - lengths.values
+    wrong = np.flatnonzero((gaps > 0) & (lengths.values > 0))
+    if len(wrong):
+        row = int(placement.rows()[wrong[0]])
+        raise ValueError(
+            f"a segment of row {row} has {lengths.values[wrong[0]]} tokens and {gaps[wrong[0]]} "
+            "pads of alignment (tp, cp), which a two-way model would see; collate for it with "
+            "parallel=ParallelLayout(dp=...) alone"
+        )
 
 
 def _as_one_row(inputs: dict[str, Any]) -> dict[str, Any]:
@@ -103,7 +170,7 @@ def _boundaries(
 ) -> dict[str, Any]:
     """Return what tells the segments apart, by the model's keywords, and the block mask."""
     per_row = batch["cu_seq_lens"]
-    flat = _flat_cu_seq_lens(per_row, shape.numel() // max(len(per_row), 1))
+    flat = flat_cu_seq_lens(per_row, shape.numel() // max(len(per_row), 1))
     longest = max(stored.row_metadata["max_segment_length"], default=0)
     found: dict[str, Any] = {}
     if mask is not None or "seq_idx" in kind.keywords:
@@ -112,8 +179,10 @@ def _boundaries(
     if mask is not None:
         images = _images_of_cells(batch, stored)
         found["attention_mask"] = block_mask(
-            segments, kind.attention, window=window, images_RW=images
+            segments, kind.attention, window=window, images_RW=images, two_way=kind.is_two_way
         )
+        if kind.is_two_way and kind.all_slide and window is not None:
+            found["attention_mask"] = found["attention_mask"]["sliding_attention"]
     for keyword in kind.keywords:
         if keyword == "cu_seq_lens":
             found |= {"cu_seq_lens_q": flat, "cu_seq_lens_k": flat}
@@ -210,7 +279,7 @@ def _refuse_unknown_mask(kind: ModelKind, mask: Any, sliding_window: Any) -> Non
     checked_int("sliding_window", sliding_window, hint=hint)
 
 
-def _flat_cu_seq_lens(per_row: Ragged, width: int) -> Tensor:
+def flat_cu_seq_lens(per_row: Ragged, width: int) -> Tensor:
     """Return boundaries [0, ..., R * W] over all rows, int32, without waiting for the device."""
     num_cells = len(per_row) * width
     if num_cells > MAX_WIDTH:
@@ -233,17 +302,20 @@ def block_mask(
     *,
     window: int | None = None,
     images_RW: Tensor | None = None,
+    two_way: bool = False,
 ) -> Tensor | dict[str, Tensor]:
-    """Return the mask [R, 1, W, W] by which a cell sees its segment up to itself."""
-    causal = (segments_RW[:, :, None] == segments_RW[:, None, :]).tril()[:, None]
-    masks = {"full_attention": causal}
+    """Return the mask [R, 1, W, W] by which a cell sees its segment, up to itself or all of it."""
+    seen = (segments_RW[:, :, None] == segments_RW[:, None, :])[:, None]
+    seen = seen if two_way else seen.tril()
+    masks = {"full_attention": seen}
     if window is not None:
-        masks["sliding_attention"] = causal.triu(1 - window)
+        sliding = seen.triu(1 - window)
+        masks["sliding_attention"] = sliding.tril(window - 1) if two_way else sliding
     if images_RW is not None:
         rows, columns = images_RW[:, None, :, None], images_RW[:, None, None, :]
         same_image = (rows == columns) & (rows >= 0)
         masks = {name: seen | same_image for name, seen in masks.items()}
     if attention != "sdpa":
-        zeros = torch.zeros(causal.shape, dtype=torch.bfloat16, device=causal.device)
+        zeros = torch.zeros(seen.shape, dtype=torch.bfloat16, device=seen.device)
         masks = {name: zeros.masked_fill(~seen, -math.inf) for name, seen in masks.items()}
     return masks["full_attention"] if window is None else masks

@@ -221,7 +221,11 @@ class Columns:
             first,
             values={k: cat_rows([part.values[k] for part in columns]) for k in first.values},
             segments={k: cat_rows([part.segments[k] for part in columns]) for k in first.segments},
-            placement=replace(first.placement, segments=on_host),
+            placement=replace(
+                first.placement,
+                segments=on_host,
+                num_token_types=max(part.placement.num_token_types for part in columns),
+            ),
         )
 
     def filled(self, values: dict[str, Any], segments: dict[str, Any]) -> Columns:
@@ -386,7 +390,7 @@ class Storage:
 
     def num_loss_tokens(self) -> np.ndarray | None:
         """Return the trained cells of each row, int64 [R]; reads the device."""
-        if self.columns and "loss_mask" not in self.given:
+        if "loss_mask" in self.columns.names and "loss_mask" not in self.given:
             return self.columns.num_trained()
         mask: Any = self.given.get("loss_mask")
         return None if mask is None else (mask != 0).flatten(1).sum(dim=1).cpu().numpy()

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from torch_collate_kit._checks import checked_int
-from torch_collate_kit.batch.context_shards import DEPTH, refuse_shard
+from torch_collate_kit.batch.context_shards import DEPTH, check_whole
 from torch_collate_kit.batch.dense import cells_of_rows, make_field
 from torch_collate_kit.batch.fields import IGNORE_INDEX
 from torch_collate_kit.batch.placement import Placement
@@ -32,15 +32,11 @@ class Targets(NamedTuple):
     """float32, their loss weights, not divided by any count."""
 
 
-def targets_of(batch: Any, stored: Storage, depth: int) -> Targets:
+def pairs_of(batch: Any, stored: Storage, depth: int) -> Targets:
     """Return ``Batch.targets``; ``stored`` is what the batch stores."""
     checked_int("depth", depth, hint=DEPTH)
-    if not stored.columns:
-        raise ValueError(
-            "the batch was built from tensors, which do not say where its segments lie; take the "
-            "targets of the Batch that the collator returned"
-        )
-    refuse_shard(stored, "asked for pairs", 'its field "targets" has the target of each cell')
+    instead = 'its field "targets" has the target of each cell'
+    check_whole(stored, "take the targets of", "asked for pairs", instead)
     columns, given, placement = stored.columns, stored.given, stored.columns.placement
     mask: Any = given.get("loss_mask")
     divisor = 1 if mask is None else stored.metadata.get("loss_mask_divisor", 1)

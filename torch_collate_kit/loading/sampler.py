@@ -111,7 +111,9 @@ class StepIterator(Iterator[Any]):
             raise StopIteration
         self.limits.log(self.step)
         self.step += 1
-        return self.sampler._division.part(step)
+        part = self.sampler._division.part(step)
+        part.epoch = self.epoch
+        return part
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the sampler at the next step."""

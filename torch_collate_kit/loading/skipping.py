@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import operator
 import re
@@ -242,7 +243,11 @@ def _without(indices: Any, positions: Sequence[int]) -> Any:
     if isinstance(indices, RankPlan):
         return indices.without(positions)
     gone = set(positions)
-    return [example for i, example in enumerate(indices) if i not in gone]
+    kept = [example for i, example in enumerate(indices) if i not in gone]
+    if isinstance(indices, list):
+        indices = copy.copy(indices)  # with its epoch
+        indices[:] = kept
+    return indices if isinstance(indices, list) else kept
 
 
 class SkippedExample(NamedTuple):

@@ -1,6 +1,6 @@
 """The loss of a batch and its divisors, log-probs of tokens, and sums over segments."""
 
-from torch_collate_kit.losses.segments import segment_ends, segment_sums, sums_by
+from torch_collate_kit.losses.segments import segment_ends, segment_pool, segment_sums, sums_by
 from torch_collate_kit.losses.token_logps import token_logps, trained_values
 from torch_collate_kit.losses.token_loss import (
     ModelWithLoss,
@@ -16,6 +16,7 @@ __all__ = [
     "global_num_examples",
     "global_num_loss_tokens",
     "segment_ends",
+    "segment_pool",
     "segment_sums",
     "sums_by",
     "token_logps",

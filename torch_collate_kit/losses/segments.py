@@ -18,12 +18,19 @@ from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.context_shards import refuse_shard
 from torch_collate_kit.batch.dense import cells_of_rows
 from torch_collate_kit.batch.unpacking import (
+    in_rows,
     segment_spans,
     shares_prefixes,
     token_width,
 )
-from torch_collate_kit.losses.token_logps import check_batch, check_floats, trained_cells, widened
-from torch_collate_kit.ragged import Ragged
+from torch_collate_kit.losses.token_logps import (
+    check_batch,
+    check_floats,
+    loss_mask_of,
+    trained_cells,
+    widened,
+)
+from torch_collate_kit.ragged import Ragged, span_indices
 
 _HINT = "pass one value for each trained token, as token_logps returns"
 
@@ -64,16 +71,8 @@ def segment_sums(
     segments, num_segments = _segments_of_trained(batch)
     given = {"values": values} if weights is None else {"values": values, "weights": weights}
     for name, tensor in given.items():
-        _check_shape(name, tensor, len(segments), "trained tokens")
-    values = widened(values)
-    if weights is not None:  # where() first: a token that weighs nothing may be infinite
-        weights = weights.to(values.dtype)
-        values = torch.where(weights != 0, values, 0) * weights
-    sums = _added(values, segments, num_segments)
-    if not mean:
-        return sums
-    totals = _added(torch.ones_like(values) if weights is None else weights, segments, num_segments)
-    return sums / torch.where(totals == 0, 1, totals)
+        _check_shape(name, tensor, (len(segments),), "trained tokens")
+    return _reduced(values, weights, segments, num_segments, mean=mean)
 
 
 def segment_ends(batch: Batch) -> Tensor:
@@ -95,9 +94,68 @@ def segment_ends(batch: Batch) -> Tensor:
     """
     check_batch(batch)
     firsts, lengths = segment_spans(batch)
-    device = batch["input_ids"].device
-    ends = torch.from_numpy(firsts + lengths - 1).to(device, non_blocking=True)
-    return cells_of_rows(batch).flatten()[ends] if shares_prefixes(batch) else ends
+    return _cells_at(firsts + lengths - 1, batch)
+
+
+def segment_pool(
+    hidden: Tensor,
+    batch: Batch,
+    *,
+    how: Literal["first", "last", "mean"],
+    weights: Tensor | None = None,
+) -> Tensor:
+    """Return one vector per segment, ``[S, H]`` in the order of the rows; gradients flow.
+
+    For classes, scores and embeddings of packed or padded rows, of which a model's own head would
+    read one cell per row. The order is that of :func:`segment_sums`, and of the values of
+    ``PerExample`` fields where an example is one segment. Dtype and device are those of ``hidden``;
+    a mean of half precision is summed in fp32.
+
+    Args:
+        hidden: ``[R, W, H]``, or ``[1, R * W, H]`` of a model that gets all rows as one.
+        batch: the Batch of these rows, with any ``targets``.
+        how: the segment's "first" token (models with a [CLS] token), its "last" one (causal
+            models), or the "mean" of its tokens.
+        weights: for "mean": ``[R, W]``, a factor for each token, such as 0 for those of a prompt;
+            a segment without weight has 0. Where prefixes are shared, ``[R, U]``.
+
+    Raises:
+        ValueError: an unknown ``how``; weights of another shape, or not for "mean"; hidden states
+            of other cells, such as one vector per row; a Batch that does not say where its
+            segments are.
+        TypeError: hidden states that are not a tensor of floats; not a Batch.
+
+    >>> from torch_collate_kit import PackedCollator
+    >>> collate = PackedCollator(0, max_tokens=8, targets=None)
+    >>> batch = collate([{"input_ids": [1, 2]}, {"input_ids": [3, 1, 5]}])
+    >>> segment_pool(batch["input_ids"][..., None].float(), batch, how="mean")
+    tensor([[3.0000],
+            [1.5000]])
+    """
+    check_floats("hidden", hidden, "pass model(...).last_hidden_state")
+    check_batch(batch)
+    checked_choice("how", how, ("first", "last", "mean"))
+    cells_RW = batch["input_ids"]
+    states = in_rows(hidden, *cells_RW.shape)
+    if states.ndim != 3 or states.shape[:2] != cells_RW.shape:
+        rows, width = cells_RW.shape
+        raise ValueError(
+            f"hidden has shape {list(hidden.shape)}, the batch has {rows} rows of {width} cells; "
+            f"pass last_hidden_state, [{rows}, {width}, H] (a pooler_output has one vector per row)"
+        )
+    if weights is not None and how != "mean":
+        raise ValueError(f"weights are factors in a mean, and how={how!r}; remove one of the two")
+    firsts, lengths = segment_spans(batch)
+    if how != "mean":
+        tokens = firsts if how == "first" else firsts + lengths - 1
+        return states.flatten(0, 1).index_select(0, _cells_at(tokens, batch))
+    tokens, numbers = span_indices(firsts, lengths), np.repeat(np.arange(len(lengths)), lengths)
+    taken = states.flatten(0, 1).index_select(0, _cells_at(tokens, batch))
+    if weights is not None:
+        _check_shape("weights", weights, (len(batch), token_width(batch)), "cells")
+        weights = weights.flatten()[torch.from_numpy(tokens).to(weights.device)]
+    segments = torch.from_numpy(numbers).to(taken.device, non_blocking=True)
+    return _reduced(taken, weights, segments, len(lengths), mean=True).to(states.dtype)
 
 
 def sums_by(
@@ -158,11 +216,11 @@ def _sums_by_key(values: Any, batch: Any, name: str, per: str) -> list[tuple[Any
     keys, examples = _keys(batch, name)
     values, ones = values.detach().double(), torch.ones_like(values, dtype=torch.float64)
     if per == "example":
-        _check_shape("values", values, len(keys), "examples")
+        _check_shape("values", values, (len(keys),), "examples")
         sums = torch.stack([values, ones])
     else:
         segments, num_segments = _segments_of_trained(batch)
-        _check_shape("values", values, len(segments), "trained tokens")
+        _check_shape("values", values, (len(segments),), "trained tokens")
         of_segments = torch.stack([_added(part, segments, num_segments) for part in (values, ones)])
         to = torch.from_numpy(examples).to(values.device)
         sums = of_segments.new_zeros(2, len(keys)).index_add(1, to, of_segments)
@@ -194,7 +252,7 @@ def _keys(batch: Batch, name: str) -> tuple[list[Any], np.ndarray]:
 def _segments_of_trained(batch: Batch) -> tuple[Tensor, int]:
     """Return the segment of each trained token, int64 [n] (S: none), and their number S."""
     firsts, lengths = segment_spans(batch)
-    cells, mask = trained_cells(batch), batch["loss_mask"]
+    cells, mask = trained_cells(batch), loss_mask_of(batch)
     hidden = token_width(batch) - mask.shape[1]
     cells = cells + (cells // max(mask.shape[1], 1) + 1) * hidden
     edges = np.stack([np.append(firsts, np.iinfo(np.int64).max), np.append(firsts + lengths, 0)])
@@ -203,16 +261,41 @@ def _segments_of_trained(batch: Batch) -> tuple[Tensor, int]:
     return torch.where(cells < ends[found], found, len(firsts)), len(firsts)
 
 
+def _reduced(
+    values: Tensor, weights: Tensor | None, segments: Tensor, num_segments: int, *, mean: bool
+) -> Tensor:
+    """Return the sum, or the mean, of each segment's values ``[n, ...]``."""
+    values, ones = widened(values), [1] * (values.ndim - 1)
+    if weights is None:
+        weights = values.new_ones(len(values)).view(-1, *ones)
+    else:  # where() first: a token that weighs nothing may be infinite
+        weights = weights.to(values.dtype).view(-1, *ones)
+        values = torch.where(weights != 0, values, 0) * weights
+    sums = _added(values, segments, num_segments)
+    if not mean:
+        return sums
+    totals = _added(weights, segments, num_segments)
+    return sums / torch.where(totals == 0, 1, totals)
+
+
 def _added(values: Tensor, segments: Tensor, num_segments: int) -> Tensor:
-    """Return the sum of each segment, [S], leaving out trained pads of a replaced mask."""
-    return values.new_zeros(num_segments + 1).index_add(0, segments, values)[:num_segments]
+    """Return the sum of each segment, [S, ...], leaving out trained pads of a replaced mask."""
+    sums = values.new_zeros(num_segments + 1, *values.shape[1:])
+    return sums.index_add(0, segments, values)[:num_segments]
 
 
-def _check_shape(name: str, values: Any, number: int, unit: str) -> None:
+def _cells_at(tokens: np.ndarray, batch: Batch) -> Tensor:
+    """Return the cells of tokens, which are counted over all rows: int64 on the batch's device."""
+    places = torch.from_numpy(tokens).to(batch["input_ids"].device, non_blocking=True)
+    return cells_of_rows(batch).flatten()[places] if shares_prefixes(batch) else places
+
+
+def _check_shape(name: str, values: Any, shape: tuple[int, ...], unit: str) -> None:
     if not isinstance(values, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(values).__name__}")
-    if tuple(values.shape) != (number,):
+    if tuple(values.shape) != shape:
+        number = " x ".join(map(str, shape))
         raise ValueError(
             f"{name} have shape {list(values.shape)}, the batch has {number} {unit}; pass "
-            f"[{number}]"
+            f"{[*shape]}"
         )

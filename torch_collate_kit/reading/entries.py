@@ -154,8 +154,8 @@ def placed_labels(column: Numbers, pieces: Pieces) -> np.ndarray:
     if is_bad.any():
         i, token = first_bad(is_bad, pieces)
         raise DataError(
-            f"example {i}: labels is {labels[is_bad][0]} at token {token}; a label is a token "
-            f"id, or {IGNORE_INDEX} where nothing is trained"
+            f"example {i}: labels is {labels[is_bad][0]} at token {token}; a label is the id "
+            f"of a token or class, or {IGNORE_INDEX} where nothing is trained"
         )
     fits = not labels.size or labels.max() <= np.iinfo(np.int32).max
     return labels.astype(np.int32 if fits else np.int64)

@@ -19,7 +19,7 @@ from torch_collate_kit.batch.fields import (
     PerRoutedToken,
     PerToken,
 )
-from torch_collate_kit.batch.placement import MAX_WIDTH, too_wide
+from torch_collate_kit.batch.placement import MAX_WIDTH, Targets, too_wide
 from torch_collate_kit.errors import DataError, examples_named
 from torch_collate_kit.ragged import Nested, Ragged, unchecked
 from torch_collate_kit.reading.columns import (
@@ -62,6 +62,7 @@ from torch_collate_kit.vision import VisionLayout
 _SFT_FIELDS: Mapping[str, FieldSpec] = {
     **dict.fromkeys((*TARGETS, *CHECKED), PerToken(torch.float32)),
     "labels": PerToken(torch.int64, IGNORE_INDEX),
+    "token_type_ids": PerToken(torch.int64),
 }
 _ROLLOUT_FIELDS: Mapping[str, FieldSpec] = {
     **dict.fromkeys(
@@ -81,10 +82,16 @@ def read_columns(
     train_all: bool = False,
     fields: DeclaredFields | None = None,
     vision: VisionLayout | None = None,
+    targets: Targets = "next_token",
 ) -> ExampleColumns:
     """Check the examples, and return their columns."""
     raw, are_rollouts, token_types = raw_columns(
-        examples, rollouts=rollouts, train_all=train_all, fields=fields or {}, vision=vision
+        examples,
+        rollouts=rollouts,
+        train_all=train_all,
+        fields=fields or {},
+        vision=vision,
+        targets=targets,
     )
     declared = {**(fields or {}), **token_types}
     per_example = _row_metadata(raw) if are_rollouts else {}
@@ -101,13 +108,9 @@ def read_columns(
         raw, offsets = opened(raw, (*PER_TOKEN, *others, *MEDIA))
     with examples_named(segment_name(offsets)):
         columns = _per_token(raw, declared, numbers, vision, are_rollouts=are_rollouts)
-    if not per_example and offsets is None:
+    if not per_example and offsets is None and targets == "next_token":
         return columns  # a copy takes 10 us
-    return replace(
-        columns,
-        per_example=per_example,
-        segment_offsets=offsets,
-    )
+    return replace(columns, per_example=per_example, segment_offsets=offsets, targets=targets)
 
 
 def _per_token(
@@ -121,7 +124,9 @@ def _per_token(
     """Read the columns with an entry per token; ``numbers`` are the declared fields per example."""
     ids, num_actions = _rollout_ids(raw) if are_rollouts else _sft_ids(raw)
     table = _ROLLOUT_FIELDS if are_rollouts else _SFT_FIELDS
-    own = {key: spec for key, spec in table.items() if key in raw}
+    own = {key: spec for key, spec in table.items() if key in raw and key not in declared}
+    if vision is not None:  # they follow from the ids
+        own.pop("token_type_ids", None)
     if num_actions is not None:
         own["loss_mask"] = _ROLLOUT_FIELDS["loss_mask"]
     columns = {}
@@ -140,7 +145,9 @@ def _per_token(
         raise DataError(
             f"example 0 has two loss targets: {' and '.join(targets)}; keep one of them"
         )
-    names = ["response_mask", *(columns[key].name for key in own)] if are_rollouts else []
+    names = ["token_type_ids"] if "token_type_ids" in own else []
+    if are_rollouts:
+        names = ["response_mask", *(columns[key].name for key in own)]
     if "rollout_expert_indices" in own:
         names.append("router_padding_mask")
     if are_rollouts and vision is None and any(name in raw for name in IMAGES):

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from torch_collate_kit.batch.placement import Targets
 from torch_collate_kit.reporting.audit.findings import Found, Refused, Severity, words_of
 from torch_collate_kit.reporting.audit.vocabulary import Vocabulary
 
@@ -69,6 +70,8 @@ class AuditColumns:
     """Whether there are images, and no processor that says how many tokens they take."""
     vocabulary: Vocabulary = field(default_factory=Vocabulary)
     max_tokens: int | None = None
+    classes: np.ndarray = field(default_factory=partial(np.empty, 0))  # all labels, or of examples
+    targets: Targets = "next_token"
 
     @property
     def are_rollouts(self) -> bool:

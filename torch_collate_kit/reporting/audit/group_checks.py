@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from torch_collate_kit.reporting.audit.checks import FEW, MOST, check
+from torch_collate_kit.reporting.audit.checks import EVERY, FEW, MOST, check
 from torch_collate_kit.reporting.audit.columns import AuditColumns
 from torch_collate_kit.reporting.audit.findings import Found
 
@@ -18,7 +18,7 @@ _SURE, _LEAST_CHANCE = 1e-3, 0.01  # that zeros stand there by chance; of a zero
 _ROUNDING = 1e-3  # over 0, of a log-probability in half precision
 
 
-@check("warning", of_rollouts="note")
+@check("warning", of_rollouts="note", targets=EVERY)
 def duplicates(columns: AuditColumns) -> Found | None:
     """Find rows with exactly the same tokens."""
     heads = columns.heads
