@@ -83,7 +83,7 @@ FAULTS = [
     Fault("losses/token_logps.py", "if batch is not None and is_shard(batch):", "if False:", "test_context_everywhere.py"),
     # targets at a depth
     Fault("batch/targets.py", "np.minimum(depth, lengths)", "np.minimum(1, lengths)", "test_depths.py"),
-    Fault("batch/targets.py", "ends = np.append(0, firsts + lengths)", "ends = np.append(0, firsts)", "test_depths.py"),
+    Fault("batch/targets.py", "ends = np.append(0, firsts + lengths)", "ends = np.append(0, firsts + 1)", "test_depths.py"),
     Fault("batch/targets.py", "tokens - depth\n", "tokens - 1\n", "test_depths.py"),
     Fault("batch/targets.py", "of_tokens[predicting]", "of_tokens[cells] - depth", "test_depths.py"),
     Fault("batch/targets.py", "* float(divisor)", "* 1", "test_depths.py"),
@@ -95,7 +95,7 @@ FAULTS = [
     Fault("batch/context_shards.py", "np.clip(first + length - depth + 1, begin, ends) - begin", "predicting - begin", "test_depths.py"),
     Fault("batch/context_shards.py", "_replace(depth=self.depth - 1, targets=self.inputs)", "_replace(targets=self.inputs)", "test_depths.py"),
     Fault("batch/context_shards.py", "columns += slices.depth", "columns += 1", "test_depths.py"),
-    Fault("batch/context_shards.py", "_DROPPED[is_whole:]", "_DROPPED", "test_depths.py"),
+    Fault("batch/context_shards.py", "_DROPPED[slices.width == placement.width :]", "_DROPPED", "test_depths.py"),
     Fault("batch/context_shards.py", 'if layout == "zigzag" and size > 1 and', 'if layout == "zigzag" and', "test_depths.py"),
     Fault("batch/model_inputs.py", "shard.size > 1 or context_group is not None", "True", "test_depths.py"),
     Fault("batch/paths.py", "LAYOUTS.index(shard.layout), shard.depth]", "LAYOUTS.index(shard.layout)]", "test_depths.py"),

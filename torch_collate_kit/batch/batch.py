@@ -381,16 +381,15 @@ class Batch(Counted, Mapping[str, Field]):
         segments of the batch flat over its rows, ``"cu_seq_lens_local"`` their parts in the shard.
         :attr:`cells` says which cells these are. Cut rows before, not after: a shard has no slices.
 
-        At ``depth`` k, for the k-th token on (multi-token prediction, draft heads), the cell of a
-        token has the target, ``loss_mask`` and fields of the k-th token after it in its segment,
-        and as ``input_ids`` the one before that, the pad id past the end; positions stay. Divide by
-        its own ``global_num_loss_tokens``: there is no ``"num_loss_tokens"`` beyond a depth of 1.
-        With ``cp_size=1``, for any rows and layout, ``model_inputs`` is that of the whole batch.
+        At ``depth`` k (multi-token prediction, draft heads) the cell of a token has the target,
+        ``loss_mask`` and fields of the k-th token after it in its segment, and reads the one before
+        that, the pad id past the end; positions stay. Divide by ``global_num_loss_tokens(shard)``:
+        ``"num_loss_tokens"`` is of depth 1. With ``cp_size=1``, of any rows, ``model_inputs`` are
+        those of the whole batch.
 
         Raises:
             ValueError: segments or rows that the ranks do not divide; a batch that is a shard, was
                 built from tensors, or whose segments share prefixes; images at a depth above 1.
-            TypeError: a depth that is not an int.
 
         >>> from torch_collate_kit import PackedCollator, ParallelLayout
         >>> collate = PackedCollator(0, max_tokens=8, parallel=ParallelLayout(cp=2))
@@ -407,14 +406,12 @@ class Batch(Counted, Mapping[str, Field]):
         """Return what cells predict ``depth`` tokens on in their segment, as flat pairs: copies.
 
         One pair for each trained token with that many before it in its segment, or in its piece
-        after a split: the cell, ``row * W + column``, from which it is predicted, its label, and
-        its weight. Where segments share prefixes a cell has several. Sum over the pairs, and divide
-        by the number of pairs of that depth over all ranks and micro-batches: ``loss_mask`` may be
-        divided by that of depth 1, weights are not. It waits for the device once, for their number.
+        after a split: the cell, ``row * W + column``, that predicts it, its label and its weight.
+        Divide their loss by the number of pairs of that depth, over all ranks and micro-batches:
+        weights are not divided, as ``loss_mask`` may be. It waits for the device, for their number.
 
         Raises:
-            ValueError: a depth below 1; a context shard; a batch that was built from tensors.
-            TypeError: a depth that is not an int.
+            ValueError: a depth below 1; a shard; other ``targets``; a batch built from tensors.
 
         >>> from torch_collate_kit import PackedCollator
         >>> collate = PackedCollator(0, max_tokens=8)

@@ -26,7 +26,6 @@ from torch_collate_kit.ragged import Ragged, span_indices
 # Ulysses" (2023).
 
 LAYOUTS = ("zigzag", "contiguous", "head_tail")
-DEPTH = "1 is the next token, 2 the one after it"
 
 
 class Slices(NamedTuple):
@@ -53,7 +52,7 @@ def slices_of_rank(bounds: np.ndarray, num_rows: int, rank: int, size: int, layo
     if layout != "zigzag":
         whole = np.arange(num_rows + 1) * (int(whole[-1]) // max(num_rows, 1))
     lengths = np.diff(whole)
-    parts = _num_parts(size, layout)
+    parts = size if layout == "contiguous" or size == 1 else 2 * size  # one rank has all
     _check_divides(lengths, parts, layout, size)
     part = per_run = lengths // parts
     taken = [rank] if parts == size else [rank, parts - 1 - rank]
@@ -66,11 +65,6 @@ def slices_of_rank(bounds: np.ndarray, num_rows: int, rank: int, size: int, layo
     kept = ends > begins
     begins, ends = begins[kept], ends[kept]
     return Slices(np.searchsorted(bounds, begins, side="right") - 1, begins, ends)
-
-
-def _num_parts(size: int, layout: str) -> int:
-    """Return how many parts a segment or row is cut into: none for one rank, which has all."""
-    return size if layout == "contiguous" or size == 1 else 2 * size
 
 
 def _check_divides(lengths: np.ndarray, parts: int, layout: str, size: int) -> None:
@@ -132,6 +126,7 @@ def shard_of(storage: Storage, rank: int, size: int, layout: str, depth: int) ->
     if "mrope_position_ids" in storage.names and "mrope_position_ids" not in given:
         whole: Any = make_field("mrope_position_ids", storage.columns, {}, storage.metadata)
         given["mrope_position_ids"] = _cells_of(whole, slices, of_axis=2)
+    trained = columns.is_trained()
     shard = Shard(
         rank,
         size,
@@ -139,7 +134,7 @@ def shard_of(storage: Storage, rank: int, size: int, layout: str, depth: int) ->
         placement.width,
         tuple(slices.bounds.tolist()),
         _checksum(storage),
-        None if "loss_mask" in given else _num_trained(columns),
+        None if "loss_mask" in given or not trained.is_cpu else int(trained.count_nonzero()),
         placement.has_left_pads,
         depth,
     )
@@ -156,14 +151,13 @@ def shard_of(storage: Storage, rank: int, size: int, layout: str, depth: int) ->
 
 
 def _check(storage: Storage, rank: int, size: int, depth: int) -> None:
-    checked_int("depth", depth, hint=DEPTH)
     checked_int("cp_size", size)
     if not 0 <= checked_int("cp_rank", rank, minimum=0) < size:
         raise ValueError(
             f"cp_rank must be 0 to {size - 1}, got {rank}; layout.place(rank) returns that of a "
             "process, with layout=ParallelLayout(dp=..., cp=...)"
         )
-    check_whole(storage, "cut", "cut", "cut the whole batch, once for each rank")
+    check_whole(storage, depth, "cut", "cut", "cut the whole batch, once for each rank")
     if storage.columns.placement.tree_width:
         raise ValueError(
             "segments of the batch share prefixes (share_prefixes), and a shared prefix has no "
@@ -171,8 +165,8 @@ def _check(storage: Storage, rank: int, size: int, depth: int) -> None:
         )
     if depth > 1 and storage.columns.placement.vision is not None:
         raise ValueError(
-            f"depth={depth} moves ids to other cells, and the features of an image belong to those "
-            "of its placeholders; move embeddings yourself, by the cells of batch.targets(depth)"
+            f"depth={depth} moves ids away from the features of their images; move embeddings "
+            "yourself, by the cells of batch.targets(depth)"
         )
     if "cu_seq_lens" in storage.given:
         raise ValueError(
@@ -181,8 +175,9 @@ def _check(storage: Storage, rank: int, size: int, depth: int) -> None:
         )
 
 
-def check_whole(storage: Storage, wanted: str, what: str, way_out: str) -> None:
+def check_whole(storage: Storage, depth: int, wanted: str, what: str, way_out: str) -> None:
     """Refuse all but a whole batch that a collator made, with next tokens as targets."""
+    checked_int("depth", depth, hint="1 is the next token, 2 the one after it")
     if not storage.columns:
         raise ValueError(
             "the batch was built from tensors, which do not say where its segments lie; "
@@ -191,9 +186,8 @@ def check_whole(storage: Storage, wanted: str, what: str, way_out: str) -> None:
     refuse_shard(storage, what, way_out)
     if (targets := storage.columns.placement.targets) != "next_token":
         raise ValueError(
-            f"the batch has targets={targets!r}, and shards of context ranks move targets to the "
-            "cells that predict them, and depths count from there, as causal models do; collate "
-            'with targets="next_token"'
+            f"the batch has targets={targets!r}, and depths and shards of context ranks have them "
+            'in the cells that predict them, as causal models do; collate with targets="next_token"'
         )
 
 
@@ -339,8 +333,8 @@ def _columns_of(storage: Storage, slices: _ShardSlices) -> Columns:
         names.append("target_ids")
         specs["target_ids"] = PerTarget(torch.int64)
         values["target_ids"] = _picked(ids, slices, placement, "targets", offsets)
-    is_whole = slices.width == placement.width  # then the boundaries of the batch are its own
-    kept = tuple(name for name in dict.fromkeys(names) if name not in _DROPPED[is_whole:])
+    dropped = _DROPPED[slices.width == placement.width :]  # whose boundaries are its own
+    kept = tuple(name for name in dict.fromkeys(names) if name not in dropped)
     local = _placement_of(storage, slices, offsets)
     return Columns.of(values, specs, kept, local, device=columns.segments["num_segments"].device)
 
@@ -358,10 +352,7 @@ def _picked(
 
 
 def _add_targets(
-    columns: Columns,
-    slices: _ShardSlices,
-    specs: dict[str, Any],
-    values: dict[str, Any],
+    columns: Columns, slices: _ShardSlices, specs: dict[str, Any], values: dict[str, Any]
 ) -> None:
     """Add the ids that cells predict, -100 where that is not trained, and their weights."""
     if "labels" in values:
@@ -437,9 +428,7 @@ def _cells_of(field: Tensor, slices: _ShardSlices, *, of_axis: int) -> Tensor:
     index = index.to(field.device, non_blocking=True)
     shape = [len(field), *[1] * (field.ndim - 1)]
     shape[of_axis] = slices.width
-    sizes = list(field.shape)
-    sizes[of_axis] = slices.width
-    return field.gather(of_axis, index.view(shape).expand(sizes))
+    return field.take_along_dim(index.view(shape), dim=of_axis)
 
 
 def _with_predicting(
@@ -464,17 +453,9 @@ def _checksum(storage: Storage) -> int:
     """Return a checksum of where segments lie, what is trained and, in host memory, of the ids."""
     found = 0
     counts = [storage.columns.placement.segments[name] for name in ("starts", "lengths")]
-    counts += [
-        column
-        for column in (storage.row_metadata.get("num_trained"),)
-        if isinstance(column, Ragged)
-    ]
+    trained = storage.row_metadata.get("num_trained")
+    counts += [trained] if isinstance(trained, Ragged) else []
     for column in counts:
         found = zlib.crc32(np.asarray(column.values).tobytes(), found)
     ids = storage.columns.values["input_ids"].values
     return zlib.crc32(ids.numpy().tobytes(), found) if ids.device.type == "cpu" else found
-
-
-def _num_trained(columns: Columns) -> int | None:
-    trained = columns.is_trained()
-    return int(trained.count_nonzero()) if trained.device.type == "cpu" else None

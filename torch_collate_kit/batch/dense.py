@@ -62,8 +62,9 @@ def cells_of_tokens(columns: Columns) -> Tensor:
 
 def cells_of_rows(batch: Any) -> Tensor:
     """Return the cell of every token, int64 [R, U] over all rows of cells; 0 at pads."""
-    made, columns = batch._shared, batch.stored().columns
+    made: dict[str, Tensor] = batch._shared
     if "cells of tokens" not in made:
+        columns: Columns = batch.stored().columns
         placement = columns.placement
         with torch.inference_mode(False):
             places = torch.from_numpy(placement.cells("lengths"))
@@ -71,8 +72,7 @@ def cells_of_rows(batch: Any) -> Tensor:
             dense = cells.new_zeros(columns.num_rows * placement.width)
             dense.scatter_(0, places.to(cells.device, non_blocking=True), cells)
         made["cells of tokens"] = dense.view(columns.num_rows, placement.width)
-    found: Tensor = made["cells of tokens"]
-    return found
+    return made["cells of tokens"]
 
 
 class _Maker:
