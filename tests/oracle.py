@@ -516,7 +516,7 @@ def context_cells(batch: Mapping[str, Any], rank: int, size: int, layout: str) -
     rows = []
     for row in range(len(batch["input_ids"])):
         runs = [(0, width)]
-        if layout == "zigzag":
+        if layout == "zigzag" and "cu_seq_lens" in batch:  # one rank has rows of any layout
             runs = list(itertools.pairwise(batch["cu_seq_lens"][row]))
         columns = []
         for begin, end in runs:
@@ -532,11 +532,18 @@ def context_cells(batch: Mapping[str, Any], rank: int, size: int, layout: str) -
 
 
 def context_shard(
-    batch: Mapping[str, Any], rank: int, size: int, layout: str, pads: Mapping[str, float]
+    batch: Mapping[str, Any],
+    rank: int,
+    size: int,
+    layout: str,
+    pads: Mapping[str, float],
+    depth: int = 1,
+    pad_token_id: int = 9,
 ) -> dict[str, Any]:
     """The cells of a context rank; what is not an input of the model is where it is predicted.
 
-    `pads` names the declared fields, which have the shape of `input_ids` or of `loss_mask`.
+    `pads` names the declared fields, which have the shape of `input_ids` or of `loss_mask`. At a
+    depth k a cell predicts the k-th token after its own, and reads the one before that.
     """
     width = batch["input_ids"].shape[1]
     first_column = width - batch["loss_mask"].shape[1]
@@ -546,7 +553,7 @@ def context_shard(
         weights = torch.zeros(batch["input_ids"].shape)
         weights[:, first_column:] = batch["loss_mask"]
         labels = torch.where(weights != 0, batch["input_ids"], IGNORE)
-    predicts = _predicts(batch)
+    predicts, reads = _predicts(batch, depth), _predicts(batch, depth - 1)
     shard: dict[str, Any] = {"cells": []}
     for row, columns in enumerate(rows):
         shard["cells"] += [row * width + column for column in columns]
@@ -554,6 +561,11 @@ def context_shard(
         if name in batch:
             values = [[batch[name][r][c].item() for c in row] for r, row in enumerate(rows)]
             shard[name] = torch.tensor(values, dtype=batch[name].dtype)
+    if depth > 1:
+        for r, row in enumerate(rows):
+            for i, c in enumerate(row):
+                read = batch["input_ids"][r][c + depth - 1] if reads[r][c] else pad_token_id
+                shard["input_ids"][r][i] = read
     pads = {"targets": IGNORE, "loss_mask": 0, "response_mask": 0, **pads}
     pads |= dict.fromkeys(_RESPONSE_FIELDS.values(), 0)
     for name, pad in pads.items():
@@ -565,7 +577,7 @@ def context_shard(
         for r, row in enumerate(rows):
             values.append([])
             for c in row:
-                token = c + 1
+                token = c + depth
                 is_there = predicts[r][c] and token >= hidden
                 values[-1].append(field[r][token - hidden].tolist() if is_there else None)
         empty = torch.full(field.shape[2:], pad, dtype=field.dtype).tolist()
@@ -574,8 +586,8 @@ def context_shard(
     return shard
 
 
-def _predicts(batch: Mapping[str, Any]) -> list[list[bool]]:
-    """Whether each cell holds a token of a segment that is not its last one."""
+def _predicts(batch: Mapping[str, Any], depth: int) -> list[list[bool]]:
+    """Whether each cell holds a token of a segment that has so many after it."""
     width = batch["input_ids"].shape[1]
     rows = []
     for row, lengths in enumerate(batch["sub_seq_lengths"]):
@@ -585,7 +597,7 @@ def _predicts(batch: Mapping[str, Any]) -> list[list[bool]]:
                 first = batch["cu_seq_lens"][row][number]
             else:
                 first = batch["attention_mask"][row].tolist().index(1)
-            for token in range(length - 1):
+            for token in range(length - depth):
                 cells[first + token] = True
         rows.append(cells)
     return rows

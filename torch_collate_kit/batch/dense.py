@@ -60,6 +60,21 @@ def cells_of_tokens(columns: Columns) -> Tensor:
     return first + column.values
 
 
+def cells_of_rows(batch: Any) -> Tensor:
+    """Return the cell of every token, int64 [R, U] over all rows of cells; 0 at pads."""
+    made: dict[str, Tensor] = batch._shared
+    if "cells of tokens" not in made:
+        columns: Columns = batch.stored().columns
+        placement = columns.placement
+        with torch.inference_mode(False):
+            places = torch.from_numpy(placement.cells("lengths"))
+            cells = cells_of_tokens(columns)
+            dense = cells.new_zeros(columns.num_rows * placement.width)
+            dense.scatter_(0, places.to(cells.device, non_blocking=True), cells)
+        made["cells of tokens"] = dense.view(columns.num_rows, placement.width)
+    return made["cells of tokens"]
+
+
 class _Maker:
     """Dense fields of a batch: those without a column are methods of their names."""
 
@@ -160,7 +175,7 @@ class _Maker:
                 return self.in_cells(values, spec.pad)
             return self.dense(values, "lengths", spec.pad, spec.dtype)
         if isinstance(spec, PerTarget):
-            return self.dense(values, "targets", spec.pad, spec.dtype)
+            return self.dense(values, str(spec.count), spec.pad, spec.dtype)
         if isinstance(spec, PerResponseToken):
             return self.dense(values, "responses", spec.pad, spec.dtype, hidden=self.hidden)
         if isinstance(spec, PerRoutedToken):
@@ -188,7 +203,8 @@ class _Maker:
         lengths = self.per_segment["lengths"]
         before = torch.cumsum(lengths, 0) - lengths
         shifts = self.per_segment.get("depths", 0) - before
-        return self.in_cells(_counted_up(shifts, before, len(self.flat["input_ids"])), 0)
+        num_tokens = int(self.placement.segments["lengths"].values.sum())
+        return self.in_cells(_counted_up(shifts, before, num_tokens), 0)
 
     def cells_of_batch(self) -> Tensor:
         """Return the cell of the batch, over its rows, of each cell of a shard: int64 [R * W]."""

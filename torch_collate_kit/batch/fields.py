@@ -108,13 +108,13 @@ class PerImage:
 class PerTarget:
     """A field of a context shard with one entry per predicted token: dense ``[R, W]``.
 
-    An entry is in the cell that predicts its token.
+    An entry is in the cell that predicts its token, or with the count "inputs" reads it.
     """
 
     dtype: torch.dtype
     pad: float = 0
     shape: tuple[int, ...] = ()
-    count: ClassVar[str | None] = "targets"
+    count: str | None = "targets"
 
 
 FieldSpec = PerToken | PerResponseToken | PerExample | PerRoutedToken | PerImage | PerTarget

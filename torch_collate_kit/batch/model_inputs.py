@@ -30,7 +30,8 @@ def model_inputs(
 ) -> dict[str, Any]:
     """Return ``Batch.model_inputs`` of its dense fields and its content."""
     checked_bool("labels", labels)
-    if stored.columns and stored.columns.placement.shard is not None:
+    shard = stored.columns.placement.shard if stored.columns else None
+    if shard is not None and (shard.size > 1 or context_group is not None):
         kind = ModelKind.of("torch_varlen" if model is None else model)
         _token_types(batch, stored, kind)
         if mask is not None or sliding_window is not None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torch_collate_kit.batch.batch import Batch
 from torch_collate_kit.batch.context_shards import refuse_shard
-from torch_collate_kit.batch.dense import cells_of_responses, cells_of_tokens
+from torch_collate_kit.batch.dense import cells_of_responses, cells_of_rows
 from torch_collate_kit.batch.placement import Targets
 from torch_collate_kit.ragged import Ragged, span_indices
 
@@ -294,20 +294,6 @@ def token_width(batch: Batch) -> int:
             f"at most {width - 1} columns, for next tokens"
         )
     return width
-
-
-def cells_of_rows(batch: Batch) -> Tensor:
-    """Return the cell of every token, int64 [R, U] over all rows of cells; 0 at pads."""
-    made, stored = batch._shared, batch.stored()
-    if "cells of tokens" not in made:
-        placement = stored.columns.placement
-        with torch.inference_mode(False):
-            places = torch.from_numpy(placement.cells("lengths"))
-            cells = cells_of_tokens(stored.columns)
-            dense = cells.new_zeros(stored.num_rows * placement.width)
-            dense.scatter_(0, places.to(cells.device, non_blocking=True), cells)
-        made["cells of tokens"] = dense.view(stored.num_rows, placement.width)
-    return made["cells of tokens"]
 
 
 def before_and_at(batch: Batch, tokens: Tensor) -> tuple[Tensor, Tensor]:

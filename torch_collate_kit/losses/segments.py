@@ -17,8 +17,8 @@ from torch import Tensor
 from torch_collate_kit._checks import checked_bool, checked_choice
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.context_shards import refuse_shard
+from torch_collate_kit.batch.dense import cells_of_rows
 from torch_collate_kit.batch.unpacking import (
-    cells_of_rows,
     in_rows,
     segment_spans,
     shares_prefixes,
