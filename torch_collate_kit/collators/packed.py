@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Literal
@@ -32,7 +32,7 @@ from torch_collate_kit.packing.rank_plan import (
     joined_rows,
     named_in_errors,
 )
-from torch_collate_kit.packing.rows import row_sums, running_sum
+from torch_collate_kit.packing.rows import Pieces, row_sums, running_sum
 from torch_collate_kit.packing.trees import is_shared
 from torch_collate_kit.ragged import Ragged, take_spans, unchecked
 from torch_collate_kit.reading.entries import DeclaredFields, joined
@@ -252,11 +252,8 @@ class PackedCollator(Collator, ForTrainer):
         width = self._width(plan)
         if width > MAX_WIDTH:
             raise too_wide(width, f"lower max_tokens={plan.max_tokens}")
-        rows = list(pairwise(pieces.row_offsets.tolist()))
-        per_row: dict[str, Any] = {}
-        for name, values in columns.per_example.items():
-            in_order = [values[i] for i in pieces.examples.tolist()]
-            per_row[name] = [PackedValues(in_order[start:stop]) for start, stop in rows]
+        per_row = _per_row(columns.per_example, pieces)
+        per_row |= _per_row(columns.per_segment, columns.in_segments(pieces))
         if self.vision is not None and part.needs_dummy_image.any():
             columns, pieces = columns.with_dummy_images(pieces, part.needs_dummy_image)
         indices = unchecked(plan.atoms.examples[part.numbers], part.pieces.row_offsets)
@@ -339,6 +336,15 @@ class PackedCollator(Collator, ForTrainer):
         return {**(changed if changed.keys() <= common else {"packing": packing}), **own}
 
 
+def _per_row(columns: Mapping[str, list[Any]], pieces: Pieces) -> dict[str, Any]:
+    """Return a tuple per row with the values of its pieces."""
+    rows, found = list(pairwise(pieces.row_offsets.tolist())), dict[str, Any]()
+    for name, values in columns.items():
+        in_order = [values[i] for i in pieces.examples.tolist()]
+        found[name] = [PackedValues(in_order[start:stop]) for start, stop in rows]
+    return found
+
+
 def checked_collator(collate: Any) -> PackedCollator:
     """Return the PackedCollator that ``collate`` is, or that it holds and calls."""
     found = collate
@@ -372,6 +378,8 @@ def _check_rollouts(rollouts: ExampleColumns, packing: PackingOptions, *, has_vi
     """Check that rollouts fit in a row whole, and that their images are understood."""
     if rollouts.images is not None and not has_vision:
         raise unknown_images(f"example {min(rollouts.images.units)}")
+    if rollouts.segment_offsets is not None:
+        return  # the planner says so, of all segments together
     capacity, max_tokens = packing.capacity, packing.max_tokens
     too_long = np.flatnonzero(rollouts.lengths > capacity)
     if len(too_long) and packing.overflow != "drop":

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from torch import Tensor
 
-from torch_collate_kit._checks import checked_int
-from torch_collate_kit.batch.fields import PackedValues
+from torch_collate_kit._checks import checked_choice, checked_int
+from torch_collate_kit.batch.fields import PackedValues, PerExample, PerResponseToken
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.columns import flag_column, id_column
+from torch_collate_kit.reading.entries import DeclaredFields, FieldColumn, checked_fields
 from torch_collate_kit.reading.examples import ExampleColumns
+from torch_collate_kit.reading.keys import CHECKED, ROLLOUT_KEYS
 from torch_collate_kit.reading.reader import read_columns
 from torch_collate_kit.reading.source import is_sequence
 
 Uids = Sequence[Hashable] | np.ndarray | Tensor
+_BASE = 0x9E3779B97F4A7C15  # of prefix hashes; odd
+_logger = logging.getLogger("torch_collate_kit.rl")
 
 
 def prompt_boundaries(uids: Uids) -> np.ndarray:
@@ -193,7 +198,12 @@ def trajectories(last: np.ndarray, uids: Sequence[Hashable], rows: np.ndarray) -
     return np.cumsum(last) - last
 
 
-def merge_steps(examples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def merge_steps(
+    examples: Sequence[Mapping[str, Any]],
+    *,
+    rewritten: Literal["split", "branch"] = "split",
+    fields: DeclaredFields | None = None,
+) -> list[dict[str, Any]]:
     """Merge the steps of a trajectory where one continues the other, so no token is computed twice.
 
     Consecutive examples of one ``uid``, the earlier without ``is_last_step``, become one if the
@@ -205,8 +215,24 @@ def merge_steps(examples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
       ``loss_mask``, ``rewards``, ``logprobs`` and ``advantages`` are 0.
     - ``rewards`` with one value per response token; a scalar is at the last token of its step.
     - ``rollout_expert_indices``, where the route of a token is from the first step that has it.
-    - ``is_last_step`` and all other keys from the last step merged. (A key of your own with one
-      entry per response token no longer fits.)
+    - ``is_last_step`` and all other keys from the last step merged. Declare a key of your own that
+      has one entry per token, or it no longer fits.
+
+    With ``rewritten="branch"`` a trajectory becomes one rollout of several segments, its branches:
+    a step continues the longest of which its prompt begins with all tokens, else it begins another.
+    Each response is trained once, in its branch. ``prompt_ids``, ``response_ids`` and the values
+    per token are lists with an entry per branch, ``num_steps`` is added, and ``PackedCollator(...,
+    share_prefixes=True)`` computes what branches begin with alike once. Any order of branches and
+    agents in a trajectory will do; the time is linear in the tokens.
+
+    A call logs the break rate, ``sum(segments - 1) / sum(num_steps - 1)`` over the trajectories.
+
+    Args:
+        examples: see above; in the order of their steps.
+        rewritten: what a step whose prompt was rewritten becomes: another example, or a branch.
+        fields: keys of your own to merge, as a collator declares them. ``PerResponseToken`` has
+            its pad where the response has tokens of a prompt; of ``PerToken`` an entry is from the
+            first step that has the token.
 
     Examples are read as by ``RolloutCollator`` (docs/contract.md); ``uid`` and ``is_last_step`` are
     required, a ``trajectory_id`` is checked. Returns new dicts. Merged columns are new ndarrays:
@@ -214,8 +240,9 @@ def merge_steps(examples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
     Raises:
         DataError: an example that the collator would refuse, or without ``uid`` or
-            ``is_last_step``; a ``trajectory_id`` that contradicts the flags or comes back later.
-        TypeError: not a list of mappings.
+            ``is_last_step``; a ``trajectory_id`` that contradicts the flags or comes back later; a
+            rollout of several segments; images with "branch".
+        TypeError, ValueError: not a list of mappings, or an option that is unknown.
 
     >>> steps = [
     ...     {"uid": "a", "is_last_step": False, "prompt_ids": [1, 2], "response_ids": [3],
@@ -228,15 +255,28 @@ def merge_steps(examples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ([1, 2], [3, 4, 5, 6], [1.0, 0.0, 1.0, 1.0])
     >>> merged["rewards"].tolist()
     [0.0, 0.0, 0.0, 1.0]
+    >>> steps[1]["prompt_ids"] = [1, 9, 3, 4]  # rewritten
+    >>> [rollout] = merge_steps(steps, rewritten="branch")
+    >>> rollout["prompt_ids"], [ids.tolist() for ids in rollout["response_ids"]]
+    ([[1, 2], [1, 9, 3, 4]], [[3], [5, 6]])
     """
+    checked_choice("rewritten", rewritten, ("split", "branch"))
+    declared = checked_fields(fields, (*ROLLOUT_KEYS, "num_steps"))
     if isinstance(examples, Mapping) or not is_sequence(examples):
         raise TypeError(
             f"examples must be a list of mappings, one per step, got {type(examples).__name__}"
         )
     if not examples:
         return []
-    rollouts = read_columns(examples, rollouts=True)
-    found = rollouts.per_example
+    rollouts = read_columns(examples, rollouts=True, fields=declared)
+    found = rollouts.per_segment
+    if rollouts.segment_offsets is not None:
+        raise DataError("example 0 is a list of segments, as merge_steps returns; give its steps")
+    if rewritten == "branch" and rollouts.images:
+        raise DataError(
+            f"example {min(rollouts.images.units)} has images, and rewritten='branch' finds what "
+            "branches share by their tokens alone; merge such steps with rewritten='split'"
+        )
     for key, name in (("uid", "uids"), ("is_last_step", "is_last_step")):
         if name not in found:
             raise DataError(
@@ -246,15 +286,98 @@ def merge_steps(examples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     if "trajectory_ids" in found:
         names = list(zip(uids, found["trajectory_ids"], strict=True))
         checked_trajectory_ids(names, np.array(last), np.arange(len(last)), row="example")
-    columns = rollouts.checked()
-    chains = [[0]]
-    for i in range(1, len(examples)):
-        is_next = uids[i] == uids[i - 1] and not last[i - 1]
-        if is_next and _continues(rollouts, columns["input_ids"], i):
-            chains[-1].append(i)
+    columns, find = rollouts.checked(), _runs if rewritten == "split" else _branches
+    starts = [i for i in range(len(last)) if not i or last[i - 1] or uids[i] != uids[i - 1]]
+    bounds = pairwise([*starts, len(last)])
+    trajectories = [find(rollouts, columns["input_ids"], range(a, b)) for a, b in bounds]
+    broken, later = sum(map(len, trajectories)) - len(starts), len(last) - len(starts)
+    _logger.info(
+        "%d steps of %d trajectories: %d of %d later steps (%.1f%%) do not continue one before: "
+        "their history was rewritten",
+        *(len(last), len(starts), broken, later, 100 * broken / max(1, later)),
+    )
+    if rewritten == "branch":
+        return [_branched(examples, rollouts, columns, chains) for chains in trajectories]
+    return [
+        _merged(examples, rollouts, columns, chain) if len(chain) > 1 else dict(examples[chain[0]])
+        for chains in trajectories
+        for chain in chains
+    ]
+
+
+def _runs(rollouts: ExampleColumns, ids: Ragged, steps: range) -> list[list[int]]:
+    """Return the steps of a trajectory in runs that continue each other."""
+    runs = [[steps[0]]]
+    for step in steps[1:]:
+        if _continues(rollouts, ids, step):
+            runs[-1].append(step)
         else:
-            chains.append([i])
-    return [_merged(examples, rollouts, columns, chain) for chain in chains]
+            runs.append([step])
+    return runs
+
+
+def _branches(rollouts: ExampleColumns, ids: Ragged, steps: range) -> list[list[int]]:
+    """Return the steps of each branch of a trajectory.
+
+    A branch that ends at a prefix of the prompt is found by their hashes, sums of ids times powers
+    of an odd number modulo 2**64, at the lengths of branches alone; then tokens are compared.
+    """
+    longest = int(rollouts.lengths[steps.start : steps.stop].max())
+    powers = np.cumprod(np.full(longest, _BASE, dtype=np.uint64))
+    branches: list[list[int]] = []
+    ends: dict[int, dict[int, list[list[int]]]] = {}  # of each length, by hash
+    for step in steps:
+        tokens = ids[step]
+        hashes = np.cumsum(tokens.astype(np.uint64) * powers[: len(tokens)])
+        branch = _longest(ends, hashes, ids, step, _num_prompt(rollouts, step))
+        if branch is None:
+            branches.append(branch := [])
+        branch.append(step)
+        ends.setdefault(len(tokens), {}).setdefault(int(hashes[-1]), []).append(branch)
+    return branches
+
+
+def _longest(
+    ends: dict[int, dict[int, list[list[int]]]],
+    hashes: np.ndarray,
+    ids: Ragged,
+    step: int,
+    num_prompt: int,
+) -> list[int] | None:
+    """Remove the longest branch that the prompt of a step begins with from ``ends``; the latest."""
+    lengths = sorted((length for length in ends if length <= num_prompt), reverse=True)
+    for length, prefix in zip(lengths, hashes[np.array(lengths, int) - 1].tolist(), strict=True):
+        found = ends[length].get(prefix, [])
+        for branch in reversed(found):
+            if np.array_equal(ids[branch[-1]], ids[step][:length]):
+                found.remove(branch)
+                ends[length] = {key: left for key, left in ends[length].items() if left}
+                if not ends[length]:
+                    del ends[length]
+                return branch
+    return None
+
+
+def _branched(
+    examples: Sequence[Mapping[str, Any]],
+    rollouts: ExampleColumns,
+    columns: Mapping[str, Ragged],
+    branches: Sequence[Sequence[int]],
+) -> dict[str, Any]:
+    """Return one rollout, with an entry per branch of what has one per token."""
+    parts = [_merged(examples, rollouts, columns, chain) for chain in branches]
+    numbers = [step for chain in branches for step in chain]
+    keys = ["prompt_ids", "response_ids", "loss_mask", *_keys_per_token(rollouts)]
+    whole = {k: v for k, v in examples[max(numbers)].items() if k not in CHECKED}
+    lists = {key: [part[key] for part in parts] for key in keys}
+    weight = {} if rollouts.weights is None else {"weight": 1.0}
+    return {**whole, **lists, **weight, "num_steps": len(numbers)}
+
+
+def _keys_per_token(rollouts: ExampleColumns) -> dict[str, FieldColumn]:
+    """Return the columns with entries per token, by their key in the examples."""
+    found = (field for field in rollouts.fields if not isinstance(field.spec, PerExample))
+    return {field.key or field.name: field for field in found}
 
 
 def _num_prompt(rollouts: ExampleColumns, step: int) -> int:
@@ -280,30 +403,31 @@ def _merged(
     chain: Sequence[int],
 ) -> dict[str, Any]:
     merged = dict(examples[chain[-1]])
-    if len(chain) == 1:
-        return merged
     merged["prompt_ids"] = examples[chain[0]]["prompt_ids"]
     tokens = columns["input_ids"][chain[-1]][_num_prompt(rollouts, chain[0]) :]
     merged["response_ids"] = tokens.astype(np.int64)
-    merged["loss_mask"] = _joined_responses(rollouts, columns["loss_weights"], chain)
+    weights = _joined_responses(rollouts, columns["loss_weights"], chain)
+    merged["loss_mask"] = weights.astype(np.float32)
     if rollouts.weights is not None:  # the loss weights of each step were multiplied by its own
         merged["weight"] = 1.0
-    for field in rollouts.fields:
+    for key, field in _keys_per_token(rollouts).items():
         column = columns[field.name]
-        if field.name == "rollout_expert_indices":
-            merged[field.name] = _joined_routes(column, chain)
+        if isinstance(field.spec, PerResponseToken):
+            merged[key] = _joined_responses(rollouts, column, chain, field.spec.pad)
         else:
-            merged[str(field.key)] = _joined_responses(rollouts, column, chain)
+            merged[key] = _joined_routes(column, chain)
     return merged
 
 
-def _joined_responses(rollouts: ExampleColumns, field: Ragged, chain: Sequence[int]) -> np.ndarray:
-    """Join the values of the responses, with 0 for tokens that the next prompt added."""
+def _joined_responses(
+    rollouts: ExampleColumns, field: Ragged, chain: Sequence[int], pad: float = 0
+) -> np.ndarray:
+    """Join the values of the responses, with ``pad`` for tokens that the next prompt added."""
     parts = [field[chain[0]]]
     for earlier, later in pairwise(chain):
         added = _num_prompt(rollouts, later) - int(rollouts.lengths[earlier])
-        parts += [np.zeros(added, np.float32), field[later]]
-    return np.concatenate(parts, dtype=np.float32)
+        parts += [np.full((added, *parts[0].shape[1:]), pad, parts[0].dtype), field[later]]
+    return np.concatenate(parts)
 
 
 def _joined_routes(routes: Ragged, chain: Sequence[int]) -> np.ndarray:

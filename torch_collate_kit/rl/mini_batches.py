@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence, Sized
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -13,12 +15,12 @@ from torch import Tensor
 from torch_collate_kit._checks import checked_choice, checked_int, checked_optional_int
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.fields import cat_rows, is_per_row, take_rows
-from torch_collate_kit.batch.row_changes import cells_per_row, trimmed
+from torch_collate_kit.batch.row_changes import cells_per_row, changed_rows, padded, trimmed
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing import ModelCost
 from torch_collate_kit.packing.balance import over_ranks
 from torch_collate_kit.packing.rows import Ints, row_sums
-from torch_collate_kit.ragged import Ragged
+from torch_collate_kit.ragged import Ragged, span_indices
 from torch_collate_kit.rl.groups import checked_boundaries
 
 _PerRow = np.ndarray | None  # [B]; None where the batch does not say
@@ -35,7 +37,8 @@ def stage_mini_batches(
 
     Mini-batch ``m`` has the rows ``boundaries[m]`` to ``boundaries[m + 1]``. It is padded by itself
     with zero-loss rows (``Batch.pad_rows``) until ``dp_size`` divides it, then cut into equal runs.
-    Compute and normalize advantages before.
+    The rows of a rollout of several segments stay on one rank, with added rows where a rank has
+    fewer. Compute and normalize advantages before.
 
     A staged batch keeps the width, and its metadata describes the mini-batch over all ranks
     (docs/contract.md). A divided ``loss_mask`` is divided by the ``num_loss_tokens`` of its
@@ -152,13 +155,15 @@ def _stage(
     if "num_loss_tokens" in metadata and metadata.get("loss_mask_divisor", 1) != 1:
         divisor = max(metadata["num_loss_tokens"], 1)
         whole = Batch.of_storage(whole.stored().with_divisor(divisor))
-    mini = whole.pad_rows(multiple_of=dp_size)
+    own = None if costs is None else costs[start:stop]
+    rows = _rows_of_ranks(whole, own, dp_size)
+    added = int(rows.size) - len(whole)
+    mini = Batch.of_storage(padded(whole.stored(), added)) if added else whole
     mini.row_metadata["row_indices"][stop - start :] = -1
     if "input_ids" in mini:
         mini.metadata["step_num_cells"] = mini.num_cells
-    if costs is not None:
-        own = np.append(costs[start:stop], np.zeros(len(mini) - len(whole), np.int64))
-        mini = mini.select(over_ranks(own, dp_size, keep_order=False))
+    if (rows[1:] < rows[:-1]).any():
+        mini = mini.select(rows)
     widths = cells_per_row(mini.stored())
     if widths is not None:
         mini.metadata["row_widths"] = widths.reshape(dp_size, -1)
@@ -166,6 +171,34 @@ def _stage(
     if has_image.any():
         mini.metadata["row_has_image"] = has_image.reshape(dp_size, -1)
     return mini.chunk(dp_size)
+
+
+def _rows_of_ranks(batch: Batch, costs: _PerRow, dp_size: int) -> Ints:
+    """Return the rows of the ranks, as many of each, rank by rank; numbers past the last are added.
+
+    The rows of a rollout of several segments stay together; other rows are rollouts of one.
+    """
+    numbers, starts = batch.row_metadata.get("segment_numbers"), np.arange(len(batch))
+    if isinstance(numbers, Ragged) and len(numbers.values) and numbers.lengths.max() == 1:
+        is_later = np.zeros(len(batch), dtype=bool)
+        is_later[numbers.lengths > 0] = np.asarray(numbers.values) > 0
+        starts = np.flatnonzero(~is_later)
+    counts = np.diff(np.append(starts, len(batch)))
+    num_added = -len(starts) % dp_size  # rollouts
+    order = np.arange(len(starts) + num_added)
+    if costs is not None:
+        per_rollout = np.append(np.add.reduceat(costs, starts), np.zeros(num_added, np.int64))
+        order = over_ranks(per_rollout, dp_size, keep_order=False)
+    starts, counts = (np.append(values, np.zeros(num_added, int)) for values in (starts, counts))
+    parts = order.reshape(dp_size, -1)
+    most = int(counts[parts].sum(axis=1).max())
+    rows = np.full((dp_size, most), -1)
+    for rank, chosen in enumerate(parts):
+        own = span_indices(starts[chosen], counts[chosen])
+        rows[rank, : len(own)] = own
+    is_added = rows < 0
+    rows[is_added] = len(batch) + np.arange(np.count_nonzero(is_added))
+    return rows.ravel()
 
 
 def _rows_with_images(batch: Batch) -> np.ndarray:
@@ -260,6 +293,7 @@ def micro_batches(
     widths of all ranks' rows. No micro-batch is empty, and the longest rows come first on every
     rank. A micro-batch in which only some ranks have images causes a warning.
 
+    Rows of a rollout of several segments may be in several micro-batches.
     Metadata is that of the mini-batch, such as the divisor ``metadata["num_loss_tokens"]``, and
     ``"is_last_part"``, as of ``Batch.split``.
     :func:`unstage` restores the order of rows, from lists as :func:`response_values` returns them.
@@ -310,14 +344,21 @@ def micro_batches(
         for i in range(count):
             of_rows = [flags[rows[i]] for flags, rows in zip(has_image, ranks, strict=True)]
             warn_if_images_differ(of_rows, f"micro-batch {i}")
-    parts = batch.split(_rows(own, max_tokens, count))
+    numbers = _rows(own, max_tokens, count)
+    stored = batch.stored()
+    parts = [
+        changed_rows(stored, partial(take_rows, rows=rows), may_divide=True) for rows in numbers
+    ]
     pairs = [
         (widths, rows) for widths, parts in zip(of_ranks, ranks, strict=True) for rows in parts
     ]
     num_cells = sum(len(rows) * int(widths[rows].max()) for widths, rows in pairs)
-    for part in parts:
-        part.metadata["step_num_cells"] = num_cells  # of all ranks, once they are trimmed
-    return [Batch.of_storage(trimmed(part.stored(), multiple_of=multiple)) for part in parts]
+    found = []
+    for i, part in enumerate(parts, 1):
+        own_metadata = {"step_num_cells": num_cells, "is_last_part": i == count}
+        part = replace(part, metadata=part.metadata | own_metadata)  # cells of all ranks
+        found.append(Batch.of_storage(trimmed(part, multiple_of=multiple)))
+    return found
 
 
 def _row_widths(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
