@@ -97,7 +97,7 @@ def advantages(
     assert not trajectories.pop()
     for uid in {uids[rows[0]] for rows in trajectories}:
         group = [rows for rows in trajectories if uids[rows[0]] == uid]
-        scores = [math.fsum(rewards[rows[-1]]) for rows in group]
+        scores = [math.fsum(math.fsum(rewards[i]) for i in rows) for rows in group]
         found = outcome(scores, estimator, epsilon, group_of_one)
         for rows, advantage in zip(group, found, strict=True):
             for i in rows:
@@ -180,9 +180,13 @@ def merged(examples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             for key in columns:
                 joined[key].append(step[key][k])
         if "rollout_expert_indices" in step:
-            routes = list(previous["rollout_expert_indices"])
-            while len(routes) < len(step["rollout_expert_indices"]):
-                routes.append(step["rollout_expert_indices"][len(routes)])
+            # the row of the last token is a dummy: it was sampled and not read
+            routes = previous["rollout_expert_indices"][: len(tokens) - 1]
+            for t, route in enumerate(step["rollout_expert_indices"]):
+                if t == len(routes):
+                    routes.append(route)
+                elif all(expert == -1 for layer in routes[t] for expert in layer):
+                    routes[t] = route
             joined["rollout_expert_indices"] = routes
         result[-1] = {
             **step,

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from torch_collate_kit._checks import call_repr, changed_settings, checked_bool
+from torch_collate_kit._checks import call_repr, changed_settings, checked_bool, plural
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.fields import PackedValues, PerToken
 from torch_collate_kit.batch.placement import (
@@ -375,11 +375,19 @@ def _check_ends(columns: ExampleColumns, eos_token_id: int) -> None:
 
 
 def _check_rollouts(rollouts: ExampleColumns, packing: PackingOptions, *, has_vision: bool) -> None:
-    """Check that rollouts fit in a row whole, and that their images are understood."""
+    """Check that rollouts fit in a row whole, and that cells have one image and one route."""
     if rollouts.images is not None and not has_vision:
         raise unknown_images(f"example {min(rollouts.images.units)}")
     if rollouts.segment_offsets is not None:
-        return  # the planner says so, of all segments together
+        numbers = np.diff(rollouts.segment_offsets)
+        if packing.share_prefixes and "router_padding_mask" in rollouts.names:
+            raise DataError(
+                f"example {np.argmax(numbers)} has rollout_expert_indices in "
+                f"{plural(int(np.max(numbers)), 'segment')}, and with share_prefixes a cell of "
+                "several tokens could follow one route only; leave out the routes, or "
+                "share_prefixes"
+            )
+        return  # the planner compares the segments together with a row
     capacity, max_tokens = packing.capacity, packing.max_tokens
     too_long = np.flatnonzero(rollouts.lengths > capacity)
     if len(too_long) and packing.overflow != "drop":

@@ -72,12 +72,14 @@ class _OneExamplePerRow(Collator):
         longest = int(np.where(num_actions > 0, num_actions + pads, 0).max())
         segments = padded(placed.counts, width, padding_side=side)
         metadata: dict[str, Any] = {"num_examples": len(examples.example_lengths)}
-        per_row: dict[str, Any] = {}
-        if examples.segment_offsets is not None:
+        per_row, in_order = dict[str, Any](), examples.per_segment
+        if examples.segment_offsets is None:
+            in_order = in_order | examples.per_example
+        else:
             per_row = {k: _at_first(values, placed) for k, values in examples.per_example.items()}
             metadata["num_segments"] = tuple(np.diff(examples.segment_offsets).tolist())
-        for name, values in (examples.per_example | examples.per_segment).items():
-            per_row.setdefault(name, [values[i] for i in pieces.examples.tolist()])
+        for name, values in in_order.items():
+            per_row[name] = [values[i] for i in pieces.examples.tolist()]
         metadata |= counts_by_source(given, placed.examples, pieces.lengths)
         return self._batch(
             placed,

@@ -214,7 +214,8 @@ def merge_steps(
       between them what the later prompts added (tool output, the next user turn), where
       ``loss_mask``, ``rewards``, ``logprobs`` and ``advantages`` are 0.
     - ``rewards`` with one value per response token; a scalar is at the last token of its step.
-    - ``rollout_expert_indices``, where the route of a token is from the first step that has it.
+    - ``rollout_expert_indices``, where the route of a token is from the first step that has it. A
+      step's last token was sampled and not read, so its route is that of a later step, or a hole.
     - ``is_last_step`` and all other keys from the last step merged. Declare a key of your own that
       has one entry per token, or it no longer fits.
 
@@ -414,8 +415,11 @@ def _merged(
         column = columns[field.name]
         if isinstance(field.spec, PerResponseToken):
             merged[key] = _joined_responses(rollouts, column, chain, field.spec.pad)
+        elif key == "rollout_expert_indices":
+            merged[key] = _joined_routes(column, rollouts.lengths, chain)
         else:
-            merged[key] = _joined_routes(column, chain)
+            covered = zip(chain, [0, *rollouts.lengths[chain[:-1]].tolist()], strict=True)
+            merged[key] = np.concatenate([column[step][begin:] for step, begin in covered])
     return merged
 
 
@@ -430,10 +434,13 @@ def _joined_responses(
     return np.concatenate(parts)
 
 
-def _joined_routes(routes: Ragged, chain: Sequence[int]) -> np.ndarray:
-    parts: list[np.ndarray] = []
-    covered = 0
-    for step in chain:
-        parts.append(routes[step][covered:])
-        covered = max(covered, len(routes[step]))
-    return np.concatenate(parts)
+def _joined_routes(routes: Ragged, lengths: np.ndarray, chain: Sequence[int]) -> np.ndarray:
+    """Join the routes of a chain; -1 where no step has one, in int16."""
+    # an engine that fills the row of the last sampled token, which it never read, fills a dummy
+    parts = [routes[step][: lengths[step] - (step != chain[-1])] for step in chain]
+    joined = np.full((max(map(len, parts)), *parts[0].shape[1:]), -1, dtype=np.int16)
+    for part in parts:
+        own = joined[: len(part)]
+        is_new = own[:, 0, 0] < 0
+        own[is_new] = part[is_new]
+    return joined.astype(routes.values.dtype) if joined.min(initial=0) == 0 else joined
