@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Literal
@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from torch_collate_kit._checks import call_repr, changed_settings, checked_bool, plural
+from torch_collate_kit._checks import call_repr, changed_settings, checked_bool
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.fields import PackedValues, PerToken
 from torch_collate_kit.batch.placement import (
@@ -32,7 +32,7 @@ from torch_collate_kit.packing.rank_plan import (
     joined_rows,
     named_in_errors,
 )
-from torch_collate_kit.packing.rows import Pieces, row_sums, running_sum
+from torch_collate_kit.packing.rows import row_sums, running_sum
 from torch_collate_kit.packing.trees import is_shared
 from torch_collate_kit.ragged import Ragged, take_spans, unchecked
 from torch_collate_kit.reading.entries import DeclaredFields, joined
@@ -252,8 +252,15 @@ class PackedCollator(Collator, ForTrainer):
         width = self._width(plan)
         if width > MAX_WIDTH:
             raise too_wide(width, f"lower max_tokens={plan.max_tokens}")
-        per_row = _per_row(columns.per_example, pieces)
-        per_row |= _per_row(columns.per_segment, columns.in_segments(pieces))
+        per_row: dict[str, Any] = {}
+        for named, of in (
+            (columns.per_example, pieces),
+            (columns.per_segment, columns.in_segments(pieces)),
+        ):
+            rows = list(pairwise(of.row_offsets.tolist()))
+            for name, values in named.items():
+                in_order = [values[i] for i in of.examples.tolist()]
+                per_row[name] = [PackedValues(in_order[start:stop]) for start, stop in rows]
         if self.vision is not None and part.needs_dummy_image.any():
             columns, pieces = columns.with_dummy_images(pieces, part.needs_dummy_image)
         indices = unchecked(plan.atoms.examples[part.numbers], part.pieces.row_offsets)
@@ -336,15 +343,6 @@ class PackedCollator(Collator, ForTrainer):
         return {**(changed if changed.keys() <= common else {"packing": packing}), **own}
 
 
-def _per_row(columns: Mapping[str, list[Any]], pieces: Pieces) -> dict[str, Any]:
-    """Return a tuple per row with the values of its pieces."""
-    rows, found = list(pairwise(pieces.row_offsets.tolist())), dict[str, Any]()
-    for name, values in columns.items():
-        in_order = [values[i] for i in pieces.examples.tolist()]
-        found[name] = [PackedValues(in_order[start:stop]) for start, stop in rows]
-    return found
-
-
 def checked_collator(collate: Any) -> PackedCollator:
     """Return the PackedCollator that ``collate`` is, or that it holds and calls."""
     found = collate
@@ -379,15 +377,14 @@ def _check_rollouts(rollouts: ExampleColumns, packing: PackingOptions, *, has_vi
     if rollouts.images is not None and not has_vision:
         raise unknown_images(f"example {min(rollouts.images.units)}")
     if rollouts.segment_offsets is not None:
-        numbers = np.diff(rollouts.segment_offsets)
+        counts = np.diff(rollouts.segment_offsets)
         if packing.share_prefixes and "router_padding_mask" in rollouts.names:
             raise DataError(
-                f"example {np.argmax(numbers)} has rollout_expert_indices in "
-                f"{plural(int(np.max(numbers)), 'segment')}, and with share_prefixes a cell of "
-                "several tokens could follow one route only; leave out the routes, or "
-                "share_prefixes"
+                f"example {counts.argmax()} has rollout_expert_indices in {counts.max()} segments, "
+                "and with share_prefixes a cell of several tokens could follow one route only; "
+                "leave out the routes, or share_prefixes"
             )
-        return  # the planner compares the segments together with a row
+        return  # the planner compares all segments together with a row
     capacity, max_tokens = packing.capacity, packing.max_tokens
     too_long = np.flatnonzero(rollouts.lengths > capacity)
     if len(too_long) and packing.overflow != "drop":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -318,8 +318,7 @@ def _row_metadata(raw: Mapping[str, Any], offsets: np.ndarray | None) -> dict[st
         owners = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets)).tolist()
         last = found.setdefault("is_last_step", [True] * (len(offsets) - 1))
         found = {name: [values[i] for i in owners] for name, values in found.items()}
-        ends = set((offsets[1:] - 1).tolist())
-        found["is_last_step"] = [last[owner] and i in ends for i, owner in enumerate(owners)]
+        found["is_last_step"] = [last[i] and i != j for i, j in pairwise([*owners, -1])]
     return found
 
 

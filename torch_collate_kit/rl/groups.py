@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -220,20 +220,15 @@ def merge_steps(
       has one entry per token, or it no longer fits.
 
     With ``rewritten="branch"`` a trajectory becomes one rollout of several segments, its branches:
-    a step continues the longest of which its prompt begins with all tokens, else it begins another.
-    Each response is trained once, in its branch. ``prompt_ids``, ``response_ids`` and the values
-    per token are lists with an entry per branch, ``num_steps`` is added, and ``PackedCollator(...,
-    share_prefixes=True)`` computes what branches begin with alike once. Any order of branches and
-    agents in a trajectory will do; the time is linear in the tokens.
+    a step continues the longest that its prompt begins with, of all its tokens, or else begins
+    another. Each response is trained once. ``prompt_ids``, ``response_ids`` and the values per
+    token are lists with an entry per branch, ``num_steps`` is added, and ``PackedCollator(...,
+    share_prefixes=True)`` computes what branches share once. Images are refused.
 
-    A call logs the break rate, ``sum(segments - 1) / sum(num_steps - 1)`` over the trajectories.
-
-    Args:
-        examples: see above; in the order of their steps.
-        rewritten: what a step whose prompt was rewritten becomes: another example, or a branch.
-        fields: keys of your own to merge, as a collator declares them. ``PerResponseToken`` has
-            its pad where the response has tokens of a prompt; of ``PerToken`` an entry is from the
-            first step that has the token.
+    ``fields`` are your own keys per token, declared as for a collator: ``PerResponseToken`` has its
+    pad at tokens of later prompts, a ``PerToken`` value is from the first step with the token. A
+    call logs the break rate, ``sum(segments - 1) / sum(num_steps - 1)`` over all trajectories. The
+    time is linear in the tokens.
 
     Examples are read as by ``RolloutCollator`` (docs/contract.md); ``uid`` and ``is_last_step`` are
     required, a ``trajectory_id`` is checked. Returns new dicts. Merged columns are new ndarrays:
@@ -242,8 +237,8 @@ def merge_steps(
     Raises:
         DataError: an example that the collator would refuse, or without ``uid`` or
             ``is_last_step``; a ``trajectory_id`` that contradicts the flags or comes back later; a
-            rollout of several segments; images with "branch".
-        TypeError, ValueError: not a list of mappings, or an option that is unknown.
+            list of segments; images with "branch".
+        TypeError, ValueError: not a list of mappings, or an option is wrong.
 
     >>> steps = [
     ...     {"uid": "a", "is_last_step": False, "prompt_ids": [1, 2], "response_ids": [3],
@@ -270,10 +265,38 @@ def merge_steps(
     if not examples:
         return []
     rollouts = read_columns(examples, rollouts=True, fields=declared)
+    uids, last = _checked_steps(rollouts, rewritten)
+    columns, is_split = rollouts.checked(), rewritten == "split"
+    starts = [i for i in range(len(last)) if not i or last[i - 1] or uids[i] != uids[i - 1]]
+    steps = (range(*bounds) for bounds in pairwise([*starts, len(last)]))
+    trajectories = [_branches(rollouts, columns["input_ids"], of, is_split) for of in steps]
+    broken, later = sum(map(len, trajectories)) - len(starts), len(last) - len(starts)
+    _logger.info(
+        "%d steps of %d trajectories: %d of %d later steps (%.1f%%) do not continue one before: "
+        "their history was rewritten",
+        *(len(last), len(starts), broken, later, 100 * broken / max(1, later)),
+    )
+    if is_split:
+        return [
+            _merged(examples, rollouts, columns, of) if len(of) > 1 else dict(examples[of[0]])
+            for of in chain.from_iterable(trajectories)
+        ]
+    keys = ("prompt_ids", "response_ids", "loss_mask", *_columns_per_token(rollouts))
+    found = []
+    for branches in trajectories:
+        parts = {of[-1]: _merged(examples, rollouts, columns, of) for of in branches}
+        rollout = {k: v for k, v in parts[max(parts)].items() if k not in CHECKED}
+        rollout |= {key: [part[key] for part in parts.values()] for key in keys}
+        found.append(rollout | {"num_steps": sum(map(len, branches))})
+    return found
+
+
+def _checked_steps(rollouts: ExampleColumns, rewritten: str) -> tuple[list[Any], list[bool]]:
+    """Return the uid of each step, and whether it is the last of its trajectory."""
     found = rollouts.per_segment
     if rollouts.segment_offsets is not None:
         raise DataError("example 0 is a list of segments, as merge_steps returns; give its steps")
-    if rewritten == "branch" and rollouts.images:
+    if rewritten == "branch" and rollouts.images is not None:
         raise DataError(
             f"example {min(rollouts.images.units)} has images, and rewritten='branch' finds what "
             "branches share by their tokens alone; merge such steps with rewritten='split'"
@@ -287,96 +310,43 @@ def merge_steps(
     if "trajectory_ids" in found:
         names = list(zip(uids, found["trajectory_ids"], strict=True))
         checked_trajectory_ids(names, np.array(last), np.arange(len(last)), row="example")
-    columns, find = rollouts.checked(), _runs if rewritten == "split" else _branches
-    starts = [i for i in range(len(last)) if not i or last[i - 1] or uids[i] != uids[i - 1]]
-    bounds = pairwise([*starts, len(last)])
-    trajectories = [find(rollouts, columns["input_ids"], range(a, b)) for a, b in bounds]
-    broken, later = sum(map(len, trajectories)) - len(starts), len(last) - len(starts)
-    _logger.info(
-        "%d steps of %d trajectories: %d of %d later steps (%.1f%%) do not continue one before: "
-        "their history was rewritten",
-        *(len(last), len(starts), broken, later, 100 * broken / max(1, later)),
-    )
-    if rewritten == "branch":
-        return [_branched(examples, rollouts, columns, chains) for chains in trajectories]
-    return [
-        _merged(examples, rollouts, columns, chain) if len(chain) > 1 else dict(examples[chain[0]])
-        for chains in trajectories
-        for chain in chains
-    ]
+    return uids, last
 
 
-def _runs(rollouts: ExampleColumns, ids: Ragged, steps: range) -> list[list[int]]:
-    """Return the steps of a trajectory in runs that continue each other."""
-    runs = [[steps[0]]]
-    for step in steps[1:]:
-        if _continues(rollouts, ids, step):
-            runs[-1].append(step)
-        else:
-            runs.append([step])
-    return runs
+def _branches(
+    rollouts: ExampleColumns, ids: Ragged, steps: range, is_split: bool
+) -> list[list[int]]:
+    """Return the steps of each branch of a trajectory; split, only the latest branch goes on.
 
-
-def _branches(rollouts: ExampleColumns, ids: Ragged, steps: range) -> list[list[int]]:
-    """Return the steps of each branch of a trajectory.
-
-    A branch that ends at a prefix of the prompt is found by their hashes, sums of ids times powers
-    of an odd number modulo 2**64, at the lengths of branches alone; then tokens are compared.
+    The branches that end where a prompt may begin with them are found by hashes of the prefixes of
+    their lengths: sums of ids times powers of an odd number, modulo 2**64.
     """
     longest = int(rollouts.lengths[steps.start : steps.stop].max())
     powers = np.cumprod(np.full(longest, _BASE, dtype=np.uint64))
     branches: list[list[int]] = []
     ends: dict[int, dict[int, list[list[int]]]] = {}  # of each length, by hash
     for step in steps:
-        tokens = ids[step]
+        tokens, branch = ids[step], None
         hashes = np.cumsum(tokens.astype(np.uint64) * powers[: len(tokens)])
-        branch = _longest(ends, hashes, ids, step, _num_prompt(rollouts, step))
+        num_prompt = _num_prompt(rollouts, step)
+        for length in sorted((n for n in ends if n <= num_prompt), reverse=True):
+            same = ends[length].get(prefix := int(hashes[length - 1]), [])
+            if same and _continues(rollouts, ids, same[-1][-1], step):
+                branch = same.pop()
+                if not same and len(ends[length]) == 1:
+                    del ends[length]
+                break
         if branch is None:
             branches.append(branch := [])
         branch.append(step)
+        if is_split:
+            ends.clear()
         ends.setdefault(len(tokens), {}).setdefault(int(hashes[-1]), []).append(branch)
     return branches
 
 
-def _longest(
-    ends: dict[int, dict[int, list[list[int]]]],
-    hashes: np.ndarray,
-    ids: Ragged,
-    step: int,
-    num_prompt: int,
-) -> list[int] | None:
-    """Remove the longest branch that the prompt of a step begins with from ``ends``; the latest."""
-    lengths = sorted((length for length in ends if length <= num_prompt), reverse=True)
-    for length, prefix in zip(lengths, hashes[np.array(lengths, int) - 1].tolist(), strict=True):
-        found = ends[length].get(prefix, [])
-        for branch in reversed(found):
-            if np.array_equal(ids[branch[-1]], ids[step][:length]):
-                found.remove(branch)
-                ends[length] = {key: left for key, left in ends[length].items() if left}
-                if not ends[length]:
-                    del ends[length]
-                return branch
-    return None
-
-
-def _branched(
-    examples: Sequence[Mapping[str, Any]],
-    rollouts: ExampleColumns,
-    columns: Mapping[str, Ragged],
-    branches: Sequence[Sequence[int]],
-) -> dict[str, Any]:
-    """Return one rollout, with an entry per branch of what has one per token."""
-    parts = [_merged(examples, rollouts, columns, chain) for chain in branches]
-    numbers = [step for chain in branches for step in chain]
-    keys = ["prompt_ids", "response_ids", "loss_mask", *_keys_per_token(rollouts)]
-    whole = {k: v for k, v in examples[max(numbers)].items() if k not in CHECKED}
-    lists = {key: [part[key] for part in parts] for key in keys}
-    weight = {} if rollouts.weights is None else {"weight": 1.0}
-    return {**whole, **lists, **weight, "num_steps": len(numbers)}
-
-
-def _keys_per_token(rollouts: ExampleColumns) -> dict[str, FieldColumn]:
-    """Return the columns with entries per token, by their key in the examples."""
+def _columns_per_token(rollouts: ExampleColumns) -> dict[str, FieldColumn]:
+    """Return the fields with an entry per token, by their key in the examples."""
     found = (field for field in rollouts.fields if not isinstance(field.spec, PerExample))
     return {field.key or field.name: field for field in found}
 
@@ -386,11 +356,11 @@ def _num_prompt(rollouts: ExampleColumns, step: int) -> int:
     return int(rollouts.lengths[step] - rollouts.num_actions[step])
 
 
-def _continues(rollouts: ExampleColumns, ids: Ragged, later: int) -> bool:
-    """Check whether its prompt begins with all tokens and images of the step before."""
-    tokens, prompt = ids[later - 1], ids[later][: _num_prompt(rollouts, later)]
+def _continues(rollouts: ExampleColumns, ids: Ragged, earlier: int, later: int) -> bool:
+    """Check whether its prompt begins with all tokens and images of an earlier step."""
+    tokens, prompt = ids[earlier], ids[later][: _num_prompt(rollouts, later)]
     arrays = {} if rollouts.images is None else rollouts.images.arrays
-    pairs = [(array.get(later - 1), array.get(later)) for array in arrays.values()]
+    pairs = [(array.get(earlier), array.get(later)) for array in arrays.values()]
     return np.array_equal(prompt[: len(tokens)], tokens) and all(
         first is None or (then is not None and np.array_equal(then[: len(first)], first))
         for first, then in pairs
@@ -401,43 +371,43 @@ def _merged(
     examples: Sequence[Mapping[str, Any]],
     rollouts: ExampleColumns,
     columns: Mapping[str, Ragged],
-    chain: Sequence[int],
+    steps: Sequence[int],
 ) -> dict[str, Any]:
-    merged = dict(examples[chain[-1]])
-    merged["prompt_ids"] = examples[chain[0]]["prompt_ids"]
-    tokens = columns["input_ids"][chain[-1]][_num_prompt(rollouts, chain[0]) :]
+    merged = dict(examples[steps[-1]])
+    merged["prompt_ids"] = examples[steps[0]]["prompt_ids"]
+    tokens = columns["input_ids"][steps[-1]][_num_prompt(rollouts, steps[0]) :]
     merged["response_ids"] = tokens.astype(np.int64)
-    weights = _joined_responses(rollouts, columns["loss_weights"], chain)
+    weights = _joined_responses(rollouts, columns["loss_weights"], steps)
     merged["loss_mask"] = weights.astype(np.float32)
     if rollouts.weights is not None:  # the loss weights of each step were multiplied by its own
         merged["weight"] = 1.0
-    for key, field in _keys_per_token(rollouts).items():
+    for key, field in _columns_per_token(rollouts).items():
         column = columns[field.name]
         if isinstance(field.spec, PerResponseToken):
-            merged[key] = _joined_responses(rollouts, column, chain, field.spec.pad)
+            merged[key] = _joined_responses(rollouts, column, steps, field.spec.pad)
         elif key == "rollout_expert_indices":
-            merged[key] = _joined_routes(column, rollouts.lengths, chain)
+            merged[key] = _joined_routes(column, rollouts.lengths, steps)
         else:
-            covered = zip(chain, [0, *rollouts.lengths[chain[:-1]].tolist()], strict=True)
+            covered = zip(steps, [0, *rollouts.lengths[steps[:-1]].tolist()], strict=True)
             merged[key] = np.concatenate([column[step][begin:] for step, begin in covered])
     return merged
 
 
 def _joined_responses(
-    rollouts: ExampleColumns, field: Ragged, chain: Sequence[int], pad: float = 0
+    rollouts: ExampleColumns, field: Ragged, steps: Sequence[int], pad: float = 0
 ) -> np.ndarray:
     """Join the values of the responses, with ``pad`` for tokens that the next prompt added."""
-    parts = [field[chain[0]]]
-    for earlier, later in pairwise(chain):
+    parts = [field[steps[0]]]
+    for earlier, later in pairwise(steps):
         added = _num_prompt(rollouts, later) - int(rollouts.lengths[earlier])
         parts += [np.full((added, *parts[0].shape[1:]), pad, parts[0].dtype), field[later]]
     return np.concatenate(parts)
 
 
-def _joined_routes(routes: Ragged, lengths: np.ndarray, chain: Sequence[int]) -> np.ndarray:
-    """Join the routes of a chain; -1 where no step has one, in int16."""
+def _joined_routes(routes: Ragged, lengths: np.ndarray, steps: Sequence[int]) -> np.ndarray:
+    """Join the routes of steps; -1 where no step has one, in int16."""
     # an engine that fills the row of the last sampled token, which it never read, fills a dummy
-    parts = [routes[step][: lengths[step] - (step != chain[-1])] for step in chain]
+    parts = [routes[step][: lengths[step] - (step != steps[-1])] for step in steps]
     joined = np.full((max(map(len, parts)), *parts[0].shape[1:]), -1, dtype=np.int16)
     for part in parts:
         own = joined[: len(part)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence, Sized
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, Literal
@@ -174,30 +173,24 @@ def _stage(
 
 
 def _rows_of_ranks(batch: Batch, costs: _PerRow, dp_size: int) -> Ints:
-    """Return the rows of the ranks, as many of each, rank by rank; numbers past the last are added.
+    """Return the rows of the ranks, equally many: rank after rank, added rows after all others.
 
-    The rows of a rollout of several segments stay together; other rows are rollouts of one.
+    The rows of a rollout of several segments stay together; of others each row is one.
     """
-    numbers, starts = batch.row_metadata.get("segment_numbers"), np.arange(len(batch))
-    if isinstance(numbers, Ragged) and len(numbers.values) and numbers.lengths.max() == 1:
-        is_later = np.zeros(len(batch), dtype=bool)
-        is_later[numbers.lengths > 0] = np.asarray(numbers.values) > 0
-        starts = np.flatnonzero(~is_later)
-    counts = np.diff(np.append(starts, len(batch)))
-    num_added = -len(starts) % dp_size  # rollouts
-    order = np.arange(len(starts) + num_added)
+    numbers, is_first = batch.row_metadata.get("segment_numbers"), np.ones(len(batch), dtype=bool)
+    if isinstance(numbers, Ragged) and numbers.lengths.max() == 1:
+        is_first[numbers.lengths > 0] = np.asarray(numbers.values) == 0
+    starts = np.flatnonzero(is_first)
+    starts = np.append(starts, np.full(-len(starts) % dp_size, len(batch)))  # rollouts of no row
+    counts, order = np.diff(np.append(starts, len(batch))), np.arange(len(starts))
     if costs is not None:
-        per_rollout = np.append(np.add.reduceat(costs, starts), np.zeros(num_added, np.int64))
+        per_rollout = np.add.reduceat(np.append(costs, 0), starts)
         order = over_ranks(per_rollout, dp_size, keep_order=False)
-    starts, counts = (np.append(values, np.zeros(num_added, int)) for values in (starts, counts))
-    parts = order.reshape(dp_size, -1)
-    most = int(counts[parts].sum(axis=1).max())
-    rows = np.full((dp_size, most), -1)
-    for rank, chosen in enumerate(parts):
-        own = span_indices(starts[chosen], counts[chosen])
-        rows[rank, : len(own)] = own
-    is_added = rows < 0
-    rows[is_added] = len(batch) + np.arange(np.count_nonzero(is_added))
+    ranks = order.reshape(dp_size, -1)
+    rows = np.full((dp_size, int(counts[ranks].sum(axis=1).max())), -1)
+    for own, chosen in zip(rows, ranks, strict=True):
+        own[: counts[chosen].sum()] = span_indices(starts[chosen], counts[chosen])
+    rows[rows < 0] = np.arange(len(batch), rows.size)
     return rows.ravel()
 
 
@@ -344,21 +337,17 @@ def micro_batches(
         for i in range(count):
             of_rows = [flags[rows[i]] for flags, rows in zip(has_image, ranks, strict=True)]
             warn_if_images_differ(of_rows, f"micro-batch {i}")
-    numbers = _rows(own, max_tokens, count)
-    stored = batch.stored()
     parts = [
-        changed_rows(stored, partial(take_rows, rows=rows), may_divide=True) for rows in numbers
+        Batch.of_storage(changed_rows(batch.stored(), partial(take_rows, rows=rows), divides=True))
+        for rows in _rows(own, max_tokens, count)
     ]
     pairs = [
         (widths, rows) for widths, parts in zip(of_ranks, ranks, strict=True) for rows in parts
     ]
     num_cells = sum(len(rows) * int(widths[rows].max()) for widths, rows in pairs)
-    found = []
-    for i, part in enumerate(parts, 1):
-        own_metadata = {"step_num_cells": num_cells, "is_last_part": i == count}
-        part = replace(part, metadata=part.metadata | own_metadata)  # cells of all ranks
-        found.append(Batch.of_storage(trimmed(part, multiple_of=multiple)))
-    return found
+    for i, part in enumerate(parts, 1):  # cells of all ranks, once they are trimmed
+        part.metadata |= {"step_num_cells": num_cells, "is_last_part": i == count}
+    return [Batch.of_storage(trimmed(part.stored(), multiple_of=multiple)) for part in parts]
 
 
 def _row_widths(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
