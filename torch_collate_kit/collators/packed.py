@@ -253,13 +253,11 @@ class PackedCollator(Collator, ForTrainer):
         if width > MAX_WIDTH:
             raise too_wide(width, f"lower max_tokens={plan.max_tokens}")
         per_row: dict[str, Any] = {}
-        for named, of in (
-            (columns.per_example, pieces),
-            (columns.per_segment, columns.in_segments(pieces)),
-        ):
-            rows = list(pairwise(of.row_offsets.tolist()))
+        of_segments = columns.per_segment, columns.in_segments(pieces)
+        for named, owners in ((columns.per_example, pieces), of_segments):
+            rows = list(pairwise(owners.row_offsets.tolist()))
             for name, values in named.items():
-                in_order = [values[i] for i in of.examples.tolist()]
+                in_order = [values[i] for i in owners.examples.tolist()]
                 per_row[name] = [PackedValues(in_order[start:stop]) for start, stop in rows]
         if self.vision is not None and part.needs_dummy_image.any():
             columns, pieces = columns.with_dummy_images(pieces, part.needs_dummy_image)

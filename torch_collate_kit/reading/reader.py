@@ -361,7 +361,11 @@ def opened_column(
         is_list = [is_sequence(entry) for entry in entries]
         wanted = "a list with one array, or None, for each segment"
     elif key in ("rewards", "advantages") and counts is not None:
-        entries = _of_segments(key, entries, counts)
+        of_all, pairs = key == "advantages", zip(entries, counts.tolist(), strict=True)
+        entries = [
+            [entry if of_all else 0.0] * (n - 1) + [entry] if is_number(entry) else entry
+            for entry, n in pairs
+        ]
         is_list = [is_sequence(entry) or np.ndim(entry) > 0 for entry in entries]
         wanted = "one number, or a list with a number or a list for each segment"
     else:
@@ -374,15 +378,6 @@ def opened_column(
             f"{ids} of example 0 is; give {wanted}"
         )
     return list(chain.from_iterable(entries)), np.array(list(map(len, entries)), dtype=np.int64)
-
-
-def _of_segments(key: str, column: list[Any], counts: np.ndarray) -> list[Any]:
-    """Give one advantage to every segment, and one reward to the last."""
-    entries = list(column)
-    for i, (entry, count) in enumerate(zip(column, counts.tolist(), strict=True)):
-        if is_number(entry):
-            entries[i] = [entry if key == "advantages" else 0.0] * (count - 1) + [entry]
-    return entries
 
 
 def _is_empty(entry: Any) -> bool:

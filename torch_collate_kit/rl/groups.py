@@ -330,7 +330,7 @@ def _branches(
         hashes = np.cumsum(tokens.astype(np.uint64) * powers[: len(tokens)])
         num_prompt = _num_prompt(rollouts, step)
         for length in sorted((n for n in ends if n <= num_prompt), reverse=True):
-            same = ends[length].get(prefix := int(hashes[length - 1]), [])
+            same = ends[length].get(int(hashes[length - 1]), [])
             if same and _continues(rollouts, ids, same[-1][-1], step):
                 branch = same.pop()
                 if not same and len(ends[length]) == 1:
