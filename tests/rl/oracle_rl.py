@@ -208,6 +208,43 @@ def _continues(previous: Mapping[str, Any], step: Mapping[str, Any]) -> bool:
     return step["prompt_ids"][: len(tokens)] == tokens
 
 
+def branched(
+    steps: Sequence[Mapping[str, Any]], per_token: Sequence[str] = ("loss_mask", "logprobs")
+) -> list[list[dict[str, Any]]]:
+    """The branches of every trajectory, a dict each; ``per_token`` keys are 0 between responses.
+
+    A step is added to the longest branch whose tokens its prompt begins with, of several equal
+    ones to that which was added to last.
+    """
+    trajectories: list[list[dict[str, Any]]] = []
+    ended = True
+    for number, step in enumerate(steps):
+        if ended or step["uid"] != steps[number - 1]["uid"]:
+            trajectories.append([])
+        ended, best = step["is_last_step"], None
+        for branch in trajectories[-1]:
+            tokens = branch["prompt_ids"] + branch["response_ids"]
+            if step["prompt_ids"][: len(tokens)] == tokens:
+                key = len(tokens), branch["steps"][-1]
+                if best is None or key > best[0]:
+                    best = key, branch
+        if best is None:
+            branch = {"prompt_ids": list(step["prompt_ids"]), "response_ids": [], "steps": []}
+            trajectories[-1].append(branch | {key: [] for key in per_token})
+        branch = trajectories[-1][-1] if best is None else best[1]
+        known = len(branch["prompt_ids"]) + len(branch["response_ids"])
+        for token in step["prompt_ids"][known:]:
+            branch["response_ids"].append(token)
+            for key in per_token:
+                branch[key].append(0)
+        for k, token in enumerate(step["response_ids"]):
+            branch["response_ids"].append(token)
+            for key in per_token:
+                branch[key].append(step[key][k])
+        branch["steps"].append(number)
+    return trajectories
+
+
 def response_values(values: Grid, mask: Grid) -> list[list[float]]:
     result = []
     for row, valid in zip(values, mask, strict=True):
