@@ -7,6 +7,7 @@ import os
 from itertools import chain
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -23,6 +24,8 @@ from torch_collate_kit import (
     PerResponseToken,
     PerToken,
     RolloutCollator,
+    audit,
+    packing_report,
     rl,
     token_logps,
     unpack,
@@ -261,6 +264,22 @@ def test_forms_of_segments(given: str) -> None:
     if later:
         last = RolloutCollator(0)([later, {**later, "is_last_step": True}])
         assert last.row_metadata["is_last_step"] == [False, False, False, True]
+
+
+def test_tables_audits_and_reports_read_segments() -> None:
+    """An Arrow table is the same batch; an audit sums rewards, a report counts all tokens."""
+    whole = {"uid": "a", "prompt_ids": [[1, 2], [1]], "response_ids": [[3], [4, 5]]}
+    whole |= {"loss_mask": [[1], [0, 1]]}
+    examples = [{**whole, "rewards": rewards} for rewards in ([[1.0], [0, 0]], [[0.0], [0, 1]])]
+    examples[1]["response_ids"] = [[6], [4, 7]]
+    table = datasets.Dataset.from_list(examples)
+    for form in (table[:], table.with_format("arrow")[:]):
+        assert RolloutCollator(0)(form) == RolloutCollator(0)(examples)
+    assert audit(examples).names == ["reward_without_variance"]
+    examples[1]["rewards"] = [[0.0], [0, 2]]
+    assert audit(examples).names == []
+    data = packing_report(examples, max_tokens=16)["data"]
+    assert (data["num_tokens"], data["num_segments"]) == (12, 4)
 
 
 def staged_and_scored(rollouts: list[dict], **options: Any) -> tuple[Batch, np.ndarray]:

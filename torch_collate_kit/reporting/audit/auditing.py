@@ -423,10 +423,10 @@ def _are_mappings(examples: Any) -> bool:
 def _form(found: ExampleColumns) -> str:
     """Return the form of examples: the name of their target, or the fields of rollouts."""
     weight = () if found.weights is None else ("weight",)
+    segments = () if found.segment_offsets is None else ("segments",)
     if not found.are_rollouts:
-        segments = () if found.segment_offsets is None else ("segments",)
         target = _NO_TARGET if found.target is None else found.target.name
         return ", ".join([target, *weight, *segments])
     images = () if found.images is None else found.images.arrays
     names = [column.name for column in found.fields if column.name != _CUT]
-    return ", ".join([*names, *images, *found.per_segment, *weight])
+    return ", ".join([*names, *images, *found.per_segment, *weight, *segments])
