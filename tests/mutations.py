@@ -316,7 +316,7 @@ FAULTS = [
     Fault("rl/groups.py", "pad, parts[0].dtype), field[later]]", "pad, parts[0].dtype), np.roll(field[later], 1, axis=0)]", "rl/test_branches.py"),
     Fault("rl/groups.py", "pad, parts[0].dtype)", "0, parts[0].dtype)", "rl/test_branches.py"),
     Fault("rl/groups.py", "rollouts.lengths[steps[:-1]].tolist()]", "(0 * rollouts.lengths[steps[:-1]]).tolist()]", "rl/test_branches.py"),
-    Fault("rl/groups.py", "for k, v in parts[max(parts)].items()", "for k, v in parts[min(parts)].items()", "rl/test_branches.py"),
+    Fault("rl/groups.py", "latest = examples[max(of[-1] for of in branches)]", "latest = examples[branches[-1][-1]]", "rl/test_branches.py"),
     Fault("rl/mini_batches.py", "is_first[numbers.lengths > 0] = np.asarray(numbers.values) == 0", "pass", "rl/test_branches.py"),
     Fault("rl/mini_batches.py", "np.add.reduceat(np.append(costs, 0), starts)", "np.append(costs, 0)[starts]", "rl/test_branches.py"),
     Fault("batch/row_changes.py", "counts = None if divides else storage.metadata.get(\"num_segments\")", "counts = None", "rl/test_branches.py"),

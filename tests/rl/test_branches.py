@@ -178,10 +178,7 @@ def test_routes_of_branches(caplog: pytest.LogCaptureFixture) -> None:
     first, second = lists(rollout["rollout_expert_indices"])
     assert [r[0][0] for r in first] == [0, 1, 22, 23, 0]
     assert [r[0][0] for r in second] == [10, 11, 0]
-    assert caplog.messages == [
-        "3 steps of 1 trajectories: 1 of 2 later steps (50.0%) do not continue one before: their "
-        "history was rewritten"
-    ]
+    assert caplog.messages == ["break rate 50.0%: 1 of 2 later steps continue no other"]
     batch = RolloutCollator(0)([rollout])
     assert batch["rollout_expert_indices"].shape == (2, 5, 1, 2)
     assert rl.merge_steps([], rewritten="branch") == []

@@ -99,9 +99,8 @@ def read_columns(
             numbers[key] = _of_examples(key, declared[key], _declared(key, raw))
     offsets, ids = None, "response_ids" if are_rollouts else "input_ids"
     if are_nested(raw[ids]):
-        own = ROLLOUT_PER_TOKEN if are_rollouts else PER_TOKEN
         others = [key for key in declared if key not in numbers]
-        raw, offsets = opened(raw, (*own, *others, *MEDIA), ids)
+        raw, offsets = opened(raw, (*PER_TOKEN, *ROLLOUT_PER_TOKEN, *others, *MEDIA), ids)
     per_segment = _row_metadata(raw, offsets) if are_rollouts else {}
     with examples_named(segment_name(offsets)):
         columns = _per_token(raw, declared, numbers, vision, are_rollouts=are_rollouts)

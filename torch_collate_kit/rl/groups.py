@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -15,7 +15,7 @@ from torch_collate_kit.batch.fields import PackedValues, PerExample, PerResponse
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.columns import flag_column, id_column
-from torch_collate_kit.reading.entries import DeclaredFields, FieldColumn, checked_fields
+from torch_collate_kit.reading.entries import DeclaredFields, checked_fields
 from torch_collate_kit.reading.examples import ExampleColumns
 from torch_collate_kit.reading.keys import CHECKED, ROLLOUT_KEYS
 from torch_collate_kit.reading.reader import read_columns
@@ -271,23 +271,20 @@ def merge_steps(
     steps = (range(*bounds) for bounds in pairwise([*starts, len(last)]))
     trajectories = [_branches(rollouts, columns["input_ids"], of, is_split) for of in steps]
     broken, later = sum(map(len, trajectories)) - len(starts), len(last) - len(starts)
-    _logger.info(
-        "%d steps of %d trajectories: %d of %d later steps (%.1f%%) do not continue one before: "
-        "their history was rewritten",
-        *(len(last), len(starts), broken, later, 100 * broken / max(1, later)),
-    )
-    if is_split:
-        return [
-            _merged(examples, rollouts, columns, of) if len(of) > 1 else dict(examples[of[0]])
-            for of in chain.from_iterable(trajectories)
-        ]
-    keys = ("prompt_ids", "response_ids", "loss_mask", *_columns_per_token(rollouts))
-    found = []
+    rate = 100 * broken / max(1, later)
+    _logger.info("break rate %.1f%%: %d of %d later steps continue no other", rate, broken, later)
+    weight = {} if rollouts.weights is None else {"weight": 1.0}  # loss masks are products now
+    found: list[dict[str, Any]] = []
     for branches in trajectories:
-        parts = {of[-1]: _merged(examples, rollouts, columns, of) for of in branches}
-        rollout = {k: v for k, v in parts[max(parts)].items() if k not in CHECKED}
-        rollout |= {key: [part[key] for part in parts.values()] for key in keys}
-        found.append(rollout | {"num_steps": sum(map(len, branches))})
+        parts = [_merged(examples, rollouts, columns, of) for of in branches]
+        if is_split:
+            for of, part in zip(branches, parts, strict=True):
+                found.append({**examples[of[-1]], **(part | weight if len(of) > 1 else {})})
+            continue
+        latest = examples[max(of[-1] for of in branches)]
+        whole = {key: value for key, value in latest.items() if key not in CHECKED}
+        lists = {key: [part[key] for part in parts] for key in parts[0]}
+        found.append({**whole, **lists, **weight, "num_steps": sum(map(len, branches))})
     return found
 
 
@@ -345,12 +342,6 @@ def _branches(
     return branches
 
 
-def _columns_per_token(rollouts: ExampleColumns) -> dict[str, FieldColumn]:
-    """Return the fields with an entry per token, by their key in the examples."""
-    found = (field for field in rollouts.fields if not isinstance(field.spec, PerExample))
-    return {field.key or field.name: field for field in found}
-
-
 def _num_prompt(rollouts: ExampleColumns, step: int) -> int:
     assert rollouts.num_actions is not None
     return int(rollouts.lengths[step] - rollouts.num_actions[step])
@@ -373,16 +364,16 @@ def _merged(
     columns: Mapping[str, Ragged],
     steps: Sequence[int],
 ) -> dict[str, Any]:
-    merged = dict(examples[steps[-1]])
-    merged["prompt_ids"] = examples[steps[0]]["prompt_ids"]
+    """Return what has an entry per token, of steps that continue each other."""
+    merged = {"prompt_ids": examples[steps[0]]["prompt_ids"]}
     tokens = columns["input_ids"][steps[-1]][_num_prompt(rollouts, steps[0]) :]
     merged["response_ids"] = tokens.astype(np.int64)
     weights = _joined_responses(rollouts, columns["loss_weights"], steps)
     merged["loss_mask"] = weights.astype(np.float32)
-    if rollouts.weights is not None:  # the loss weights of each step were multiplied by its own
-        merged["weight"] = 1.0
-    for key, field in _columns_per_token(rollouts).items():
-        column = columns[field.name]
+    for field in rollouts.fields:
+        key, column = field.key or field.name, columns[field.name]
+        if isinstance(field.spec, PerExample):
+            continue
         if isinstance(field.spec, PerResponseToken):
             merged[key] = _joined_responses(rollouts, column, steps, field.spec.pad)
         elif key == "rollout_expert_indices":

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch_collate_kit._checks import checked_choice, checked_int, checked_optional_int
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.fields import cat_rows, is_per_row, take_rows
-from torch_collate_kit.batch.row_changes import cells_per_row, changed_rows, padded, trimmed
+from torch_collate_kit.batch.row_changes import cells_per_row, changed_rows, trimmed
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing import ModelCost
 from torch_collate_kit.packing.balance import over_ranks
@@ -156,8 +156,7 @@ def _stage(
         whole = Batch.of_storage(whole.stored().with_divisor(divisor))
     own = None if costs is None else costs[start:stop]
     rows = _rows_of_ranks(whole, own, dp_size)
-    added = int(rows.size) - len(whole)
-    mini = Batch.of_storage(padded(whole.stored(), added)) if added else whole
+    mini = whole.pad_rows(multiple_of=int(rows.size))
     mini.row_metadata["row_indices"][stop - start :] = -1
     if "input_ids" in mini:
         mini.metadata["step_num_cells"] = mini.num_cells
