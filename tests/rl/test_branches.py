@@ -357,6 +357,27 @@ def test_gradients_are_those_of_a_sample_per_step(attention: str, seed: int) -> 
         assert float((one - other).abs().max()) < 1e-10
 
 
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_off_policy_weights_are_those_of_segments(level: Any) -> None:
+    """Of rows, of packed rows and of trees alike; a sequence is a segment."""
+    rollouts = rl.merge_steps(drawn_steps(4), rewritten="branch")
+    found = []
+    for collate in (
+        RolloutCollator(0),
+        PackedCollator(0, max_tokens=512),
+        PackedCollator(0, max_tokens=512, share_prefixes=True),
+    ):
+        batch = collate(rollouts)
+        old, rewards = (trained_values(batch[k], batch) for k in ("rollout_logprobs", "rewards"))
+        weights = rl.importance_weights(old / 2 - rewards, old, batch, level=level)
+        dense = torch.zeros(batch["loss_mask"].shape)
+        dense[batch["loss_mask"] != 0] = weights
+        found.append(rl.response_values(dense, batch))
+    assert len({w for segment in found[0] for w in segment}) > 5
+    assert found[1] == found[0]
+    assert found[2] == found[0]
+
+
 STEP = {"uid": "a", "is_last_step": True, "prompt_ids": [1], "response_ids": [2, 3]}
 STEP |= {"loss_mask": [1, 1], "rewards": 1.0}
 IMAGE = {"pixel_values": np.ones((4, 2)), "image_grid_thw": np.array([[1, 2, 2]])}
