@@ -250,7 +250,7 @@ def _trees(r: Results) -> dict[str, str]:
     }
 
 
-def _agents(r: Results) -> dict[str, str]:
+def _windows(r: Results) -> dict[str, str]:
     def of(row: str, column: str) -> str:
         return cell(r, "What is kept, and at what cost", row, column)
 
@@ -318,7 +318,6 @@ def _preference(r: Results) -> dict[str, str]:
 
 ANSWERS: dict[str, Callable[[Results], dict[str, str]]] = {
     **PLAN_ANSWERS,
-    "agents": _agents,
     "audit": _audit,
     "chat": _chat,
     "collate": _collate,
@@ -332,4 +331,5 @@ ANSWERS: dict[str, Callable[[Results], dict[str, str]]] = {
     "trees": _trees,
     "stream": _stream,
     "vision": _vision,
+    "windows": _windows,
 }

@@ -89,8 +89,8 @@ def tokenize_chat_dataset(
     tokenized = _map(dataset, setup, num_proc)
     if setup.overflow == "windows":
         tokenized = _without_counts(tokenized)
-    is_each = options.train_on == "each" or setup.overflow == "windows"
-    removed = [] if is_each else ["record_index"]
+    is_one = options.train_on != "each" and setup.overflow != "windows"
+    removed = ["record_index"] if is_one else []
     removed += [] if setup.overflow == "truncate" else ["num_cut_tokens"]
     return without_skipped(
         tokenized,
@@ -159,12 +159,9 @@ def _without_counts(tokenized: Any) -> Any:
     """Log how many windows there are, and what truncation would have lost."""
     if counts := [count for count in tokenized[COUNTS][:] if count]:
         num_windows, num_trained, num_lost = map(sum, zip(*counts, strict=True))
-        _logger.warning(
-            "%s became %s; truncation would have lost %.1f%% of the trained tokens",
-            plural(len(counts), "row"),
-            plural(num_windows, "window"),
-            100 * num_lost / num_trained,
-        )
+        made = f"{plural(len(counts), 'row')} became {plural(num_windows, 'window')}"
+        lost = f"truncation would have lost {num_lost / num_trained:.1%} of the trained tokens"
+        _logger.warning("%s; %s", made, lost)
     return tokenized.remove_columns(COUNTS)
 
 
@@ -236,8 +233,8 @@ def _features(setup: ChatSetup) -> Any:
         for _ in range(field.ndim):  # lists of lists, because a null of Array2D is read as NaN
             found[name] = datasets.Sequence(found[name])
     if setup.overflow == "windows":
-        found |= {"is_continued": datasets.Value("bool")}
-        found |= {COUNTS: datasets.Sequence(datasets.Value("int64"))}
+        found["is_continued"] = datasets.Value("bool")
+        found[COUNTS] = datasets.Sequence(datasets.Value("int64"))
     others = {"record_index": "int64", "num_cut_tokens": "int64", "skip_reason": "string"}
     return datasets.Features(found | {name: datasets.Value(kind) for name, kind in others.items()})
 

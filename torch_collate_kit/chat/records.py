@@ -51,6 +51,20 @@ class Conversation:
     placeholder: str = ""
     """The text that the template writes for an image part; "" if it is not known."""
 
+    def around(self, reason: str) -> Conversation:
+        """Return the system messages and the turns around the message that ``reason`` names."""
+        messages, trained = self.messages, self.trained
+        named = re.search(r"messages\[(\d+)\]", reason)
+        middle = sum(turn < int(named[1]) for turn in trained) if named else 0
+        kept = trained[max(middle - 1, 0) : middle + 2]
+        heads = ("system", "developer")
+        head = next((i for i, m in enumerate(messages) if m["role"] not in heads), 0)
+        asked = (i for i in range(kept[0], head, -1) if messages[i]["role"] == "user")
+        start = next(asked, head)
+        part = messages[:head] + messages[start : kept[-1] + 1]
+        turns, images = [turn - start + head for turn in kept], self.images[: num_images(part)]
+        return replace(self, messages=part, trained=turns, images=images)
+
 
 def read_record(example: Mapping[str, Any], setup: ChatSetup, from_arrow: bool) -> Conversation:
     """Return the conversation of ``example``; ``from_arrow`` removes None from arguments, too."""
@@ -301,22 +315,3 @@ def drop_none(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [drop_none(item) for item in value]
     return value
-
-
-def part_around(conversation: Conversation, reason: str) -> Conversation:
-    """Return the system messages and the turns around the message that ``reason`` names."""
-    messages, trained = conversation.messages, conversation.trained
-    named = re.search(r"messages\[(\d+)\]", reason)
-    middle = sum(turn < int(named[1]) for turn in trained) if named else 0
-    kept = trained[max(middle - 1, 0) : middle + 2]
-    heads = ("system", "developer")
-    head = next((i for i, m in enumerate(messages) if m["role"] not in heads), 0)
-    asked = (i for i in range(kept[0], head, -1) if messages[i]["role"] == "user")
-    start = next(asked, head)
-    part = messages[:head] + messages[start : kept[-1] + 1]
-    return replace(
-        conversation,
-        messages=part,
-        trained=[turn - start + head for turn in kept],
-        images=conversation.images[: num_images(part)],
-    )

@@ -18,13 +18,7 @@ from torch_collate_kit.chat.record_forms import (
     num_images,
     text_of,
 )
-from torch_collate_kit.chat.records import (
-    ROLES,
-    Conversation,
-    part_around,
-    read_record,
-    without_padding,
-)
+from torch_collate_kit.chat.records import ROLES, Conversation, read_record, without_padding
 from torch_collate_kit.chat.rendering import Rendering, render_conversation
 from torch_collate_kit.chat.template import ChatTemplate, Refusal, Spans, num_shared
 from torch_collate_kit.chat.turns import ANY_TOOL, leaves_out, turn_spans
@@ -54,8 +48,7 @@ _CURES = (
 # Of a record of more turns only those around the refused one are tried, and the advice says "try":
 # each turn may be a rendering of its own, and a refusal must not cost more than the record.
 _MAX_TURNS = 8
-COUNTS = "_window_counts"
-"""Of a record: its windows, its trained tokens, and those that truncation would have lost."""
+COUNTS = "_counts"  # of a record: windows, trained tokens, and those that truncation would lose
 
 
 def tokenize_chat(
@@ -470,7 +463,7 @@ def _way_out(
         return None
     part = conversation
     if len(conversation.trained) > _MAX_TURNS and train_on != "last":
-        part = part_around(conversation, refusal.reason)
+        part = conversation.around(refusal.reason)
         again = refused(part, train_on)
         if again is None or again.rendered != refusal.rendered:
             return None

@@ -6,7 +6,7 @@ prototype of the algorithm did, within 3%; as a tree the airline traces take at 
 tokens of the whole traces; and a window's text is what the chat template writes for the messages
 that are left.
 
-    python benchmarks/bench_agents.py
+    python benchmarks/bench_windows.py
 
 128 airline traces of tau-bench, with their tools in the prompt ("tools") and without ("plain"), and
 50 stories of SQuALITY. An end is the last token of a run of trained tokens.
@@ -203,7 +203,7 @@ def texts(report: Report, folder: Path, limit: int) -> None:
 def main() -> None:
     parser = arguments(__doc__, rounds=2)
     options = parser.parse_args()
-    report = Report("agents", "Long traces are trained whole, for few more cells.")
+    report = Report("windows", "Long traces are trained whole, for few more cells.")
     sets = tokenized(options.data)
     table(report, sets)
     texts(report, options.data, 8192)
