@@ -118,7 +118,7 @@ def test_a_template_that_writes_no_end_after_the_last_answer() -> None:
         rows.append({"input_ids": ids, "loss_mask": [0, 0, 0, 1, 1, 0, 0, 1, 1]})
     found = audit(rows, tokenizer)["eos_truncated"]
     assert (found.severity, found.rows.tolist()) == ("warning", [*range(6)])
-    assert "as the chat template writes no end (6), so they teach" in found.message
+    assert "as the chat template writes none, and tokenize_chat does (6), so they" in found.message
     ended = [{"input_ids": [*r["input_ids"], 3], "loss_mask": [*r["loss_mask"], 1]} for r in rows]
     assert "eos_truncated" not in audit(ended, tokenizer).names
     documents = [{"input_ids": [10 + i, 11, 12], "loss_mask": [0, 1, 1]} for i in range(6)]

@@ -11,7 +11,7 @@ import numpy as np
 from torch_collate_kit._checks import checked_bool, checked_int, type_name
 from torch_collate_kit.batch import IGNORE_INDEX
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.reading.keys import MEDIA, TARGETS
+from torch_collate_kit.reading.keys import MEDIA
 from torch_collate_kit.reading.reader import read_columns
 from torch_collate_kit.reading.source import num_rows
 
@@ -43,8 +43,7 @@ def windows(
     all tokens. ``is_continued`` tells that a window, or one of them, ends inside an answer.
 
     Raises:
-        DataError: the prompt fills a window, nothing is trained, there are images or segments, or
-            a column is not what collators read.
+        DataError: the prompt fills a window, nothing is trained, or there are images or segments.
         TypeError, ValueError: a wrong option, or no mapping.
 
     >>> row = {"input_ids": [5, 6, 7, 1, 8, 2, 9, 3], "loss_mask": [0, 0, 0, 1, 0, 1, 0, 1]}
@@ -57,22 +56,17 @@ def windows(
     checked_int("overlap", overlap, minimum=0, hint="0 begins with one earlier answer")
     checked_bool("as_segments", as_segments)
     columns, others, target, is_trained_T = _read(example)
-    first = int(is_trained_T.argmax())
-    if pinned is not None:
-        first = checked_int("pinned", pinned, minimum=0, hint="None pins the whole prompt")
-    spans: list[Any] = [(first, 0, None, False)]
-    if len(is_trained_T) > limit:
-        if first + 2 > limit:
-            raise DataError(
-                f"the prompt has {first} tokens, and max_length={limit} must hold it and two more; "
-                "raise max_length, pin less of it (pinned=), or leave the example out"
-            )
-        spans = _spans(is_trained_T, limit - first, first, overlap)
-    found = []
-    for start, new, stop, is_continued in spans:
+    least = int(is_trained_T.argmax()) if pinned is None else pinned
+    first = checked_int("pinned", least, minimum=0, hint="None pins the whole prompt")
+    if len(is_trained_T) > limit < first + 2:
+        raise DataError(
+            f"the prompt has {first} tokens, and max_length={limit} must hold it and two more; "
+            "raise max_length, pin less of it (pinned=), or leave the example out"
+        )
+    found, untrained = [], type(columns[target][0])(IGNORE_INDEX if target == "labels" else 0)
+    for start, new, stop, is_continued in _spans(is_trained_T, limit, first, overlap):
         window = {key: of[:first] + of[start:stop] for key, of in columns.items()}
         num_known = min(new, first) + max(new - start, 0)
-        untrained = type(window[target][0])(IGNORE_INDEX if target == "labels" else 0)
         window[target][:num_known] = [untrained] * num_known
         if "position_ids" in window:
             window["position_ids"] = list(range(len(window["input_ids"])))
@@ -100,7 +94,7 @@ def _read(example: Any) -> tuple[dict[str, list[Any]], dict[str, Any], str, np.n
             "Dataset.map without batched=True"
         )
     found = read.checked(limits=False)
-    name = next((name for name in TARGETS if name in given), "loss_mask")
+    name = "loss_mask" if read.target is None else read.target.name
     target = found["labels" if name == "labels" else "loss_weights"].values
     is_trained_T = target != (IGNORE_INDEX if name == "labels" else 0)
     if not is_trained_T.any():
@@ -108,24 +102,21 @@ def _read(example: Any) -> tuple[dict[str, list[Any]], dict[str, Any], str, np.n
     others = dict(example)
     if name not in given or others.pop("num_actions", None) is not None:
         others[name] = target
-    columns = {}
-    for key in [key for key, of in others.items() if num_rows(of) == len(target)]:
-        if not isinstance(entries := others[key], Mapping):
-            columns[key] = entries.tolist() if hasattr(entries, "tolist") else list(entries)
-            del others[key]
+    keys = [k for k, v in others.items() if num_rows(v) == len(target) and not isinstance(v, dict)]
+    columns = {k: v.tolist() if hasattr(v := others.pop(k), "tolist") else list(v) for k in keys}
     return columns, others, name, is_trained_T
 
 
-def _spans(
-    is_trained_T: np.ndarray, room: int, pinned: int, overlap: int
-) -> list[tuple[int, int, int, bool]]:
-    """Return where each window goes on after the pinned tokens, its first own token, and its end.
+def _spans(is_trained_T: np.ndarray, limit: int, pinned: int, overlap: int) -> list[Any]:
+    """Return what follows the pinned tokens in each window.
 
-    The flag tells that it ends inside a run of trained tokens.
+    Its first token, the first own one, its end, and whether that is inside a run of trained tokens.
     """
+    if (num_tokens := len(is_trained_T)) <= limit:
+        return [(pinned, 0, num_tokens, False)]
     edges = np.flatnonzero(np.diff(is_trained_T, prepend=False, append=False)).tolist()
     begins, ends = edges[::2], edges[1::2]
-    found, run, new = [], 0, begins[0]
+    found, run, new, room = list[Any](), 0, begins[0], limit - pinned
     while run < len(begins):
         # from there on the run ends in this window, or half of the window is new
         least = ends[run] - room if ends[run] - new < room else new - room // 2
@@ -135,7 +126,7 @@ def _spans(
         start = max(start, least, pinned)
         fitting = bisect_right(ends, start + room)
         stop = start + room if fitting == run else max(ends[fitting - 1], pinned)
-        following = begins[fitting] if fitting < len(begins) else len(is_trained_T)
+        following = begins[fitting] if fitting < len(begins) else num_tokens
         found.append((start, new, stop, following < stop))
         run, new = fitting, max(following, stop)
     return found

@@ -394,18 +394,17 @@ def eos_truncated(columns: AuditColumns) -> Found | None:
         f"which is beyond max_tokens={columns.max_tokens}": is_beyond,
         "as they stop without EOS": stops & ~is_cut & ~is_open,
         "which was cut off before, as num_cut_tokens says": is_cut,
-        f"as the chat template writes no end ({is_open.sum():,})": is_open,
+        f"as the chat template writes none, and tokenize_chat does ({is_open.sum():,})": is_open,
         f"which another window has ({is_tile.sum():,})": is_tile,
     }
     lost = is_beyond | is_cut | is_open
-    way_out = "so they teach the model not to stop; drop them, or raise the limit that cuts them"
-    if not (lost | stops).any():
-        way_out = "so nothing is lost; a larger max_length keeps such answers whole"
+    way_out = "they teach the model not to stop; drop them, or raise the limit that cuts them"
+    way_out = way_out if (lost | stops).any() else "nothing is lost"
     # a rollout that stops was stopped by the limit of generation
     is_stopped = columns.are_rollouts or not stops.any()
     return columns.found_at(
         np.where(has_target, last, columns.ends - 1)[lost | stops | is_tile],
-        f"ROWS lose the end of their answer, {words_of(where)}, {way_out}",
+        f"ROWS lose the end of their answer, {words_of(where)}, so {way_out}",
         severity="note" if is_stopped and not lost.any() else None,
     )
 
