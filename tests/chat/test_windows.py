@@ -132,10 +132,10 @@ BY_HAND: dict[str, tuple[dict[str, int], list[tuple[list[int], list[int], bool]]
         ],
     ),
     "earlier answers": (
-        {"max_length": 11, "overlap": 6},
+        {"max_length": 11, "pinned": 1, "overlap": 6},
         [
             ([5, 6, 7, 1, 2, 8, 3], [0, 0, 0, 1, 1, 0, 1], False),
-            ([5, 6, 7, 3, 9, 9, 4, 4, 4], [0, 0, 0, 0, 0, 0, 1, 1, 1], False),
+            ([5, 1, 2, 8, 3, 9, 9, 4, 4, 4], [0] * 7 + [1] * 3, False),
         ],
     ),
     "only the system prompt": (

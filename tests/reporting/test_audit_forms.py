@@ -104,6 +104,9 @@ def test_windows_that_end_inside_an_answer(tokenizer: Any) -> None:
     assert (
         "as they stop without EOS or which another window has (2), so they teach" in found.message
     )
+    other = {**answer, "input_ids": [*answer["input_ids"][:10], 34, 35, 36, 37, 2]}
+    report = audit([*rows, *windows(other, 10)], tokenizer)  # goes on otherwise after one token
+    assert report.names == ["duplicates", "eos_truncated"]
     segments = [windows(row, 10, as_segments=True) for row in (*rows_like(), answer)]
     found = audit(segments, tokenizer)["eos_truncated"]
     assert (found.severity, found.rows.tolist()) == ("note", [6])
