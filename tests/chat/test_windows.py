@@ -67,11 +67,13 @@ def check_law(
             following = min(stop for start, stop in runs if start > last)
             assert following - (body[0] if body else pinned) > limit - pinned
         before = [start for start, _ in runs if start < places[new[0]]]
-        if before and places[new[0]] in dict(runs) and body and body[0] > pinned:
-            # begins with the answer before, or earlier ones, unless that would not fit
-            assert body[0] in before or len(places) == limit
-            assert body[0] <= before[-1] or len(places) == limit
-            assert body[0] >= min(before[-1], places[new[0]] - overlap)
+        if before and places[new[0]] in dict(runs) and body and len(weights) > limit:
+            # begins with the answer before, or earlier ones, as far as the own one fits
+            own_start, room = places[new[0]], limit - pinned
+            own_end = dict(runs)[own_start]
+            least = own_end - room if own_end - own_start < room else own_start - room // 2
+            fitting = [start for start in before if start >= max(own_start - overlap, least)]
+            assert body[0] == max([*fitting, before[-1]][0], least, pinned)
     assert kept == {i: weight for i, weight in enumerate(weights) if i and weight != 0}
     ends = {stop - 1 for _, stop in runs}
     assert ends <= kept.keys()
@@ -90,19 +92,6 @@ def random_row(rng: random.Random) -> tuple[list[Any], int, int | None, int]:
     least = (first if pinned is None else pinned) + 2
     limit = rng.randint(least, max(least, len(weights)))
     return weights, limit, pinned, rng.choice([0, 0, 1, 5, 40])
-
-
-def test_the_law_holds_on_random_rows() -> None:
-    rng = random.Random(0)
-    for _ in range(20_000 if "ALL_CASES" in os.environ else 1_000):
-        weights, limit, pinned, overlap = random_row(rng)
-        row = {"input_ids": list(range(len(weights))), "loss_mask": weights, "weight": 0.5}
-        found = windows(row, limit, pinned=pinned, overlap=overlap)
-        first = next(i for i, weight in enumerate(weights) if i and weight)
-        check_law(found, weights, limit, first if pinned is None else pinned, overlap)
-        assert all(window["weight"] == 0.5 for window in found)
-        assert row["loss_mask"] is weights
-        assert len(weights) == len(row["input_ids"])
 
 
 # ---- by hand: pinned, overlap, a run longer than a window, a row that fits
@@ -159,6 +148,19 @@ def test_windows_by_hand(case: str) -> None:
     assert one == {
         "input_ids": [*ids], "loss_mask": [*masks], "is_continued": any(flags)
     }  # fmt: skip
+
+
+def test_the_law_holds_on_random_rows() -> None:
+    rng = random.Random(0)
+    for _ in range(20_000 if "ALL_CASES" in os.environ else 1_000):
+        weights, limit, pinned, overlap = random_row(rng)
+        row = {"input_ids": list(range(len(weights))), "loss_mask": weights, "weight": 0.5}
+        found = windows(row, limit, pinned=pinned, overlap=overlap)
+        first = next(i for i, weight in enumerate(weights) if i and weight)
+        check_law(found, weights, limit, first if pinned is None else pinned, overlap)
+        assert all(window["weight"] == 0.5 for window in found)
+        assert row["loss_mask"] is weights
+        assert len(weights) == len(row["input_ids"])
 
 
 def test_every_target_and_column() -> None:
