@@ -87,10 +87,14 @@ def tokenize_chat_dataset(
     )
     setup = ChatSetup(tokenizer, options, overflow="drop")
     tokenized = _map(dataset, setup, num_proc)
+    removed = [] if options.train_on == "each" else ["record_index"]
     if setup.overflow == "windows":
-        tokenized = _without_counts(tokenized)
-    is_one = options.train_on != "each" and setup.overflow != "windows"
-    removed = ["record_index"] if is_one else []
+        removed = [COUNTS]
+        if counts := [count for count in tokenized[COUNTS][:] if count]:
+            windows, trained, lost = map(sum, zip(*counts, strict=True))
+            made = f"{plural(len(counts), 'row')} became {plural(windows, 'window')}"
+            gone = f"truncation would have lost {lost / trained:.1%} of the trained tokens"
+            _logger.warning("%s; %s", made, gone)
     removed += [] if setup.overflow == "truncate" else ["num_cut_tokens"]
     return without_skipped(
         tokenized,
@@ -153,16 +157,6 @@ def without_skipped(
         # flatten_indices removes the indices mapping, which columnar readers do not expect.
         tokenized = tokenized.select(kept).flatten_indices()
     return tokenized, skips
-
-
-def _without_counts(tokenized: Any) -> Any:
-    """Log how many windows there are, and what truncation would have lost."""
-    if counts := [count for count in tokenized[COUNTS][:] if count]:
-        num_windows, num_trained, num_lost = map(sum, zip(*counts, strict=True))
-        made = f"{plural(len(counts), 'row')} became {plural(num_windows, 'window')}"
-        lost = f"truncation would have lost {num_lost / num_trained:.1%} of the trained tokens"
-        _logger.warning("%s; %s", made, lost)
-    return tokenized.remove_columns(COUNTS)
 
 
 def _map(dataset: Any, setup: ChatSetup, num_proc: int | None) -> Any:
