@@ -89,7 +89,7 @@ def raw_columns(
             given = with_vectors(given, vectors)
         raw = _columns(given, (*known, *media), ids)
     else:
-        raw = _transposed(given, known, media and [key for key in media if key in owners])
+        raw = _transposed(given, known, media and [key for key in media if key in owners], owners)
     if ids not in raw:
         raise _without_ids(sorted(map(str, first)), ids)
     if rollouts:
@@ -121,10 +121,9 @@ def first_with(examples: Any) -> dict[str, int]:
     """Return all keys, and the first example that has each."""
     if isinstance(examples, Mapping):
         return dict.fromkeys(examples, 0)
-    first = examples[0].keys()
-    found = dict.fromkeys(first, 0)
-    for i, example in enumerate(examples):
-        if example.keys() != first:
+    found = dict.fromkeys(examples[0], 0)
+    if len(set(found).union(*examples)) > len(found):
+        for i, example in enumerate(examples):
             found |= dict.fromkeys(example.keys() - found.keys(), i)
     return found
 
@@ -201,13 +200,16 @@ def _is_one_example(column: Any) -> bool:
 
 
 def _transposed(
-    examples: Sequence[Mapping[str, Any]], known: Sequence[str], media: Sequence[str]
+    examples: Sequence[Mapping[str, Any]],
+    known: Sequence[str],
+    media: Sequence[str],
+    owners: Mapping[str, int],
 ) -> dict[str, Any]:
     """Return lists of entries: every example has all columns but those of media."""
     first = examples[0].keys()
-    for i, example in enumerate(examples):
-        is_other = example.keys() != first
-        if is_other and (odd := {k for k in known if (k in first) != (k in example)}):
+    have_all = {*map(len, examples)} == {len(owners)}
+    for i, example in enumerate(() if have_all else examples):
+        if odd := {k for k in known if (k in first) != (k in example)}:
             raise DataError(
                 f"example {i} and example 0 differ in {', '.join(sorted(odd))}; every example of a "
                 "batch needs the same keys"
