@@ -399,8 +399,9 @@ def _write_response(row: dict[str, list[Any]], first: int, rollout: Mapping[str,
     for token in range(num_tokens):
         row["response_mask"][response + token] = 1
     for token, route in enumerate(rollout.get("rollout_expert_indices", [])):
-        row["routes"][first + token] = route
-        row["is_pad"][first + token] = False
+        if any(expert != -1 for layer in route for expert in layer):  # else a hole
+            row["routes"][first + token] = route
+            row["is_pad"][first + token] = False
 
 
 def _stack_responses(

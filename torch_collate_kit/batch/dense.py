@@ -167,6 +167,8 @@ class _Maker:
             shape = (self.num_rows * self.width, *values.shape[1:])
             experts = torch.arange(shape[-1], dtype=spec.dtype, device=self.device)
             dense = experts.expand(shape).clone()
+            if values.dtype.is_signed:  # uint8 has no holes
+                values = torch.where(values < 0, experts, values)
             dense.index_copy_(0, self.cells("routed"), _as(values, spec.dtype))
             return dense.view(self.num_rows, self.width, *shape[1:])
         # a copy of grids: positions follow from them, so a change must not reach the column
@@ -244,7 +246,9 @@ class _Maker:
         return self.dense(1, "responses", 0, torch.int64, hidden=self.hidden)
 
     def router_padding_mask(self) -> Tensor:
-        return self.dense(False, "routed", True, torch.bool)
+        routes = self.flat["rollout_expert_indices"]
+        is_hole = routes[:, 0, 0] < 0 if routes.dtype.is_signed else False
+        return self.dense(is_hole, "routed", True, torch.bool)
 
     def sub_seq_lengths(self) -> Ragged:
         segments = self.placement.segments

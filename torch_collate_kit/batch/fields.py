@@ -83,7 +83,8 @@ class PerRoutedToken:
     """Expert routes ``[layers, top_k]`` of the first tokens: dense ``[R, W, layers, top_k]``.
 
     Cells without a route hold the experts ``0, ..., top_k - 1``, distinct because a router that
-    scatters routes into a table loses an expert that is named twice.
+    scatters routes into a table loses an expert that is named twice. So do holes, which are -1 in
+    all layers in the column.
     """
 
     dtype: torch.dtype

@@ -378,17 +378,20 @@ class _BlockReader:
         columns["trained"] = np.zeros(len(columns["ids"]), dtype=np.bool_)
         columns["trained"][responses] = trained
         starts = np.cumsum(num_actions) - num_actions
+        scores = np.add.reduceat(values["rewards"], starts, dtype=np.float64)
+        if offsets is not None:  # a rollout has one, over all of its segments
+            scores = np.repeat(np.add.reduceat(scores, offsets[:-1]), np.diff(offsets))
         columns |= {
             "num_actions": num_actions,
-            "scores": np.add.reduceat(values["rewards"], starts, dtype=np.float64),
-            "is_last_step": np.array(found.per_example.get("is_last_step", [True] * len(lengths))),
+            "scores": scores,
+            "is_last_step": np.array(found.per_segment.get("is_last_step", [True] * len(lengths))),
         }
         if "rollout_logprobs" in values:
             columns["logprobs"] = np.full(len(columns["ids"]), np.nan, dtype=np.float32)
             columns["logprobs"][responses] = values["rollout_logprobs"]
-        if "uids" in found.per_example:
+        if "uids" in found.per_segment:
             known = self._uids
-            uids = [known.setdefault(uid, len(known)) for uid in found.per_example["uids"]]
+            uids = [known.setdefault(uid, len(known)) for uid in found.per_segment["uids"]]
             columns["uids"] = np.array(uids, dtype=np.int64)
         return columns
 
@@ -423,10 +426,10 @@ def _are_mappings(examples: Any) -> bool:
 def _form(found: ExampleColumns) -> str:
     """Return the form of examples: the name of their target, or the fields of rollouts."""
     weight = () if found.weights is None else ("weight",)
+    segments = () if found.segment_offsets is None else ("segments",)
     if not found.are_rollouts:
-        segments = () if found.segment_offsets is None else ("segments",)
         target = _NO_TARGET if found.target is None else found.target.name
         return ", ".join([target, *weight, *segments])
     images = () if found.images is None else found.images.arrays
     names = [column.name for column in found.fields if column.name not in _CUTS]
-    return ", ".join([*names, *images, *found.per_example, *weight])
+    return ", ".join([*names, *images, *found.per_segment, *weight, *segments])

@@ -209,7 +209,8 @@ def _pairs(columns: AuditColumns) -> np.ndarray:
     """Return the rows of the chosen and the rejected side of each pair: int64 [P, 2]."""
     heads = columns.heads
     are_two = (np.diff(heads, append=len(columns.lengths)) == 2).all()
-    are_pairs = len(columns.segments) and not columns.are_labelled and are_two
+    is_other = columns.are_labelled or columns.are_rollouts
+    are_pairs = len(columns.segments) and not is_other and are_two
     heads = heads if are_pairs else heads[:0]
     return np.stack([heads, heads + 1], axis=1)
 
