@@ -250,6 +250,21 @@ def _trees(r: Results) -> dict[str, str]:
     }
 
 
+def _windows(r: Results) -> dict[str, str]:
+    def of(row: str, column: str) -> str:
+        return cell(r, "What is kept, and at what cost", row, column)
+
+    lost = "truncate: trained, ends, rows cut in an answer"
+    return {
+        "What is kept of airline traces cut at 4,096 tokens?": (
+            f"by truncation {of('plain, 4,096', lost)} (trained tokens, ends, rows cut in an "
+            f"answer); by windows {of('plain, 4,096', 'windows: trained')} of the trained tokens, "
+            f"in {of('plain, 4,096', 'cells')} times the tokens of the traces, as a tree "
+            f"{of('plain, 4,096', 'tree')}"
+        ),
+    }
+
+
 def _audit(r: Results) -> dict[str, str]:
     def speed(of: str) -> str:
         found = cell(r, "From columns", of, "million tokens/s")
@@ -316,4 +331,5 @@ ANSWERS: dict[str, Callable[[Results], dict[str, str]]] = {
     "trees": _trees,
     "stream": _stream,
     "vision": _vision,
+    "windows": _windows,
 }

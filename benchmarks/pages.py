@@ -137,6 +137,7 @@ def _overview(all_results: Mapping[str, Results]) -> Rows:
         ("balance", "How even are"),
         ("steps", "How full and even is"),
         ("chat", "How much longer"),
+        ("windows", "What is kept"),
         ("hybrids", "What does packing a hybrid"),
         ("hybrids", "What does isolate_mixers"),
         ("trees", "What do shared prefixes"),

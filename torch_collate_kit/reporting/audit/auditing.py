@@ -49,7 +49,8 @@ CHECKS = tuple(
 )
 _LARGEST = 1 << 62  # no row is longer, and a place in the dataset added to it is still int64
 _NO_TARGET = "no loss target"
-_CUT = "num_cut_tokens"  # of examples that were cut when they were tokenized
+# Of examples that were cut when they were tokenized, and the columns of the audit
+_CUTS = {"num_cut_tokens": "num_cut", "is_continued": "is_continued"}
 _OF_PAIRS = ("margin", "score_chosen", "score_rejected", "label")
 _ROWS_AT_A_TIME = 4096
 _RECORDS_AT_A_TIME = 256
@@ -133,7 +134,8 @@ def _chat_setup(tokenizer: Any, chat: ChatOptions) -> ChatSetup:
             "tokenizer that the model is trained with"
         )
     pixels = chat.pixels and not hasattr(tokenizer, "image_processor")
-    options = replace(chat, allow_empty=True, max_length=None, labels=False, pixels=pixels)
+    limits: dict[str, Any] = {"max_length": None, "overflow": None, "group_turns": False}
+    options = replace(chat, allow_empty=True, labels=False, pixels=pixels, **limits)
     return ChatSetup(tokenizer, options)
 
 
@@ -166,7 +168,7 @@ def read_dataset(
     elif source.is_arrow and kind != "rollouts":
         columns = None
         if "input_ids" in source.names and _are_pairs(source.part(0, 1)):
-            columns = [name for name in (*KNOWN, _CUT, *_OF_PAIRS) if name in source.names]
+            columns = [name for name in (*KNOWN, *_CUTS, *_OF_PAIRS) if name in source.names]
         source = Source(TokenizedDataset(source.data, columns=columns, train_all=train_all))
     reader = _BlockReader(train_all, vision)
     for start in range(0, len(source), _ROWS_AT_A_TIME):
@@ -289,7 +291,7 @@ class _BlockReader:
             fields=dict.fromkeys(numbers_of, PerExample(torch.float64)),
         )
         columns = self._flat(found)
-        columns["num_cut"] = np.array([e.get(_CUT, 0) for e in examples], dtype=np.int64)
+        columns["num_cut"] = np.array([e.get("num_cut_tokens", 0) for e in examples])
         has_image = np.zeros(len(numbers), dtype=np.bool_)
         if image_token_id is not None:
             starts = np.cumsum(columns["lengths"]) - columns["lengths"]
@@ -306,7 +308,7 @@ class _BlockReader:
         """Keep a block of columns, with values per example repeated for each of its segments."""
         columns |= {"numbers": numbers, "has_image": has_image}
         if (offsets := found.segment_offsets) is not None:
-            for name in ("numbers", "has_image", "num_cut", "margins"):
+            for name in ("numbers", "has_image", *_CUTS.values(), "margins"):
                 columns[name] = np.repeat(columns[name], np.diff(offsets))
             columns["segments"] = np.arange(offsets[-1]) - np.repeat(offsets[:-1], np.diff(offsets))
         self._blocks.setdefault(_form(found), []).append(columns)
@@ -333,7 +335,7 @@ class _BlockReader:
 
     def _found(self, examples: Any, vision: VisionLayout | None) -> ExampleColumns:
         names = first_with(examples) if _are_mappings(examples) else {}
-        fields = {_CUT: PerExample(torch.int64)} if _CUT in names else {}
+        fields = {name: PerExample(torch.int64) for name in _CUTS if name in names}
         if "input_ids" in names and _are_pairs(examples):
             self._has_label |= "label" in names
             fields |= {name: PerExample(torch.float64) for name in _OF_PAIRS if name in names}
@@ -358,7 +360,8 @@ class _BlockReader:
         columns = {"ids": values["input_ids"], "lengths": lengths}
         offsets = found.segment_offsets
         num_rows = len(lengths) if offsets is None else len(offsets) - 1
-        columns["num_cut"] = values.get(_CUT, np.zeros(num_rows, dtype=np.int64))
+        for name, column in _CUTS.items():
+            columns[column] = values.get(name, np.zeros(num_rows, dtype=np.int64))
         if offsets is not None:
             margins = [values["margin"]] if "margin" in values else []
             if "score_chosen" in values and "score_rejected" in values:
@@ -428,5 +431,5 @@ def _form(found: ExampleColumns) -> str:
         target = _NO_TARGET if found.target is None else found.target.name
         return ", ".join([target, *weight, *segments])
     images = () if found.images is None else found.images.arrays
-    names = [column.name for column in found.fields if column.name != _CUT]
+    names = [column.name for column in found.fields if column.name not in _CUTS]
     return ", ".join([*names, *images, *found.per_segment, *weight, *segments])

@@ -42,6 +42,7 @@ def contradictory_answers(columns: AuditColumns) -> Found | None:
     first, stop = columns.first_trained, columns.last_trained + 1
     is_asked = (stop - first == columns.num_trained) & (columns.num_trained > 0)
     is_asked &= (first > columns.starts + 1) & (columns.ends - stop <= 2) & ~columns.has_image
+    is_asked &= np.append(0, columns.is_continued[:-1]) == 0  # else it goes on here
     if not is_asked.any():
         return None
     starts, answers, stops = columns.starts[is_asked], first[is_asked], stop[is_asked]
