@@ -206,3 +206,14 @@ def test_routes_of_segments_that_share_cells_are_refused() -> None:
     assert routes.flatten().tolist() == [1] * 9
     with pytest.raises(DataError, match=r"^example 1 has rollout_expert_indices in 2 seg"):
         PackedCollator(0, max_tokens=9, share_prefixes=True)(examples)
+
+
+def test_a_log_prob_may_be_nan_where_the_engine_did_not_score_the_token() -> None:
+    given = rollout(1, 3, logprobs=[-1.0, np.nan, -0.5])
+    for collate in (RolloutCollator(0), PackedCollator(0, max_tokens=8)):
+        found = collate([given])["rollout_logprobs"]
+        assert found.isnan().tolist() == [[False, True, False]]
+        with pytest.raises(DataError, match="example 0: logprobs is -inf at response token 2; it"):
+            collate([rollout(1, 3, logprobs=[-1.0, np.nan, -np.inf])])
+        with pytest.raises(DataError, match=r"logprobs is 0\.5 at response token 0; a log-prob"):
+            collate([rollout(1, 3, logprobs=[0.5, np.nan, -1.0])])

@@ -177,6 +177,9 @@ def example_losses(
     Keep ``segment_sums(-token_logps(...).detach(), batch)`` and the batch in the loop, which waits
     for nothing, and call this where losses are logged: one copy to the host, one gather.
 
+    Columns have a row per example, ascending: ``"example"``, ``"loss"``, a sum, ``"tokens"``, and
+    ``"source"`` if declared, or known of a ``Mixture``. Segments and pieces of an example add up.
+
     Args:
         sums: ``[S]``, as :func:`segment_sums` returns, or one such tensor for each micro-batch.
         batches: the Batch of these sums, or the micro-batches: of one step, with a sampler of any.
@@ -184,15 +187,9 @@ def example_losses(
             then indices in its dataset, without it those of the collator's input.
         group: the data-parallel ranks, all ranks by default; each must call it.
 
-    Returns:
-        Columns with a row per example, ascending: ``"example"``, ``"loss"``, a sum, ``"tokens"``,
-        and ``"source"`` where the field is declared, or the sampler is one of a ``Mixture``.
-        Segments and pieces of an example add up.
-
     Raises:
-        ValueError: other numbers of sums; a context shard, or documents that are not isolated;
-            batches without epoch and step, or of another sampler; without a sampler, examples that
-            come twice.
+        ValueError: other numbers of sums; a context shard; documents that are not isolated; batches
+            not of this sampler, or without one of several steps.
         TypeError: sums that are not tensors of floats; not a Batch.
 
     >>> from torch_collate_kit import PackedCollator
@@ -215,10 +212,8 @@ def example_losses(
     found = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     place, mixture = found.pop("place"), getattr(sampler, "mixture", None)
     if sampler is None and len(np.unique(place, axis=0)) < len(place):
-        raise ValueError(
-            "an example comes twice: the batches are of several steps, or of ranks that collated "
-            "their own, so their numbers begin at 0 again; pass sampler=, that of the loader"
-        )
+        why = "the batches are of several steps, or of ranks that collated their own"
+        raise ValueError(f"an example comes twice: {why}; pass sampler=, that of the loader")
     examples, first, rows = np.unique(found["example"], return_index=True, return_inverse=True)
     table = {name: column[first] for name, column in found.items()}
     for name, dtype in (("loss", np.float64), ("tokens", np.int64)):
@@ -254,10 +249,8 @@ def _in_dataset(batch: Batch, read: Callable[..., Any]) -> np.ndarray:
     """Return the index in the dataset of each example that the collator got, int64."""
     epoch, step, number = (batch.metadata.get(name) for name in ("epoch", "step", "num_examples"))
     if epoch is None or step is None:
-        raise ValueError(
-            "the batch has no epoch and step, so it is not known what the sampler read; load it "
-            "with a PrefetchLoader, or leave sampler out for the indices of the collator"
-        )
+        way_out = "load it with a PrefetchLoader, or leave sampler out for the collator's indices"
+        raise ValueError(f"the batch has no epoch and step, so its examples are unknown; {way_out}")
     examples: np.ndarray = read(epoch, step, own=True)
     if len(examples) != number:  # some were skipped, and the others numbered anew
         examples = examples[~np.isin(examples, batch.metadata.get("skipped", []))]

@@ -29,8 +29,7 @@ def log_ratios(logps: Tensor, old_logps: Tensor, batch: Batch, *, level: Level =
     "geometric", their mean, of GSPO (Zheng et al. 2025). A context shard has "token" alone.
 
     Raises:
-        ValueError: other numbers of log-probs than trained tokens; an unknown level; segments of a
-            shard.
+        ValueError: other numbers of log-probs than trained tokens; an unknown level; a shard.
         TypeError: log-probs that are not tensors of floats; not a Batch.
 
     >>> from torch_collate_kit import PackedCollator
@@ -64,13 +63,11 @@ def importance_weights(
     sampling) or 0 ("zero": masked, IcePop).
 
     Raises:
-        ValueError: not ``0 <= low <= high``; an unknown ``outside``; as :func:`log_ratios`.
-        TypeError: as :func:`log_ratios`.
+        ValueError, TypeError: not ``0 <= low <= high``; an unknown ``outside``; as ``log_ratios``.
 
     >>> from torch_collate_kit import PackedCollator
     >>> batch = PackedCollator(0, max_tokens=3)([{"input_ids": [5, 6, 7]}])
-    >>> logps, old_logps = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0])
-    >>> importance_weights(logps, old_logps, batch, high=1.5)
+    >>> importance_weights(torch.tensor([-1.0, -2]), torch.tensor([-1.5, -1]), batch, high=1.5)
     tensor([1.5000, 0.3679])
     """
     checked_choice("outside", outside, ("clamp", "zero"))
@@ -92,18 +89,15 @@ def kl_estimates(
     Gradients flow to ``logps`` alone.
 
     Raises:
-        ValueError: other shapes; an unknown kind.
-        TypeError: not tensors of floats.
+        ValueError, TypeError: other shapes; an unknown kind; not tensors of floats.
 
     >>> kl_estimates(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0]))
     tensor([0.1065, 0.7183])
     """
     checked_choice("kind", kind, ("k1", "k2", "k3"))
     difference = -_difference(logps, "ref_logps", ref_logps)
-    if kind == "k1":
-        return -difference
-    if kind == "k2":
-        return difference.square() / 2
+    if kind != "k3":
+        return -difference if kind == "k1" else difference.square() / 2
     difference = difference.clamp(max=_BOUND)
     return difference.expm1() - difference
 
