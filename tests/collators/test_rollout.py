@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,11 +18,9 @@ from tests.batch_checks import (
 from tests.oracle import rollout_batch
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators import PackedCollator, RolloutCollator
-from torch_collate_kit.collators.packed import _check_rollouts
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.losses import token_loss
-from torch_collate_kit.packing import PackingOptions, ParallelLayout
-from torch_collate_kit.reading.reader import read_columns
+from torch_collate_kit.packing import ParallelLayout
 from torch_collate_kit.rl import stage_mini_batches
 
 
@@ -202,15 +199,13 @@ def test_a_pad_id_outside_the_vocabulary_is_never_looked_up() -> None:
 
 
 def test_routes_of_segments_that_share_cells_are_refused() -> None:
-    examples = [rollout(1, 2, rollout_expert_indices=np.ones((3, 1, 1), int))] * 3
-    columns = read_columns(examples, rollouts=True)
-    packing = PackingOptions(max_tokens=8, share_prefixes=True)
-    alone = replace(columns, segment_offsets=np.arange(4))
-    _check_rollouts(alone, packing, has_vision=False)  # no cell has two tokens
-    two = replace(columns, segment_offsets=np.array([0, 1, 3]))
-    _check_rollouts(two, replace(packing, share_prefixes=False), has_vision=False)
+    one = rollout(1, 2, rollout_expert_indices=np.ones((3, 1, 1), int))
+    keys = ("prompt_ids", "response_ids", "loss_mask", "rewards", "rollout_expert_indices")
+    examples = [{**one, **{key: [one[key]] * n for key in keys}} for n in (1, 2)]
+    routes = PackedCollator(0, max_tokens=9)(examples)["rollout_expert_indices"]
+    assert routes.flatten().tolist() == [1] * 9
     with pytest.raises(DataError, match=r"^example 1 has rollout_expert_indices in 2 seg"):
-        _check_rollouts(two, packing, has_vision=False)
+        PackedCollator(0, max_tokens=9, share_prefixes=True)(examples)
 
 
 def test_a_log_prob_may_be_nan_where_the_engine_did_not_score_the_token() -> None:

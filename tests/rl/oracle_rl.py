@@ -97,7 +97,7 @@ def advantages(
     assert not trajectories.pop()
     for uid in {uids[rows[0]] for rows in trajectories}:
         group = [rows for rows in trajectories if uids[rows[0]] == uid]
-        scores = [math.fsum(rewards[rows[-1]]) for rows in group]
+        scores = [math.fsum(math.fsum(rewards[i]) for i in rows) for rows in group]
         found = outcome(scores, estimator, epsilon, group_of_one)
         for rows, advantage in zip(group, found, strict=True):
             for i in rows:
@@ -206,6 +206,43 @@ def _continues(previous: Mapping[str, Any], step: Mapping[str, Any]) -> bool:
         if (step.get(key) or [])[: len(images)] != images:
             return False
     return step["prompt_ids"][: len(tokens)] == tokens
+
+
+def branched(
+    steps: Sequence[Mapping[str, Any]], per_token: Sequence[str] = ("loss_mask", "logprobs")
+) -> list[list[dict[str, Any]]]:
+    """The branches of every trajectory, a dict each; ``per_token`` keys are 0 between responses.
+
+    A step is added to the longest branch whose tokens its prompt begins with, of several equal
+    ones to that which was added to last.
+    """
+    trajectories: list[list[dict[str, Any]]] = []
+    ended = True
+    for number, step in enumerate(steps):
+        if ended or step["uid"] != steps[number - 1]["uid"]:
+            trajectories.append([])
+        ended, best = step["is_last_step"], None
+        for branch in trajectories[-1]:
+            tokens = branch["prompt_ids"] + branch["response_ids"]
+            if step["prompt_ids"][: len(tokens)] == tokens:
+                key = len(tokens), branch["steps"][-1]
+                if best is None or key > best[0]:
+                    best = key, branch
+        if best is None:
+            branch = {"prompt_ids": list(step["prompt_ids"]), "response_ids": [], "steps": []}
+            trajectories[-1].append(branch | {key: [] for key in per_token})
+        branch = trajectories[-1][-1] if best is None else best[1]
+        known = len(branch["prompt_ids"]) + len(branch["response_ids"])
+        for token in step["prompt_ids"][known:]:
+            branch["response_ids"].append(token)
+            for key in per_token:
+                branch[key].append(0)
+        for k, token in enumerate(step["response_ids"]):
+            branch["response_ids"].append(token)
+            for key in per_token:
+                branch[key].append(step[key][k])
+        branch["steps"].append(number)
+    return trajectories
 
 
 def response_values(values: Grid, mask: Grid) -> list[list[float]]:

@@ -257,7 +257,7 @@ def _padded_row_metadata(key: str, value: Any, added: int) -> Any:
     return repeated
 
 
-def changed_rows(storage: Storage, change: Callable[[Any], Any]) -> Storage:
+def changed_rows(storage: Storage, change: Callable[[Any], Any], divides: bool = False) -> Storage:
     """Return other rows of a batch; refuse those in which segments of an example are missing.
 
     Raises:
@@ -268,7 +268,7 @@ def changed_rows(storage: Storage, change: Callable[[Any], Any]) -> Storage:
     numbers, examples = (
         storage.row_metadata.get(key) for key in ("segment_numbers", "example_indices")
     )
-    counts = storage.metadata.get("num_segments")
+    counts = None if divides else storage.metadata.get("num_segments")
     if not isinstance(numbers, Ragged) or not isinstance(examples, Ragged) or counts is None:
         return storage
     columns = storage.columns

@@ -13,7 +13,7 @@ from torch import nn
 
 from torch_collate_kit._checks import call_repr, changed_settings, checked_bool, checked_choice
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.batch.fields import PerExample, PerResponseToken, PerToken
+from torch_collate_kit.batch.fields import PerToken
 from torch_collate_kit.batch.model_inputs import model_inputs
 from torch_collate_kit.batch.model_kind import ModelKind
 from torch_collate_kit.batch.placement import Placement, Targets
@@ -21,17 +21,9 @@ from torch_collate_kit.batch.storage import Columns, Storage
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing import PackingOptions
 from torch_collate_kit.ragged import unchecked
-from torch_collate_kit.reading.entries import DeclaredFields
+from torch_collate_kit.reading.entries import DeclaredFields, checked_fields
 from torch_collate_kit.reading.examples import ExampleColumns, RowColumns
 from torch_collate_kit.vision import VisionLayout
-
-_ROW_METADATA = (
-    *("example_indices", "example_starts", "segment_numbers", "num_trained", "max_segment_length"),
-    *("uids", "trajectory_ids", "is_last_step", "row_indices", "shared_lengths"),
-)
-# Dtypes that torch computes with; of the others it has little more than the name.
-_INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-_DTYPES = (*_INTEGERS, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Collator:
@@ -64,7 +56,7 @@ class Collator:
             self._of_images = (*positions, types) if types else positions
             names = (*names, *self._of_images, *vision.fields)
         self.normalize_loss = checked_bool("normalize_loss", normalize_loss) and targets is not None
-        self.fields = _checked_fields(fields, (*names, "loss_weights"))
+        self.fields = checked_fields(fields, (*names, "loss_weights"))
 
     def __repr__(self) -> str:
         return call_repr(self, str(self.pad_token_id), **changed_settings(self))
@@ -148,61 +140,6 @@ def _pad_token_id_of(tokenizer: Any) -> int:
     if pad_token_id < 0:
         raise ValueError(f"pad_token_id must be 0 or more, got {pad_token_id}; embeddings index it")
     return int(pad_token_id)
-
-
-def _checked_fields(fields: DeclaredFields | None, taken_names: tuple[str, ...]) -> DeclaredFields:
-    """Return the declared fields, checked."""
-    if fields is None:
-        return {}
-    if not isinstance(fields, Mapping):
-        raise TypeError(
-            f"fields must map names to PerToken, PerResponseToken or PerExample, got {fields!r:.60}"
-        )
-    for name, spec in fields.items():
-        where = f"fields[{name!r}]"
-        if not isinstance(spec, PerToken | PerResponseToken | PerExample):
-            raise TypeError(
-                f"{where} must be a PerToken, PerResponseToken or PerExample, got {spec!r:.60}; "
-                "for instance PerToken(torch.float32)"
-            )
-        if not isinstance(spec, PerExample) or spec.dtype is not str:
-            _check_dtype(where, spec)
-            _check_shape(where, spec.shape)
-            if isinstance(spec, PerExample) and len(spec.shape) > 1:
-                raise ValueError(f"{where} has shape={spec.shape}; an example has (k,) numbers")
-        elif name in _ROW_METADATA:
-            raise ValueError(f"fields names {name!r}, which is row metadata; rename yours")
-        if not isinstance(name, str) or not name.isidentifier():
-            raise ValueError(f"fields names {name!r}, which is not a name; use letters and _")
-        if name in taken_names:
-            raise ValueError(
-                f"fields names {name!r}, which the collator reads or makes itself; rename yours"
-            )
-    return dict(fields)
-
-
-def _check_dtype(where: str, spec: Any) -> None:
-    """Check that torch has numbers of this dtype, and that it holds the pad."""
-    dtype, pad = spec.dtype, getattr(spec, "pad", 0)
-    if not isinstance(dtype, torch.dtype) or dtype.is_complex:
-        text = ", or str" if isinstance(spec, PerExample) else ""
-        raise TypeError(f"{where} must have a torch dtype of real numbers{text}, got {dtype!r}")
-    if not isinstance(spec, PerExample) and dtype not in _DTYPES:
-        raise TypeError(
-            f"{where} has {dtype}, which torch does not place; give a signed integer, uint8, "
-            "bool, or a float of 16 bits or more"
-        )
-    if torch.tensor(pad, dtype=torch.float64).to(dtype).double().item() != pad:
-        raise ValueError(f"{where} has pad={pad}, which {dtype} does not hold")
-
-
-def _check_shape(where: str, shape: Any) -> None:
-    if not isinstance(shape, tuple) or any(type(size) is not int or size < 1 for size in shape):
-        is_size = type(shape) is int and shape > 0
-        way_out = f"shape=({shape},)" if is_size else "for k numbers in an entry shape=(k,)"
-        raise ValueError(
-            f"{where} has shape={shape!r:.40}; give a tuple of positive ints, {way_out}"
-        )
 
 
 def check_options(targets: Targets, *, train_all: bool, packing: PackingOptions | None) -> None:

@@ -265,11 +265,13 @@ class PackedCollator(Collator, ForTrainer):
         width = self._width(plan)
         if width > MAX_WIDTH:
             raise too_wide(width, f"lower max_tokens={plan.max_tokens}")
-        rows = list(pairwise(pieces.row_offsets.tolist()))
         per_row: dict[str, Any] = {}
-        for name, values in columns.per_example.items():
-            in_order = [values[i] for i in pieces.examples.tolist()]
-            per_row[name] = [PackedValues(in_order[start:stop]) for start, stop in rows]
+        of_segments = columns.per_segment, columns.in_segments(pieces)
+        for named, owners in ((columns.per_example, pieces), of_segments):
+            rows = list(pairwise(owners.row_offsets.tolist()))
+            for name, values in named.items():
+                in_order = [values[i] for i in owners.examples.tolist()]
+                per_row[name] = [PackedValues(in_order[start:stop]) for start, stop in rows]
         if self.vision is not None and part.needs_dummy_image.any():
             columns, pieces = columns.with_dummy_images(pieces, part.needs_dummy_image)
         indices = unchecked(plan.atoms.examples[part.numbers], part.pieces.row_offsets)
@@ -387,13 +389,15 @@ def _check_rollouts(rollouts: ExampleColumns, packing: PackingOptions, *, has_vi
     """Check that rollouts fit in a row whole, and that cells have one image and one route."""
     if rollouts.images is not None and not has_vision:
         raise unknown_images(f"example {min(rollouts.images.units)}")
-    numbers = np.diff(rollouts.segment_offsets) if rollouts.segment_offsets is not None else 1
-    if packing.share_prefixes and np.max(numbers) > 1 and "router_padding_mask" in rollouts.names:
-        raise DataError(
-            f"example {np.argmax(numbers)} has rollout_expert_indices in {np.max(numbers)} "
-            "segments, and with share_prefixes a cell of several tokens could follow one route "
-            "only; leave out the routes, or share_prefixes"
-        )
+    if rollouts.segment_offsets is not None:
+        counts = np.diff(rollouts.segment_offsets)
+        if packing.share_prefixes and "router_padding_mask" in rollouts.names:
+            raise DataError(
+                f"example {counts.argmax()} has rollout_expert_indices in {counts.max()} segments, "
+                "and with share_prefixes a cell of several tokens could follow one route only; "
+                "leave out the routes, or share_prefixes"
+            )
+        return  # the planner compares all segments together with a row
     capacity, max_tokens = packing.capacity, packing.max_tokens
     too_long = np.flatnonzero(rollouts.lengths > capacity)
     if len(too_long) and packing.overflow != "drop":

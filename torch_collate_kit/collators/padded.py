@@ -73,15 +73,15 @@ class _OneExamplePerRow(Collator):
         longest = int(np.where(num_actions > 0, num_actions + pads, 0).max())
         longest = width if self.targets == "same_token" else longest
         segments = padded(placed.counts, width, padding_side=side)
-        per_example: dict[str, Any] = examples.per_example
         metadata: dict[str, Any] = {"num_examples": len(examples.example_lengths)}
-        if examples.segment_offsets is not None:
-            per_example = {k: _at_first(values, placed) for k, values in per_example.items()}
+        per_row, in_order = dict[str, Any](), examples.per_segment
+        if examples.segment_offsets is None:
+            in_order = in_order | examples.per_example
+        else:
+            per_row = {k: _at_first(values, placed) for k, values in examples.per_example.items()}
             metadata["num_segments"] = tuple(np.diff(examples.segment_offsets).tolist())
-        elif len(dropped):
-            per_example = {
-                k: [values[i] for i in pieces.examples] for k, values in per_example.items()
-            }
+        for name, values in in_order.items():
+            per_row[name] = [values[i] for i in pieces.examples.tolist()]
         metadata |= counts_by_source(given, placed.examples, pieces.lengths)
         return self._batch(
             placed,
@@ -90,7 +90,7 @@ class _OneExamplePerRow(Collator):
                 targets=self.targets,
             ),
             names,
-            row_metadata=per_example,
+            row_metadata=per_row,
             metadata={**metadata, "num_dummy_rows": 0},
             dropped=dropped,
             cut=cut,

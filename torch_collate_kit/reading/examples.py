@@ -20,7 +20,7 @@ from torch_collate_kit.errors import DataError, examples_named
 from torch_collate_kit.packing.rows import Pieces, row_sums, running_sum
 from torch_collate_kit.packing.trees import Trees, trees_of
 from torch_collate_kit.ragged import Ragged, span_indices, unchecked
-from torch_collate_kit.reading.columns import Numbers
+from torch_collate_kit.reading.columns import Numbers, tensor_to_numpy
 from torch_collate_kit.reading.entries import (
     DeclaredFields,
     FieldColumn,
@@ -78,7 +78,9 @@ class ExampleColumns:
     images: Images | None
     """None where the collator was given no vision model; else there may be no image in it."""
     per_example: dict[str, list[Any]] = field(default_factory=dict)
-    """Row metadata to be: uids, trajectory_ids, is_last_step, declared ``PerExample(str)``."""
+    """Row metadata to be: declared ``PerExample(str)``."""
+    per_segment: dict[str, list[Any]] = field(default_factory=dict)
+    """Row metadata to be, of rollouts: uids, trajectory_ids, is_last_step."""
     are_rollouts: bool = False
     weights: np.ndarray | None = None
     """float32 [N], what multiplies the loss weights of each example, if it was given."""
@@ -260,7 +262,7 @@ class ExampleColumns:
             )
         placed = found.place(whole_examples(self.lengths))
         return {
-            name: Ragged(column.values.numpy(), column.offsets)
+            name: Ragged(tensor_to_numpy(name, None, column.values), column.offsets)
             for name, column in placed.columns.items()
         }
 

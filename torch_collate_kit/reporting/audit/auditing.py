@@ -48,7 +48,8 @@ _MODULES = (checks, token_checks, text_checks, group_checks)
 CHECKS = tuple(of for module in _MODULES for of in vars(module).values() if isinstance(of, Check))
 _LARGEST = 1 << 62  # no row is longer, and a place in the dataset added to it is still int64
 _NO_TARGET = "no loss target"
-_CUT = "num_cut_tokens"  # of examples that were cut when they were tokenized
+# Of examples that were cut when they were tokenized, and the columns of the audit
+_CUTS = {"num_cut_tokens": "num_cut", "is_continued": "is_continued"}
 _OF_PAIRS = ("margin", "score_chosen", "score_rejected", "label")
 _ROWS_AT_A_TIME = 4096
 _RECORDS_AT_A_TIME = 256
@@ -137,7 +138,8 @@ def _chat_setup(tokenizer: Any, chat: ChatOptions) -> ChatSetup:
             "tokenizer that the model is trained with"
         )
     pixels = chat.pixels and not hasattr(tokenizer, "image_processor")
-    options = replace(chat, allow_empty=True, max_length=None, labels=False, pixels=pixels)
+    limits: dict[str, Any] = {"max_length": None, "overflow": None, "group_turns": False}
+    options = replace(chat, allow_empty=True, labels=False, pixels=pixels, **limits)
     return ChatSetup(tokenizer, options)
 
 
@@ -174,9 +176,9 @@ def read_dataset(
     elif source.is_arrow and kind != "rollouts":
         columns = None
         if targets is None:
-            columns = [name for name in (*KNOWN, _CUT, "label") if name in source.names]
+            columns = [name for name in (*KNOWN, *_CUTS, "label") if name in source.names]
         elif "input_ids" in source.names and _are_pairs(source.part(0, 1)):
-            columns = [name for name in (*KNOWN, _CUT, *_OF_PAIRS) if name in source.names]
+            columns = [name for name in (*KNOWN, *_CUTS, *_OF_PAIRS) if name in source.names]
         source = Source(TokenizedDataset(source.data, columns=columns, train_all=train_all))
     reader = _BlockReader(train_all, vision, targets)
     for start in range(0, len(source), _ROWS_AT_A_TIME):
@@ -300,7 +302,7 @@ class _BlockReader:
             fields=dict.fromkeys(numbers_of, PerExample(torch.float64)),
         )
         columns = self._flat(found)
-        columns["num_cut"] = np.array([e.get(_CUT, 0) for e in examples], dtype=np.int64)
+        columns["num_cut"] = np.array([e.get("num_cut_tokens", 0) for e in examples])
         has_image = np.zeros(len(numbers), dtype=np.bool_)
         if image_token_id is not None:
             starts = np.cumsum(columns["lengths"]) - columns["lengths"]
@@ -317,7 +319,7 @@ class _BlockReader:
         """Keep a block of columns, with values per example repeated for each of its segments."""
         columns |= {"numbers": numbers, "has_image": has_image}
         if (offsets := found.segment_offsets) is not None:
-            for name in ("numbers", "has_image", "num_cut", "margins"):
+            for name in ("numbers", "has_image", *_CUTS.values(), "margins"):
                 columns[name] = np.repeat(columns[name], np.diff(offsets))
             columns["segments"] = np.arange(offsets[-1]) - np.repeat(offsets[:-1], np.diff(offsets))
         self._blocks.setdefault(_form(found), []).append(columns)
@@ -345,7 +347,7 @@ class _BlockReader:
 
     def _found(self, examples: Any, vision: VisionLayout | None) -> ExampleColumns:
         names = first_with(examples) if _are_mappings(examples) else {}
-        fields = {_CUT: PerExample(torch.int64)} if _CUT in names else {}
+        fields = {name: PerExample(torch.int64) for name in _CUTS if name in names}
         if self.targets is None:
             fields |= {"label": PerExample(torch.float64)} if "label" in names else {}
         elif "input_ids" in names and _are_pairs(examples):
@@ -377,7 +379,8 @@ class _BlockReader:
         columns = {"ids": values["input_ids"], "lengths": lengths}
         offsets = found.segment_offsets
         num_rows = len(lengths) if offsets is None else len(offsets) - 1
-        columns["num_cut"] = values.get(_CUT, np.zeros(num_rows, dtype=np.int64))
+        for name, column in _CUTS.items():
+            columns[column] = values.get(name, np.zeros(num_rows, dtype=np.int64))
         if offsets is not None:
             margins = [values["margin"]] if "margin" in values else []
             if "score_chosen" in values and "score_rejected" in values:
@@ -397,17 +400,20 @@ class _BlockReader:
         columns["trained"] = np.zeros(len(columns["ids"]), dtype=np.bool_)
         columns["trained"][responses] = trained
         starts = np.cumsum(num_actions) - num_actions
+        scores = np.add.reduceat(values["rewards"], starts, dtype=np.float64)
+        if offsets is not None:  # a rollout has one, over all of its segments
+            scores = np.repeat(np.add.reduceat(scores, offsets[:-1]), np.diff(offsets))
         columns |= {
             "num_actions": num_actions,
-            "scores": np.add.reduceat(values["rewards"], starts, dtype=np.float64),
-            "is_last_step": np.array(found.per_example.get("is_last_step", [True] * len(lengths))),
+            "scores": scores,
+            "is_last_step": np.array(found.per_segment.get("is_last_step", [True] * len(lengths))),
         }
         if "rollout_logprobs" in values:
             columns["logprobs"] = np.full(len(columns["ids"]), np.nan, dtype=np.float32)
             columns["logprobs"][responses] = values["rollout_logprobs"]
-        if "uids" in found.per_example:
+        if "uids" in found.per_segment:
             known = self._uids
-            uids = [known.setdefault(uid, len(known)) for uid in found.per_example["uids"]]
+            uids = [known.setdefault(uid, len(known)) for uid in found.per_segment["uids"]]
             columns["uids"] = np.array(uids, dtype=np.int64)
         return columns
 
@@ -442,11 +448,11 @@ def _are_mappings(examples: Any) -> bool:
 def _form(found: ExampleColumns) -> str:
     """Return the form of examples: the name of their target, or the fields of rollouts."""
     weight = () if found.weights is None else ("weight",)
+    segments = () if found.segment_offsets is None else ("segments",)
     if not found.are_rollouts:
-        segments = () if found.segment_offsets is None else ("segments",)
         target = _NO_TARGET if found.target is None else found.target.name
         classes = [c.name for c in found.fields if found.targets is None and c.name == "label"]
         return ", ".join([target, *classes, *weight, *segments])
     images = () if found.images is None else found.images.arrays
-    names = [column.name for column in found.fields if column.name != _CUT]
-    return ", ".join([*names, *images, *found.per_example, *weight])
+    names = [column.name for column in found.fields if column.name not in _CUTS]
+    return ", ".join([*names, *images, *found.per_segment, *weight, *segments])

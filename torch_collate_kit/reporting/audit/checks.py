@@ -13,6 +13,7 @@ from torch_collate_kit._checks import plural
 from torch_collate_kit.batch.placement import Targets
 from torch_collate_kit.chat.preview import CASES
 from torch_collate_kit.chat.template import ChatTemplate, num_shared
+from torch_collate_kit.chat.turns import plain_turn
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.reporting.audit.columns import AuditColumns
 from torch_collate_kit.reporting.audit.findings import Finding, Found, Severity, words_of
@@ -409,19 +410,28 @@ def eos_truncated(columns: AuditColumns) -> Found | None:
     is_cut = columns.num_cut > 0
     is_beyond = ends_well & _cut_targets(columns)[1]
     stops = has_target & ~ends_well & (last == columns.ends - 1)
-    stops &= ends_well.sum() >= MOST * has_target.sum()
+    is_tile = stops & (columns.is_continued > 0)
+    stops &= ~is_tile
+    template, turns = columns.vocabulary.template, columns.turns
+    is_open = stops & columns.in_rows(turns.rows[turns.are_answers])
+    is_open &= template is not None and plain_turn(template).writes_no_end
+    stops &= ends_well.sum() >= MOST * (has_target & ~is_tile).sum()
     where = {
         f"which is beyond max_tokens={columns.max_tokens}": is_beyond,
-        "as they stop without EOS": stops & ~is_cut,
+        "as they stop without EOS": stops & ~is_cut & ~is_open,
         "which was cut off before, as num_cut_tokens says": is_cut,
+        f"as the chat template writes none, and tokenize_chat does ({is_open.sum():,})": is_open,
+        f"which another window has ({is_tile.sum():,})": is_tile,
     }
+    lost = is_beyond | is_cut | is_open
+    way_out = "they teach the model not to stop; drop them, or raise the limit that cuts them"
+    way_out = way_out if (lost | stops).any() else "nothing is lost"
     # a rollout that stops was stopped by the limit of generation
-    is_stopped = columns.are_rollouts and not (is_beyond | is_cut).any()
+    is_stopped = columns.are_rollouts or not stops.any()
     return columns.found_at(
-        np.where(has_target, last, columns.ends - 1)[is_beyond | stops | is_cut],
-        f"ROWS lose the end of their answer, {words_of(where)}, so they teach the model not to "
-        "stop; drop them, or raise the limit that cuts them",
-        severity="note" if is_stopped else None,
+        np.where(has_target, last, columns.ends - 1)[lost | stops | is_tile],
+        f"ROWS lose the end of their answer, {words_of(where)}, so {way_out}",
+        severity="note" if is_stopped and not lost.any() else None,
     )
 
 

@@ -40,6 +40,8 @@ class AuditColumns:
     """bool [N], rows with images; equal text does not make them equal."""
     num_cut: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.int64))
     """int64 [N], tokens that each row had lost before the audit."""
+    is_continued: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.int64))
+    """int64 [N], 1 for windows that end inside an answer, of which another one has the end."""
     has_target: bool = False
     """Whether the rows say what is trained."""
     labels: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.int64))
