@@ -107,7 +107,7 @@ def read_columns(
     offsets, ids = None, "response_ids" if are_rollouts else "input_ids"
     if are_nested(raw[ids]):
         others = [key for key in declared if key not in numbers]
-        raw, offsets = opened(raw, (*PER_TOKEN, *ROLLOUT_PER_TOKEN, *others, *MEDIA), ids)
+        raw, offsets = opened(raw, (*ROLLOUT_PER_TOKEN, *PER_TOKEN, *others, *MEDIA), ids)
     per_segment = _row_metadata(raw, offsets) if are_rollouts else {}
     with examples_named(segment_name(offsets)):
         columns = _per_token(raw, declared, numbers, vision, are_rollouts=are_rollouts)
