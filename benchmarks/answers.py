@@ -265,6 +265,19 @@ def _windows(r: Results) -> dict[str, str]:
     }
 
 
+def _agents(r: Results) -> dict[str, str]:
+    tokens, branches, cells = (
+        cell(r, "Rewritten histories", "1% tokenized again", column)
+        for column in ("tokens: a sample per step", "a sample per branch", "tree: cells")
+    )
+    return {
+        "What do an agent's steps cost where 1% of the sampled pieces are tokenized again?": (
+            f"{tokens} tokens as samples, {branches} as a sample per branch, {cells} cells as a "
+            "tree of branches (167 steps of 12 airline dialogues)"
+        ),
+    }
+
+
 def _audit(r: Results) -> dict[str, str]:
     def speed(of: str) -> str:
         found = cell(r, "From columns", of, "million tokens/s")
@@ -318,6 +331,7 @@ def _preference(r: Results) -> dict[str, str]:
 
 ANSWERS: dict[str, Callable[[Results], dict[str, str]]] = {
     **PLAN_ANSWERS,
+    "agents": _agents,
     "audit": _audit,
     "chat": _chat,
     "collate": _collate,

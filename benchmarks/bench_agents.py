@@ -26,7 +26,7 @@ from torch_collate_kit import PackedCollator, rl
 
 _TRACES, _MANY = 12, 60
 _THOUGHT = "I should look at what the policy says about this request before I answer the customer"
-# Breaks in percent, and cells of trees, of a prototype; of the three that are drawn in another draw.
+# Breaks in percent, and cells of trees, of a prototype; the three that are drawn in another draw.
 _EXPECTED = {
     "ChatML, tokens kept": (0.0, 99_974),
     "0.1% tokenized again": (1.9, 100_270),

@@ -141,6 +141,7 @@ def _overview(all_results: Mapping[str, Results]) -> Rows:
         ("hybrids", "What does packing a hybrid"),
         ("hybrids", "What does isolate_mixers"),
         ("trees", "What do shared prefixes"),
+        ("agents", "What do an agent's steps"),
         ("preference", "What does packing preference"),
         ("preference", "What does it cost to keep pairs"),
     ]

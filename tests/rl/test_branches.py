@@ -34,12 +34,15 @@ from torch_collate_kit.batch.unpacking import shares_prefixes
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.losses import global_num_examples, trained_values
 
-CASES = 2000 if "ALL_CASES" in os.environ else 24
+CASES = 500 if "ALL_CASES" in os.environ else 24
 FIELDS = {
     "margins": PerResponseToken(torch.float32, pad=-1.0, shape=(2,)),
     "message_numbers": PerToken(torch.int16),
     "difficulty": PerExample(torch.float64),
 }
+STEP = {"uid": "a", "is_last_step": True, "prompt_ids": [1], "response_ids": [2, 3]}
+STEP |= {"loss_mask": [1, 1], "rewards": 1.0}
+IMAGE = {"pixel_values": np.ones((4, 2)), "image_grid_thw": np.array([[1, 2, 2]])}
 OF_SEGMENTS = ("prompt_ids", "response_ids", "loss_mask", "rewards", "logprobs")
 
 
@@ -107,6 +110,110 @@ def lists(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.ndarray) else value
 
 
+def test_routes_of_branches(caplog: pytest.LogCaptureFixture) -> None:
+    """Of a step's last token that of the step that read it, in the branch that goes on there."""
+    one = {"uid": "a", "loss_mask": [1], "rewards": 1.0}
+    tokens = [([1, 2], 3), ([1, 9], 4), ([1, 2, 3, 5], 6)]
+    steps = []
+    for number, (prompt, response) in enumerate(tokens):
+        routes = [[[10 * number + t, 9]] for t in range(len(prompt))] + [[[0, 1]]]
+        parts = {"prompt_ids": prompt, "response_ids": [response], "is_last_step": number == 2}
+        steps.append({**one, **parts, "rollout_expert_indices": routes})
+    with caplog.at_level(logging.INFO, "torch_collate_kit.rl"):
+        [rollout] = rl.merge_steps(steps, rewritten="branch")
+    assert rollout["prompt_ids"] == [[1, 2], [1, 9]]
+    first, second = lists(rollout["rollout_expert_indices"])
+    assert [r[0][0] for r in first] == [0, 1, 22, 23, 0]
+    assert [r[0][0] for r in second] == [10, 11, 0]
+    assert caplog.messages == ["break rate 50.0%: 1 of 2 later steps continue no other"]
+    batch = RolloutCollator(0)([rollout])
+    assert batch["rollout_expert_indices"].shape == (2, 5, 1, 2)
+    assert rl.merge_steps([], rewritten="branch") == []
+
+
+@pytest.mark.parametrize("given", ["list", "ndarray", "tensor", "columns"])
+def test_forms_of_segments(given: str) -> None:
+    """A reward of a rollout is that of its last token, an advantage that of all, others by form."""
+    form = {"ndarray": np.array, "tensor": torch.tensor}.get(given, list)
+    rollout = {
+        "prompt_ids": [form([1, 2]), form([1])],
+        "response_ids": [form([3]), form([4, 5])],
+        "loss_mask": [form([1]), form([0, 1])],
+        "uid": "a",
+        "weight": 2.0,
+    }
+    forms: list[tuple[Any, list, Any, list]] = [
+        (3.0, [[0, 0], [0, 3]], 0.5, [[0, 0.5], [0.5, 0.5]]),
+        ([1.0, 3.0], [[0, 1], [0, 3]], [0.5, 2.0], [[0, 0.5], [2, 2]]),
+        (
+            [form([1.0]), form([2.0, 3.0])],
+            [[0, 1], [2, 3]],
+            [1, form([2.0, 3.0])],
+            [[0, 1], [2, 3]],
+        ),
+    ]
+    for rewards, wanted, advantages, of_all in forms:
+        examples: Any = [{**rollout, "rewards": rewards, "advantages": advantages}]
+        if given == "columns":
+            examples = {key: [value] for key, value in examples[0].items()}
+        batch = RolloutCollator(0)(examples)
+        assert batch["rewards"].tolist() == wanted
+        assert batch["advantages"].tolist() == of_all
+        assert batch["loss_mask"].tolist() == [[0, 2], [0, 2]]
+        assert batch.row_metadata["is_last_step"] == [False, True]
+    later = {**examples[0], "is_last_step": False} if given != "columns" else None
+    if later:
+        last = RolloutCollator(0)([later, {**later, "is_last_step": True}])
+        assert last.row_metadata["is_last_step"] == [False, False, False, True]
+
+
+def test_tables_audits_and_reports_read_segments() -> None:
+    """An Arrow table is the same batch; an audit sums rewards, a report counts all tokens."""
+    whole = {"uid": "a", "prompt_ids": [[1, 2], [1]], "response_ids": [[3], [4, 5]]}
+    whole |= {"loss_mask": [[1], [0, 1]]}
+    examples = [{**whole, "rewards": rewards} for rewards in ([[1.0], [0, 0]], [[0.0], [0, 1]])]
+    examples[1]["response_ids"] = [[6], [4, 7]]
+    table = datasets.Dataset.from_list(examples)
+    for form in (table[:], table.with_format("arrow")[:]):
+        assert RolloutCollator(0)(form) == RolloutCollator(0)(examples)
+    assert audit(examples).names == ["reward_without_variance"]
+    examples[1]["rewards"] = [[0.0], [0, 2]]
+    assert audit(examples).names == []
+    data = packing_report(examples, max_tokens=16)["data"]
+    assert (data["num_tokens"], data["num_segments"]) == (12, 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "error", "message"),
+    [
+        ({}, {"rewritten": "tree"}, ValueError, "rewritten must be one of 'split', 'branch'"),
+        ({}, {"fields": ["a"]}, TypeError, "fields must map names to PerToken"),
+        ({}, {"fields": {"num_steps": PerToken(torch.int8)}}, ValueError, "'num_steps', which the"),
+        ({}, {"fields": {"a": PerToken(torch.int8)}}, DataError, "example 0 has no a, which"),
+        (IMAGE, {"rewritten": "branch"}, DataError, "example 0 has images, and .*'split'"),
+        ({"a": [1, 2]}, {"fields": {"a": PerToken(torch.int8)}}, DataError, "a has 2 entries, the"),
+        (
+            {"prompt_ids": [[1]], "response_ids": [[2, 3]], "loss_mask": [[1, 1]]},
+            {},
+            DataError,
+            "example 0 is a list of segments, as merge_steps returns; give its steps",
+        ),
+    ],
+)
+def test_what_is_not_merged(
+    changes: dict, options: dict, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        rl.merge_steps([{**STEP, **changes}], **options)
+
+
+def test_boundaries_do_not_divide_a_rollout() -> None:
+    rollouts = [{**STEP, **{k: [STEP[k]] * 2 for k in ("prompt_ids", "response_ids", "loss_mask")}}]
+    batch = RolloutCollator(0)(rollouts * 2)
+    with pytest.raises(ValueError, match="the rows of example 0, one for each of its 2 segments,"):
+        rl.stage_mini_batches(batch, [0, 1, 4], dp_size=1)
+
+
 @pytest.mark.parametrize("seed", range(CASES))
 def test_branches_against_the_oracle(seed: int) -> None:
     steps = drawn_steps(seed)
@@ -163,27 +270,6 @@ def test_laws_of_branches(seed: int) -> None:
         assert all(lists(found[key]) == expected[key] for key in OF_SEGMENTS)
 
 
-def test_routes_of_branches(caplog: pytest.LogCaptureFixture) -> None:
-    """Of a step's last token that of the step that read it, in the branch that goes on there."""
-    one = {"uid": "a", "loss_mask": [1], "rewards": 1.0}
-    tokens = [([1, 2], 3), ([1, 9], 4), ([1, 2, 3, 5], 6)]
-    steps = []
-    for number, (prompt, response) in enumerate(tokens):
-        routes = [[[10 * number + t, 9]] for t in range(len(prompt))] + [[[0, 1]]]
-        parts = {"prompt_ids": prompt, "response_ids": [response], "is_last_step": number == 2}
-        steps.append({**one, **parts, "rollout_expert_indices": routes})
-    with caplog.at_level(logging.INFO, "torch_collate_kit.rl"):
-        [rollout] = rl.merge_steps(steps, rewritten="branch")
-    assert rollout["prompt_ids"] == [[1, 2], [1, 9]]
-    first, second = lists(rollout["rollout_expert_indices"])
-    assert [r[0][0] for r in first] == [0, 1, 22, 23, 0]
-    assert [r[0][0] for r in second] == [10, 11, 0]
-    assert caplog.messages == ["break rate 50.0%: 1 of 2 later steps continue no other"]
-    batch = RolloutCollator(0)([rollout])
-    assert batch["rollout_expert_indices"].shape == (2, 5, 1, 2)
-    assert rl.merge_steps([], rewritten="branch") == []
-
-
 def flat(rollouts: list[dict]) -> list[dict]:
     """A rollout per segment."""
     return [
@@ -225,58 +311,6 @@ def test_a_row_per_segment(seed: int) -> None:
             for i, r in enumerate(rollouts)
             for k in range(len(r["prompt_ids"]))
         ]
-
-
-@pytest.mark.parametrize("given", ["list", "ndarray", "tensor", "columns"])
-def test_forms_of_segments(given: str) -> None:
-    """A reward of a rollout is that of its last token, an advantage that of all, others by form."""
-    form = {"ndarray": np.array, "tensor": torch.tensor}.get(given, list)
-    rollout = {
-        "prompt_ids": [form([1, 2]), form([1])],
-        "response_ids": [form([3]), form([4, 5])],
-        "loss_mask": [form([1]), form([0, 1])],
-        "uid": "a",
-        "weight": 2.0,
-    }
-    forms: list[tuple[Any, list, Any, list]] = [
-        (3.0, [[0, 0], [0, 3]], 0.5, [[0, 0.5], [0.5, 0.5]]),
-        ([1.0, 3.0], [[0, 1], [0, 3]], [0.5, 2.0], [[0, 0.5], [2, 2]]),
-        (
-            [form([1.0]), form([2.0, 3.0])],
-            [[0, 1], [2, 3]],
-            [1, form([2.0, 3.0])],
-            [[0, 1], [2, 3]],
-        ),
-    ]
-    for rewards, wanted, advantages, of_all in forms:
-        examples: Any = [{**rollout, "rewards": rewards, "advantages": advantages}]
-        if given == "columns":
-            examples = {key: [value] for key, value in examples[0].items()}
-        batch = RolloutCollator(0)(examples)
-        assert batch["rewards"].tolist() == wanted
-        assert batch["advantages"].tolist() == of_all
-        assert batch["loss_mask"].tolist() == [[0, 2], [0, 2]]
-        assert batch.row_metadata["is_last_step"] == [False, True]
-    later = {**examples[0], "is_last_step": False} if given != "columns" else None
-    if later:
-        last = RolloutCollator(0)([later, {**later, "is_last_step": True}])
-        assert last.row_metadata["is_last_step"] == [False, False, False, True]
-
-
-def test_tables_audits_and_reports_read_segments() -> None:
-    """An Arrow table is the same batch; an audit sums rewards, a report counts all tokens."""
-    whole = {"uid": "a", "prompt_ids": [[1, 2], [1]], "response_ids": [[3], [4, 5]]}
-    whole |= {"loss_mask": [[1], [0, 1]]}
-    examples = [{**whole, "rewards": rewards} for rewards in ([[1.0], [0, 0]], [[0.0], [0, 1]])]
-    examples[1]["response_ids"] = [[6], [4, 7]]
-    table = datasets.Dataset.from_list(examples)
-    for form in (table[:], table.with_format("arrow")[:]):
-        assert RolloutCollator(0)(form) == RolloutCollator(0)(examples)
-    assert audit(examples).names == ["reward_without_variance"]
-    examples[1]["rewards"] = [[0.0], [0, 2]]
-    assert audit(examples).names == []
-    data = packing_report(examples, max_tokens=16)["data"]
-    assert (data["num_tokens"], data["num_segments"]) == (12, 4)
 
 
 def staged_and_scored(rollouts: list[dict], **options: Any) -> tuple[Batch, np.ndarray]:
@@ -357,37 +391,22 @@ def test_gradients_are_those_of_a_sample_per_step(attention: str, seed: int) -> 
         assert float((one - other).abs().max()) < 1e-10
 
 
-STEP = {"uid": "a", "is_last_step": True, "prompt_ids": [1], "response_ids": [2, 3]}
-STEP |= {"loss_mask": [1, 1], "rewards": 1.0}
-IMAGE = {"pixel_values": np.ones((4, 2)), "image_grid_thw": np.array([[1, 2, 2]])}
-
-
-@pytest.mark.parametrize(
-    ("changes", "options", "error", "message"),
-    [
-        ({}, {"rewritten": "tree"}, ValueError, "rewritten must be one of 'split', 'branch'"),
-        ({}, {"fields": ["a"]}, TypeError, "fields must map names to PerToken"),
-        ({}, {"fields": {"num_steps": PerToken(torch.int8)}}, ValueError, "'num_steps', which the"),
-        ({}, {"fields": {"a": PerToken(torch.int8)}}, DataError, "example 0 has no a, which"),
-        (IMAGE, {"rewritten": "branch"}, DataError, "example 0 has images, and .*'split'"),
-        ({"a": [1, 2]}, {"fields": {"a": PerToken(torch.int8)}}, DataError, "a has 2 entries, the"),
-        (
-            {"prompt_ids": [[1]], "response_ids": [[2, 3]], "loss_mask": [[1, 1]]},
-            {},
-            DataError,
-            "example 0 is a list of segments, as merge_steps returns; give its steps",
-        ),
-    ],
-)
-def test_what_is_not_merged(
-    changes: dict, options: dict, error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        rl.merge_steps([{**STEP, **changes}], **options)
-
-
-def test_boundaries_do_not_divide_a_rollout() -> None:
-    rollouts = [{**STEP, **{k: [STEP[k]] * 2 for k in ("prompt_ids", "response_ids", "loss_mask")}}]
-    batch = RolloutCollator(0)(rollouts * 2)
-    with pytest.raises(ValueError, match="the rows of example 0, one for each of its 2 segments,"):
-        rl.stage_mini_batches(batch, [0, 1, 4], dp_size=1)
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_off_policy_weights_are_those_of_segments(level: Any) -> None:
+    """Of rows, of packed rows and of trees alike; a sequence is a segment."""
+    rollouts = rl.merge_steps(drawn_steps(4), rewritten="branch")
+    found = []
+    for collate in (
+        RolloutCollator(0),
+        PackedCollator(0, max_tokens=512),
+        PackedCollator(0, max_tokens=512, share_prefixes=True),
+    ):
+        batch = collate(rollouts)
+        old, rewards = (trained_values(batch[k], batch) for k in ("rollout_logprobs", "rewards"))
+        weights = rl.importance_weights(old / 2 - rewards, old, batch, level=level)
+        dense = torch.zeros(batch["loss_mask"].shape)
+        dense[batch["loss_mask"] != 0] = weights
+        found.append(rl.response_values(dense, batch))
+    assert len({w for segment in found[0] for w in segment}) > 5
+    assert found[1] == found[0]
+    assert found[2] == found[0]

@@ -221,11 +221,11 @@ def example_losses(
         )
     examples, first, rows = np.unique(found["example"], return_index=True, return_inverse=True)
     table = {name: column[first] for name, column in found.items()}
-    for name in ("loss", "tokens"):
-        table[name] = np.bincount(rows, found[name], len(examples))
+    for name, dtype in (("loss", np.float64), ("tokens", np.int64)):
+        table[name] = np.bincount(rows, found[name], len(examples)).astype(dtype)
     if "source" not in table and mixture is not None:
         table["source"] = np.array(mixture.names)[mixture.source_of(examples)]
-    return table | {"tokens": table["tokens"].astype(np.int64)}
+    return table
 
 
 def _of_segments(sums: Any, batch: Any, read: Callable[..., Any] | None) -> dict[str, Any]:
