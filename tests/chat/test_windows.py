@@ -18,6 +18,7 @@ from torch_collate_kit import (
     ChatOptions,
     DataError,
     PackedCollator,
+    audit,
     tokenize_chat,
     tokenize_chat_dataset,
 )
@@ -309,6 +310,11 @@ def test_nothing_is_said_where_no_window_is_made(caplog: Any) -> None:
     ):
         tokenize_chat_dataset(datasets.Dataset.from_list([FULL]), byte_tokenizer(CHATML), options)
     assert not caplog.records
+
+
+def test_an_audit_of_records_makes_no_windows() -> None:
+    options = ChatOptions(max_length=72, overflow="windows", group_turns=True)
+    assert audit([TALK, LONG], byte_tokenizer(CHATML), chat=options).num_rows == 2
 
 
 # ---- what is refused
