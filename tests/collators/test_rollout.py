@@ -82,7 +82,7 @@ def test_routes_by_hand() -> None:
 def test_a_hole_is_a_token_without_a_route_everywhere(kind: str) -> None:
     """Marked are pads, tokens behind the routes, and holes; after every change of the rows, too."""
     hole = [[-1, -1]] * 2
-    routes = [[[[3, 1], [0, 4]], hole, [[300, 2], [5, 6]]], [hole] * 2, [[[7, 8], [9, 10]]] * 3]
+    routes = [[[[3, 1], [0, 4]], hole, [[30, 2], [5, 6]]], [hole] * 2, [[[7, 8], [9, 10]]] * 3]
     examples = [rollout(1, 3, rollout_expert_indices=own) for own in routes]
     collate: Any = RolloutCollator(0) if kind == "block" else PackedCollator(0, max_tokens=4)
     batch = collate(examples)
