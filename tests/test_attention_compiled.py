@@ -90,8 +90,10 @@ def test_the_operator_keeps_the_rules_of_operators() -> None:
         of_paths = cu + torch.arange(len(cu), dtype=torch.int32)  # a key more for each segment
         cells = torch.tensor([5, *range(6)] if len(cu) == 2 else [0, *range(6), 1])[: of_paths[-1]]
         for bounds in ((cu, cu, None), (cu, of_paths, cells)):
-            arguments = (*inputs, *bounds, 1, None, None)
-            torch.library.opcheck(torch.ops.torch_collate_kit.segment_attention.default, arguments)
+            for causal in (True, False) if bounds[2] is None else (True,):
+                arguments = (*inputs, *bounds, 1, None, None, causal)
+                operator = torch.ops.torch_collate_kit.segment_attention.default
+                torch.library.opcheck(operator, arguments)
 
 
 def test_a_compiled_model_follows_paths_without_a_graph_break() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,8 +28,12 @@ def model(kind: str, *, training: bool = False, config: Any = None, **changes: A
     return call
 
 
-def layer(lengths: list[int], *, num_rows: int = 1, **options: Any) -> Callable[[], Any]:
+def layer(
+    lengths: list[int], *, num_rows: int = 1, config: Any = None, **options: Any
+) -> Callable[[], Any]:
     """The registered function, called as a layer of a model calls it."""
+    module: Any = nn.Identity()
+    module.config = config
 
     def call() -> Any:
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -36,7 +41,7 @@ def layer(lengths: list[int], *, num_rows: int = 1, **options: Any) -> Callable[
         register_torch_varlen()
         query = torch.zeros(num_rows, 2, sum(lengths) // num_rows, 8)
         given = {"cu_seq_lens_q": bounds_of(lengths).cu_q, "attention_mask": None} | options
-        return ALL_ATTENTION_FUNCTIONS["torch_varlen"](nn.Identity(), query, query, query, **given)
+        return ALL_ATTENTION_FUNCTIONS["torch_varlen"](module, query, query, query, **given)
 
     return call
 
@@ -47,6 +52,7 @@ def bounds(of_queries: list[int], of_keys: list[int] | None = None) -> Callable[
     return layer([3, 3], num_rows=2, cu_seq_lens_q=cu_q, cu_seq_lens_k=cu_k)
 
 
+TOWER, BERT = SimpleNamespace(patch_size=4), SimpleNamespace(attention_probs_dropout_prob=0.1)
 BOTH = r"an attention_mask is passed in addition to cu_seq_lens_q \(its shape is \[1, 1, 13, 13\]"
 MASK_2D = torch.tensor([[1] * 8 + [0] * 5])
 MASK_4D = torch.ones(1, 1, 13, 13, dtype=torch.bool).tril()
@@ -64,7 +70,8 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
      r"asks for 0.1; set config.attention_dropout = 0.0"),
     (layer([2, 1], s_aux=torch.zeros(4)), "cannot do attention sinks.*passes s_aux; use .*eager"),
     (layer([2, 1], position_bias=torch.zeros(4)), "cannot do a position bias.*passes position_bia"),
-    (layer([2, 1], is_causal=False), '"text_config": "torch_varlen", "vision_config"'),
+    (layer([2, 1], is_causal=False, config=TOWER), r'attends to patches .*"vision_config"'),
+    (layer([2, 1], dropout=0.1, config=BERT), "set config.attention_probs_dropout_prob = 0.0"),
     (bounds([0, 2]), "has 2 entries for 2 rows: it was cut like them.*pass dispatch_batches=Fal"),
     (bounds([0, 1, 2]), r"must rise from 0 to 6 \(2 rows of 3 tokens.*got \[0, 1, 2\]"),
     (bounds([1, 3, 6]), "must rise from 0 to 6"),

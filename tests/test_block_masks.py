@@ -54,7 +54,7 @@ def visible(segments: Tensor, window: int | None, *, two_way: bool) -> Any:
 def test_all_tables_are_those_of_create_block_mask(case: int) -> None:
     rng = np.random.default_rng((7, case))
     num_rows, whole = int(rng.integers(1, 4)), 128 * int(rng.integers(1, 8))
-    width = int(rng.choice([rng.integers(1, 900), whole]))
+    width = int(rng.choice([int(rng.integers(1, 900)), whole]))
     flat, segments = rows_of(rng, num_rows, width)
     two_way, window = bool(rng.integers(2)), int(rng.integers(1, width + 50))
     masks = document_masks(flat, segments, window=window, two_way=two_way)
@@ -148,6 +148,31 @@ def test_logits_are_those_of_sdpa(kind: str) -> None:
         torch.testing.assert_close(
             model(**found).logits, other(**inputs).logits, atol=1e-5, rtol=1e-4
         )
+
+
+TWO_WAY: dict[str, dict[str, Any]] = {
+    "bert": {"max_position_embeddings": 300},
+    "modernbert": {"local_attention": 40, "global_attn_every_n_layers": 2},
+    "llama": {"is_causal": False},
+}
+
+
+@pytest.mark.parametrize("kind", TWO_WAY)
+def test_two_way_models_get_it_from_the_model(kind: str) -> None:
+    batch, found, state = PackedCollator(0, max_tokens=256, train_all=True)(EXAMPLES), [], None
+    for attention in ("flex_attention", "sdpa"):
+        config = transformers.AutoConfig.for_model(
+            kind, vocab_size=50, hidden_size=32, intermediate_size=32, num_hidden_layers=3,
+            num_attention_heads=2, pad_token_id=0, attn_implementation=attention, **TWO_WAY[kind],
+        )  # fmt: skip
+        model = transformers.AutoModel.from_config(config).eval()
+        state = state or model.state_dict()
+        model.load_state_dict(state)
+        inputs = batch.model_inputs(model, labels=False)
+        assert isinstance(inputs["attention_mask"], dict) == (kind == "modernbert")
+        with torch.no_grad():
+            found.append(model(**inputs)[0])
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-4)
 
 
 def test_a_model_whose_mask_ignores_positions_gets_it_unasked() -> None:

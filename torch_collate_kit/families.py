@@ -40,6 +40,12 @@ class Family:
     """The reason why packed rows need ``isolate_mixers``."""
     refused: str = ""
     """The reason why packed rows are refused, with ``isolate_mixers`` too."""
+    two_way: tuple[str, ...] = ()
+    """The attention with which packed rows are exact where tokens see later ones; none: no such."""
+    no_other: str = ""
+    """The reason why no other attention is, of those models."""
+    option: tuple[str, Any] = ("", None)
+    """An option that the config needs for it, and its value."""
     left_padding: str = ""
     """The reason why rows padded on the left are wrong."""
     bias_before_mixing: str = ""
@@ -84,6 +90,29 @@ def _apart(types: str, mixers: str, reason: str, **others: Any) -> Family:
     """Return a family that needs ``isolate_mixers``; its name is the first of its types."""
     names = tuple(types.split())
     return Family(names[0], names, tuple(mixers.split()), needs_isolation=reason, **others)
+
+
+_MASKS, _VARLEN = ("sdpa", "eager"), ("torch_varlen", "flash")
+_IGNORED = "transformers accepts other names and ignores them"
+_BY_2D_MASK = "it multiplies its embeddings by a 2-D attention_mask"
+_NO_4D_MASK = "it takes a 2-D attention_mask only"
+_ENCODERS = (
+    "bert albert bert-generation camembert data2vec-text distilbert electra embedding_gemma2 "
+    "embedding_gemma2_text ernie eurobert gte jina_embeddings_v3 modernbert nomic_bert roberta "
+    "roberta-prelayernorm roc_bert xlm-roberta xlm-roberta-xl xmod"
+)
+# with config.is_causal=False, or Gemma-3's use_bidirectional_attention=True
+_DECODERS = "llama gemma gemma3_text granite ministral ministral3 mistral olmo2 phi3 qwen2 qwen3"
+
+
+def _eager(reason: str, types: str, **others: Any) -> Family:
+    """Return a family that is two-way, and exact with eager attention alone."""
+    names = tuple(types.split())
+    return Family(names[0], names, two_way=("eager",), no_other=reason, **others)
+
+
+def _refused(reason: str, types: str) -> Family:
+    return Family(types.split()[0], tuple(types.split()), refused=reason)
 
 
 FAMILIES = (
@@ -165,7 +194,16 @@ FAMILIES = (
         ("afmoe", "biogpt", "falcon", "gpt_oss", "mpt", "opt", "xglm"),
         blind_mask=True,
     ),
-    Family("bloom", ("bloom",), refused="it takes a 2-D attention_mask only"),
+    Family("bert", tuple(_ENCODERS.split()), blind_mask=True, two_way=_MASKS + _VARLEN),
+    Family("llama", (*_DECODERS.split(), "smollm3"), two_way=_MASKS + _VARLEN),
+    Family("t5", ("t5", "mt5", "umt5"), two_way=_MASKS, no_other="they lose its position bias"),
+    _eager("it has soft-capping", "t5gemma"),
+    _eager(_IGNORED, "mpnet megatron-bert rembert roformer", blind_mask=True),
+    _eager(_IGNORED, "big_bird", blind_mask=True, option=("attention_type", "original_full")),
+    Family("esm", ("esm",), two_way=_VARLEN, no_other=_BY_2D_MASK, option=("token_dropout", False)),
+    _refused(_BY_2D_MASK, "deberta deberta-v2"),
+    _refused("a layer mixes neighbouring cells", "convbert fnet funnel ibert"),
+    _refused(_NO_4D_MASK, "bloom canine flaubert layoutlm longformer mra nystromformer xlm yoso"),
     Family("jev", ("jev",), refused="it decides one prompt per call"),
 )
 _BY_TYPE = {name: family for family in FAMILIES for name in family.model_types}
@@ -207,6 +245,14 @@ def sliding_window(config: Any) -> tuple[int | None, bool]:
     if layers is None:
         return (window if getattr(config, "use_sliding_window", True) else None), True
     return (window if "sliding_attention" in layers else None), set(layers) == {"sliding_attention"}
+
+
+def two_way_window(config: Any) -> int | None:
+    """Return the window of the sliding layers to both sides, which counts the token itself."""
+    window, _ = sliding_window(config)
+    if window is None or getattr(text_config(config), "use_bidirectional_attention", False):
+        return window  # Gemma-3 counts it
+    return window + 1
 
 
 def length_to_check(config: Any, shortest: int, longest: int) -> int | None:

@@ -26,7 +26,8 @@ from torch_collate_kit import (
     register_torch_varlen,
     token_loss,
 )
-from torch_collate_kit.batch import model_inputs as module
+from torch_collate_kit.batch.model_inputs import _warn
+from torch_collate_kit.batch.model_kind import ModelKind
 from torch_collate_kit.families import FAMILIES
 from torch_collate_kit.ragged import Ragged
 
@@ -49,7 +50,7 @@ def by_rows(most: int | None, rows: int, examples: list[Any] = EXAMPLES) -> list
     return [collate(dataset.__getitems__(part)) for part in sampler]
 
 
-def shape_of(batch: Batch) -> tuple[Any, ...]:
+def shape_of(batch: Any) -> tuple[Any, ...]:
     inputs = batch.model_inputs("torch_varlen")
     shapes = [v.shape if isinstance(v, torch.Tensor) else v for v in inputs.values()]
     return tuple(zip(inputs, shapes, strict=True))
@@ -92,7 +93,8 @@ def test_parts_keep_it_and_other_capacities_are_refused() -> None:
     batch = collator(4)(EXAMPLES[:40])
     singles = batch.split(1)
     assert {shape_of(row) for row in singles} == {shape_of(batch[:1])}
-    for rows, count in ((batch[1:3], 2), (batch.select([0, 2, 0]), 3), (Batch.cat(singles), None)):
+    parts: Any = ((batch[1:3], 2), (batch.select([0, 2, 0]), 3), (Batch.cat(singles), None))
+    for rows, count in parts:
         count = len(batch) if count is None else count
         assert rows.model_inputs()["cu_seq_lens_q"].shape == (5 * count + 1,)
     added = batch.pad_rows(multiple_of=len(batch) + 1)
@@ -149,10 +151,10 @@ def test_it_stays_ragged_where_empty_segments_are_wrong(
     attention: Any = "flash_attention_2"
     if case == "mixers":
         family = next(family for family in FAMILIES if family.name == "qwen3_next")
-        attention = module.ModelKind("torch_varlen", family=family)
+        attention = ModelKind("torch_varlen", family=family)
     else:
         monkeypatch.setattr(torch.version, "hip", "7.2")
-    module._warn.cache_clear()
+    _warn.cache_clear()
     batch = collator(4)(EXAMPLES[:6])
     with caplog.at_level(logging.WARNING):
         for _ in range(2):

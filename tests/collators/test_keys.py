@@ -19,8 +19,8 @@ from torch_collate_kit.loading import TokenizedDataset
 IDS = [5, 6, 7]
 UNDERSTOOD = (
     "known keys are input_ids, loss_mask, labels, assistant_masks, completion_mask, num_actions, "
-    "attention_mask, position_ids, weight; give one target, remove the other keys, or pass "
-    "train_all=True to train every token"
+    "attention_mask, position_ids, token_type_ids, weight; give one target, remove the other keys, "
+    "or pass train_all=True to train every token"
 )
 
 
@@ -64,7 +64,7 @@ def message_of(read: Callable[..., Batch], rows: list[dict[str, Any]], **options
         ("height", 2),
         ("prompt_length", 2),
         ("assistant_tokens_mask", [0, 0, 1]),
-        ("token_type_ids", [0, 0, 0]),
+        ("special_tokens_mask", [0, 0, 0]),
     ],
 )
 def test_beside_another_key_it_must_be_said(read, key, value):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -63,7 +64,8 @@ def test_written_out() -> None:
     best_fit = pack(lengths, packing=packing)
     assert best_fit.num_rows == 3
     crowded = [6, 6, 6] + [2] * 3 + [1] * 6
-    for strategy, rows in (("best_fit_decreasing", 5), ("balanced", 4)):
+    cases: Any = (("best_fit_decreasing", 5), ("balanced", 4))
+    for strategy, rows in cases:
         packing = PackingOptions(8, strategy, max_sequences_per_row=3)
         plan = pack(crowded, packing=packing)
         assert plan.num_rows == rows, strategy

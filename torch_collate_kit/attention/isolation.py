@@ -145,7 +145,7 @@ class _Change(NamedTuple):
 
 
 def _changes(model: nn.Module, packed: PackedInputs) -> Iterator[_Change]:
-    inputs, segments, images = packed
+    inputs, segments, images, _ = packed
     ids, of_cells = inputs["input_ids"], segments.ids_RW
     changed = _change_tokens(model, ids)
     with_text = torch.unique(of_cells[(changed != ids) & (of_cells >= 0)]).tolist()
@@ -272,7 +272,7 @@ def _movement(
     model: nn.Module, packed: PackedInputs, change: _Change, before: Tensor
 ) -> tuple[float, dict[int, float]]:
     """Return the largest change of a logit in the changed segment, and in each other one."""
-    inputs, segments, _ = packed
+    inputs, segments, _, _ = packed
     moved_RW = _distance(before, logits_of(model, inputs | change.inputs))
     real = segments.ids_RW >= 0
     largest = moved_RW.new_zeros(len(segments.rows))
@@ -342,7 +342,7 @@ def reason_of_leak(
 
 def _lost_boundaries(model: nn.Module, packed: PackedInputs, attention: str) -> str | None:
     """Return the reason, if this attention cannot find the segments in the inputs."""
-    inputs, segments, _ = packed
+    inputs, segments, _, _ = packed
     boundaries, positions = inputs.get("cu_seq_lens_q"), inputs.get("position_ids")
     if attention == "torch_varlen" or attention.startswith("flash"):
         if boundaries is not None:
@@ -387,7 +387,8 @@ def _blind_mask(
     attention = attention_of(config_of(model))
     if attention not in ("sdpa", "eager"):
         return None
-    mask = block_mask(packed.segments.ids_RW, attention)
+    is_two_way = packed.kind is not None and packed.kind.is_two_way
+    mask = block_mask(packed.segments.ids_RW, attention, two_way=is_two_way)
     masked = packed._replace(inputs=packed.inputs | {"attention_mask": mask})
     blind = "the model builds its mask without position_ids, so they do not separate examples"
     try:
@@ -395,6 +396,11 @@ def _blind_mask(
             return None
     except IsolationError as error:
         return f"perhaps {blind}, and a block mask does not help: {error}"
+    if is_two_way:
+        return (
+            "tokens of this model see later ones, and its mask does not see positions; pass "
+            "batch.model_inputs(model), which has a two-way mask or boundaries"
+        )
     window, _ = sliding_window(config_of(model))
     option = "" if window is None else f", sliding_window={window}"
     return (
@@ -405,10 +411,13 @@ def _blind_mask(
 
 def reason_of_difference(packed: PackedInputs, segment: int) -> str:
     """Return the likely reason why a segment differs from a run alone."""
-    inputs, segments, images = packed
+    inputs, segments, images, kind = packed
     mask, given = inputs.get("attention_mask"), packed.positions_of(segment)
     if given is not None:
-        own = packed.alone(segment)["position_ids"]
+        if kind is None:
+            own = packed.alone(segment)["position_ids"]
+        else:  # as the model numbers a text alone
+            own = torch.arange(given.shape[-1], device=given.device)[None] + kind.first_position
         if given.shape != own.shape:
             return (
                 f"position_ids are {list(inputs['position_ids'].shape)}, but rows with images need "

@@ -1,4 +1,4 @@
-"""Causal attention within segments: torch's varlen kernel where possible, else SDPA per segment."""
+"""Attention within segments: torch's varlen kernel where possible, else SDPA per segment."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ def attend(
     path_cells: Tensor | None = None,
     scale: float | None = None,
     window: int | None = None,
+    causal: bool = True,
 ) -> Tensor:
-    """Attend causally within segments: a new tensor [B, T, H, D].
+    """Attend within segments, causally or to all tokens of one: a new tensor [B, T, H, D].
 
     ``query`` is [B, H, T, D], ``key`` and ``value`` are [B, Hkv, T, D]. With ``window`` a token
-    attends to itself and the ``window - 1`` tokens before it. Boundaries on a CUDA device are
-    copied to the host only if the kernel cannot be used (fp32, an unsupported head dimension, an
-    old GPU); only then are they checked against the rows.
+    attends to itself and the ``window - 1`` tokens before it; without ``causal`` after it, too.
+    Boundaries on a CUDA device are copied to the host only if the kernel cannot be used (fp32, an
+    unsupported head dimension, an old GPU); only then are they checked against the rows.
 
     With ``path_cells``, int64 [K] over all rows, a segment of n queries attends to keys gathered by
     them, between ``cu_k``: query i sees all but the last ``n - 1 - i``. There may be more rows of
@@ -58,11 +59,11 @@ def attend(
     if kernel is not None and ((window is None and path_cells is None) or kernel.takes_window):
         if path_cells is not None:
             key, value = (x.index_select(0, path_cells) for x in (key, value))
-        output = kernel.run(query, key, value, segments, scale, window)
+        output = kernel.run(query, key, value, segments, scale, window, causal)
     else:
         run = _one_op if torch.compiler.is_compiling() else _sdpa_by_segment
         bounds = (segments.cu_q, segments.cu_k, path_cells)
-        output = run(query, key, value, *bounds, num_rows, scale, window)
+        output = run(query, key, value, *bounds, num_rows, scale, window, causal)
     return output.view(num_rows, width, *output.shape[1:])
 
 
@@ -80,7 +81,7 @@ def same_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tenso
 # pass recomputes the forward pass, inside its own operator.
 _ARGUMENTS = (
     "Tensor query, Tensor key, Tensor value, Tensor cu_q, Tensor cu_k, Tensor? path_cells, "
-    "SymInt num_rows, float? scale, SymInt? window"
+    "SymInt num_rows, float? scale, SymInt? window, bool causal"
 )
 
 
@@ -128,7 +129,7 @@ def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    return (*_one_op_backward(gradient, *ctx.saved_tensors, *ctx.rest), *[None] * 6)
+    return (*_one_op_backward(gradient, *ctx.saved_tensors, *ctx.rest), *[None] * 7)
 
 
 _one_op.register_autograd(_backward, setup_context=_keep_inputs)
@@ -194,6 +195,7 @@ def _sdpa_by_segment(
     num_rows: int,
     scale: float | None,
     window: int | None,
+    causal: bool = True,
 ) -> Tensor:
     """Attend from [N, H, D] to [N, Hkv, D], segment by segment, with boundaries on the host."""
     width = len(query) // num_rows
@@ -203,26 +205,29 @@ def _sdpa_by_segment(
     per_tensor = ((query, lengths), (key, of_keys), (value, of_keys))
     if len(set(lengths)) == len(set(of_keys)) == 1:  # all as one batch: one call for all of them
         q, k, v = (x.view(len(sizes), sizes[0], *x.shape[1:]) for x, sizes in per_tensor)
-        return _causal_sdpa(q, k, v, scale, window).flatten(0, 1)
+        return _sdpa(q, k, v, scale, window, causal).flatten(0, 1)
     pieces = zip(*(torch.split(x, sizes) for x, sizes in per_tensor), strict=True)
-    outputs = [_causal_sdpa(q[None], k[None], v[None], scale, window)[0] for q, k, v in pieces]
+    outputs = [_sdpa(q[None], k[None], v[None], scale, window, causal)[0] for q, k, v in pieces]
     return torch.cat(outputs)
 
 
-def _causal_sdpa(
-    query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
+def _sdpa(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None, causal: bool
 ) -> Tensor:
-    """Attend causally, [B, L, H, D], the last query to all keys, or the latest ``window``."""
+    """Attend, [B, L, H, D], causally the last query to all keys, or those in its ``window``."""
     length, seen = query.shape[1], key.shape[1]
     mask = None
     if length != seen or (window is not None and window < seen):
-        mask = torch.ones(length, seen, dtype=torch.bool, device=query.device).tril(seen - length)
+        after = 0 if causal or window is None else window - 1
+        mask = torch.ones(length, seen, dtype=torch.bool, device=query.device)
+        mask = mask.tril(seen - length + after)
         if window is not None:
             mask = mask.triu(seen - length + 1 - window)
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     gqa = query.shape[1] != key.shape[1]
+    causal = causal and mask is None
     output = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=gqa
+        query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=gqa
     )
     return output.transpose(1, 2)
 
@@ -255,6 +260,7 @@ class _Kernel:
         segments: SegmentBounds,
         scale: float | None,
         window: int | None,
+        causal: bool = True,
     ) -> Tensor:
         options: dict[str, Any] = {}
         groups = query.shape[1] // key.shape[1]
@@ -267,9 +273,10 @@ class _Kernel:
         elif scale is not None and not math.isclose(scale, default := query.shape[2] ** -0.5):
             query = query * (scale / default)
         if self.takes_window:  # (left, right) neighbours; must be a tuple, which torch compares
-            options["window_size"] = (-1 if window is None else window - 1, 0)
+            before = -1 if window is None else window - 1
+            options["window_size"] = (before, 0 if causal else before)
         else:
-            options["is_causal"] = True
+            options["is_causal"] = causal
         cu_q, cu_k = (cu.to(query.device, torch.int32) for cu in segments[:2])
         return self._run(query, key, value, cu_q, cu_k, *segments[2:], **options)
 

@@ -66,9 +66,10 @@ def refuse_lost_window(model: nn.Module, inputs: Mapping[str, Any], segments_RW:
     window, all_slide = sliding_window(config_of(model))
     if window is None or not isinstance(mask, Tensor) or mask.ndim != 4:
         return
-    longest = int(torch.bincount(segments_RW[segments_RW >= 0]).max())
-    seen = mask if mask.dtype == torch.bool else mask >= 0
-    if longest > window and not (all_slide and not seen.tril(-window).any()):
+    longest, kind = int(torch.bincount(segments_RW[segments_RW >= 0]).max()), ModelKind.of(model)
+    window, seen = kind.window or window, mask if mask.dtype == torch.bool else mask >= 0
+    beyond = seen.tril(-window) | seen.triu(window if kind.is_two_way else seen.shape[-1])
+    if longest > window and not (all_slide and not beyond.any()):
         raise ValueError(
             f"the attention_mask {list(mask.shape)} replaces the masks of all layers, so the "
             f"sliding window of {window} tokens is lost in segments of up to {longest}; leave it "

@@ -18,7 +18,7 @@ from torch_collate_kit.batch.context_shards import refuse_shard
 from torch_collate_kit.batch.dense import mrope_positions
 from torch_collate_kit.batch.model_kind import ModelKind, config_of
 from torch_collate_kit.batch.unpacking import shares_prefixes
-from torch_collate_kit.families import length_to_check
+from torch_collate_kit.families import length_to_check, text_config
 from torch_collate_kit.vision import VisionLayout
 from torch_collate_kit.vision.families import PIXEL_FIELDS
 from torch_collate_kit.vision.layout import ImageUnits
@@ -26,6 +26,7 @@ from torch_collate_kit.vision.layout import ImageUnits
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "cu_seqlens_cpu")
 _LENGTH = 72  # linear attention works in chunks of 64 tokens, and convolutions are narrower
 _LONGEST = ("max_length_q", "max_length_k")
+_OF_ROWS = ("position_ids", *BOUNDARIES, *_LONGEST)
 _KNOWN = {"input_ids", "position_ids", "use_cache", "cu_seq_lens_q", "cu_seq_lens_k", *_LONGEST}
 
 
@@ -35,14 +36,21 @@ class PackedInputs(NamedTuple):
     inputs: dict[str, Any]
     segments: RowSegments
     images: RowImages | None
+    kind: ModelKind | None = None
+    """Of a model that numbers a text alone itself, so that wrong positions are seen."""
 
     def alone(self, segment: int) -> dict[str, Any]:
-        """Return the inputs of one segment as a batch of one, with positions of its own."""
+        """Return the inputs of one segment as a batch of one, with positions of its own.
+
+        A two-way model, or one with a table of positions, gets ids and types of tokens alone.
+        """
         shape, images = self.segments.ids_RW.shape, self.images
         cells = self.segments.cells_of(segment)
         ids_T = self.inputs["input_ids"].flatten()[cells]
         alone: dict[str, Any] = {}
         for name, value in self.inputs.items():
+            if self.kind is not None and name in _OF_ROWS:
+                continue
             if name in ("attention_mask", "path_cells") or (
                 images is not None and name in images.fields
             ):
@@ -57,7 +65,7 @@ class PackedInputs(NamedTuple):
             alone[name] = value.flatten(0, 1)[cells][None] if is_per_cell else value
         if images is not None:
             alone |= images.alone(segment, ids_T, self.positions_of(segment))
-        elif "position_ids" in self.inputs:
+        elif "position_ids" in self.inputs and self.kind is None:
             alone["position_ids"] = torch.arange(len(ids_T), device=ids_T.device)[None]
         return alone
 
@@ -77,8 +85,13 @@ def read_inputs(
     if isinstance(batch, Batch):
         refuse_shard(batch.stored(), "checked alone", "pass the whole batch")
     inputs, vision = _model_inputs(model, batch, vision)
+    kind = None if config_of(model) is None else ModelKind.of(model)
+    if kind is not None and not (kind.is_two_way or kind.first_position or kind.num_positions):
+        kind = None
     branches = isinstance(batch, Batch) and shares_prefixes(batch) and branches_of(batch)
     segments = RowSegments(*branches) if branches else find_segments(inputs)
+    if kind is not None and not branches and not is_2d(inputs.get("attention_mask")):
+        segments = _without_tails(model, batch, inputs, segments)
     if len(segments.rows) < 2:
         raise ValueError(
             f"the batch has {len(segments.rows)} segment(s), so nothing can leak; "
@@ -87,9 +100,8 @@ def read_inputs(
     if branches:
         return PackedInputs(inputs, segments, None)
     if len(segments.rows) > len(set(segments.rows)):
-        kind = ModelKind.of(model)
-        kind.refuse_packed()
-        kind.refuse_missing(inputs)
+        (found := ModelKind.of(model)).refuse_packed()
+        found.refuse_missing(inputs)
         refuse_packed_images(model, inputs, vision)
     mask = inputs.get("attention_mask")
     if (
@@ -106,7 +118,19 @@ def read_inputs(
         )
     images = None if vision is None else RowImages.of(inputs, vision, segments)
     refuse_lost_window(model, inputs, segments.ids_RW)
-    return PackedInputs(inputs, segments, images)
+    return PackedInputs(inputs, segments, images, kind)
+
+
+def _without_tails(
+    model: nn.Module, batch: Any, inputs: Mapping[str, Any], segments: RowSegments
+) -> RowSegments:
+    """Return the segments that are not pads, whose positions are not those of a text."""
+    pad = getattr(text_config(config_of(model)), "pad_token_id", None)
+    is_text = inputs["input_ids"] != (-1 if pad is None else pad)
+    if isinstance(batch, Batch) and "attention_mask" in batch:
+        is_text = batch["attention_mask"] != 0
+    real = torch.isin(segments.ids_RW, segments.ids_RW[is_text])
+    return find_segments({**inputs, "attention_mask": real})
 
 
 def _model_inputs(
@@ -386,7 +410,7 @@ def read_part(
     chosen, and not cut. Inputs that are not as the kit makes them are whole.
     """
     packed = read_inputs(model, batch, vision)
-    inputs, segments, images = packed
+    inputs, segments, images, _ = packed
     num_rows, mask = len(segments.ids_RW), inputs.get("attention_mask")
     if segments.ids_RW.numel() <= 6 * _LENGTH or not _counts_from_0(packed):
         return packed
@@ -413,7 +437,8 @@ def _counts_from_0(packed: PackedInputs) -> bool:
     cells, real = torch.arange(ids.numel(), device=ids.device).view(ids.shape), ids >= 0
     firsts = cells.new_full((len(packed.segments.rows),), ids.numel())
     firsts.scatter_reduce_(0, ids[real], cells[real], "amin")
-    return torch.equal(positions[real], cells[real] - firsts[ids[real]])
+    first = 0 if packed.kind is None else packed.kind.first_position
+    return torch.equal(positions[real], cells[real] - firsts[ids[real]] + first)
 
 
 def _is_known(inputs: Mapping[str, Any], longest: int) -> bool:
@@ -444,7 +469,7 @@ def _rows(packed: PackedInputs, lengths: list[int], length: int) -> list[int]:
 
 def _cut(packed: PackedInputs, rows: list[int], length: int) -> PackedInputs:
     """Return some segments of the rows, from their beginnings, in rows of one width."""
-    inputs, segments, _ = packed
+    inputs, segments, _, kind = packed
     flat, number = segments.ids_RW.flatten(), 3 if length <= 4 * _LENGTH else 2
     found: list[dict[int, Tensor]] = []
     for row in rows:
@@ -470,7 +495,7 @@ def _cut(packed: PackedInputs, rows: list[int], length: int) -> PackedInputs:
         names=[segments.name(s) for cells in found for s in cells],
     )
     cut = {name: _value(name, value, lengths, cells_RW, segments) for name, value in inputs.items()}
-    return PackedInputs(cut, part, None)
+    return PackedInputs(cut, part, None, kind)
 
 
 def _value(

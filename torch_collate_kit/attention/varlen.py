@@ -17,15 +17,24 @@ from torch_collate_kit.families import sliding_window
 # transformers looks for "flash", "sdpa" and "flex_attention" in the name; it must contain none.
 _NAME = "torch_varlen"
 
-# The functions from which transformers builds causal, sliding-window and packed masks. A mask with
-# other parts (chunks, image blocks, a user's function) does not follow from segment boundaries.
-_WINDOW_PART = "sliding_window_overlay.<locals>.inner_mask"
+# The functions from which transformers builds causal, two-way, sliding-window and packed masks. A
+# mask with other parts (chunks, image blocks, a user's function) does not follow from boundaries.
+_INNER = ".<locals>.inner_mask"
+_WINDOW_PARTS = {  # 1: it does not count the token itself
+    "sliding_window_overlay" + _INNER: 0,
+    "sliding_window_bidirectional_overlay" + _INNER: 1,
+    "_bidirectional_window_overlay" + _INNER: 0,  # Gemma-3
+}
+_TWO_WAY_PARTS = {"bidirectional_mask_function", "Gemma3TextModel.forward.<locals>.<lambda>"}
+_TWO_WAY_PARTS |= {*_WINDOW_PARTS} - {"sliding_window_overlay" + _INNER}
 _KNOWN_MASK_PARTS = {
     "causal_mask_function",
     "and_masks.<locals>.and_mask",
-    "packed_sequence_mask_function.<locals>.inner_mask",
-    "remap_positions_for_packed_sequence.<locals>.inner_mask",
-    _WINDOW_PART,
+    "or_masks.<locals>.or_mask",
+    "packed_sequence_mask_function" + _INNER,
+    "remap_positions_for_packed_sequence" + _INNER,
+    *_TWO_WAY_PARTS,
+    *_WINDOW_PARTS,
 }
 # Some models (gpt-oss, opt, falcon in transformers 5.23) build their mask without position_ids.
 _PROVE = (
@@ -104,7 +113,7 @@ class _DeferredMask:
     (bloom, PaliGemma) is refused.
     """
 
-    __slots__ = ("_built", "_options", "has_padding", "unknown_parts", "windows")
+    __slots__ = ("_built", "_options", "has_padding", "is_two_way", "unknown_parts", "windows")
 
     def __init__(self, options: dict[str, Any]) -> None:
         self._options = options
@@ -113,8 +122,12 @@ class _DeferredMask:
         functions = list(_mask_parts(options["mask_function"]))
         parts = [(_name_of(part), part) for part in functions]
         self.unknown_parts = sorted({name for name, _ in parts} - _KNOWN_MASK_PARTS)
-        windows = [part.__closure__ for name, part in parts if name == _WINDOW_PART]
-        self.windows: set[int] = {window.cell_contents for (window,) in windows}
+        self.is_two_way = any(name in _TWO_WAY_PARTS for name, _ in parts)
+        self.windows: set[int] = {
+            part.__closure__[0].cell_contents + _WINDOW_PARTS[name]
+            for name, part in parts
+            if name in _WINDOW_PARTS
+        }
 
     def build(self) -> Tensor | None:
         from transformers.masking_utils import sdpa_mask
@@ -181,15 +194,19 @@ def _attention_forward(
 ) -> tuple[Tensor, None]:
     """Attend from query [B, H, T, D] to key and value [B, Hkv, T, D]: [B, T, H, D]."""
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    causal = causal and not getattr(attention_mask, "is_two_way", False)
     _refuse_unsupported(module, dropout, causal, kwargs)
     if cu_seq_lens_q is None:  # generate(), or padded evaluation
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         mask = _mask_without_boundaries(module, attention_mask, kwargs.get("position_ids"))
         heads = same_dtype(query, key, value)
-        return sdpa_attention_forward(module, *heads, mask, scaling=scaling, **kwargs)[0], None
+        options = {"scaling": scaling, "is_causal": causal, **kwargs}
+        return sdpa_attention_forward(module, *heads, mask, **options)[0], None
     cu_seq_lens_k = cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
     _refuse_beside_boundaries(query, key, attention_mask, sliding_window)
+    if getattr(attention_mask, "is_two_way", False):  # flash attention counts other windows
+        sliding_window = next(iter(attention_mask.windows), None)
     width = query.shape[2]
     segments = SegmentBounds(
         cu_seq_lens_q,
@@ -199,29 +216,29 @@ def _attention_forward(
     )
     if context_group is not None:
         query, key, value = gathered(query, key, value, context_group)
-    output = attend(
-        query, key, value, segments, path_cells=path_cells, scale=scaling, window=sliding_window
-    )
-    return output, None
+    options = {"path_cells": path_cells, "window": sliding_window, "causal": causal}
+    return attend(query, key, value, segments, scale=scaling, **options), None
 
 
 def _refuse_unsupported(
     module: nn.Module, dropout: float, causal: bool, kwargs: dict[str, Any]
 ) -> None:
-    name = type(module).__name__
-    if not causal:
+    name, config = type(module).__name__, config_of(module)
+    if not causal and hasattr(config, "patch_size"):  # it would get the boundaries of the text
         raise ValueError(
-            f"{_NAME} is causal, but {name} is not; for a model with a vision tower use "
+            f"{_NAME} is for text, but {name} attends to patches of an image; use "
             f'attn_implementation={{"text_config": "{_NAME}", "vision_config": "sdpa"}}'
         )
     if dropout > 0:
+        options = ("attention_probs_dropout_prob", "attention_dropout")
         raise ValueError(
             f"{_NAME} has no attention dropout, but {name} asks for {dropout}; set "
-            f'config.attention_dropout = 0.0, or use attn_implementation="sdpa", {_PROVE}'
+            f"config.{options[not hasattr(config, options[0])]} = 0.0, or use "
+            f'attn_implementation="sdpa", {_PROVE}'
         )
     for option, what in _UNSUPPORTED.items():
         if kwargs.get(option) is not None:
-            window, _ = sliding_window(config_of(module))
+            window, _ = sliding_window(config)
             also = "" if window is None else f" and sliding_window={window}"
             raise ValueError(
                 f"{_NAME} cannot do {what}, but {name} passes {option}; use "
@@ -240,13 +257,15 @@ def _refuse_beside_boundaries(
     if isinstance(attention_mask, _DeferredMask):
         if attention_mask.unknown_parts:
             raise ValueError(
-                f"{_NAME} supports causal and sliding-window attention only, but the model's mask "
+                f"{_NAME} does causal, two-way and sliding-window attention, but the model's mask "
                 f'is built from {attention_mask.unknown_parts}; use attn_implementation="sdpa", '
                 f"{_PROVE}"
             )
-        if attention_mask.windows != ({sliding_window} - {None}):
+        windows, wanted = attention_mask.windows, {sliding_window} - {None}
+        fits = len(windows) == len(wanted) if attention_mask.is_two_way else windows == wanted
+        if not fits:
             raise ValueError(
-                f"the model's mask has the sliding windows {sorted(attention_mask.windows)}, but "
+                f"the model's mask has the sliding windows {sorted(windows)}, but "
                 f"the layer asks for sliding_window={sliding_window}; use "
                 f'attn_implementation="sdpa", {_PROVE}'
             )

@@ -62,7 +62,8 @@ def _block_mask(first: Tensor, stop: Tensor) -> BlockMask:
     )
     of_keys = (least[0] // _SIZE, -(-most[1] // _SIZE), -(-most[0] // _SIZE), least[1] // _SIZE)
     tables = (*_tables(*of_queries, width // _SIZE), *_tables(*of_keys, width // _SIZE))
-    return BlockMask((width, width), *tables, (_SIZE, _SIZE), mask_mod=is_seen)
+    size = (_SIZE, _SIZE)
+    return BlockMask((width, width), *tables, BLOCK_SIZE=size, mask_mod=is_seen)
 
 
 def _tables(lo: Tensor, hi: Tensor, full_lo: Tensor, full_hi: Tensor, num_whole: int) -> Any:

@@ -16,7 +16,7 @@ from torch_collate_kit._checks import checked_bool, checked_int
 from torch_collate_kit.batch.block_masks import document_masks
 from torch_collate_kit.batch.model_kind import ModelKind
 from torch_collate_kit.batch.paths import shard_inputs, tree_inputs
-from torch_collate_kit.batch.placement import MAX_WIDTH
+from torch_collate_kit.batch.placement import MAX_WIDTH, Placement
 from torch_collate_kit.batch.storage import Storage
 from torch_collate_kit.ragged import Ragged
 
@@ -37,6 +37,7 @@ def model_inputs(
     checked_bool("labels", labels)
     if stored.columns and stored.columns.placement.shard is not None:
         kind = ModelKind.of("torch_varlen" if model is None else model)
+        _token_types(batch, stored, kind)
         if mask is not None or sliding_window is not None:
             raise ValueError(
                 "shards of context ranks have no mask: the model knows its sliding window; remove "
@@ -55,6 +56,7 @@ def model_inputs(
             "of one attention: pass the model, or the name of its attention"
         )
     kind = ModelKind.of("torch_varlen" if model is None else model)
+    types = _token_types(batch, stored, kind)
     if is_tree:
         if mask is not None or sliding_window is not None:
             given = "block" if mask is None else mask
@@ -63,12 +65,14 @@ def model_inputs(
     is_packed, has_image_blocks = "cu_seq_lens" in batch, needs_image_blocks(batch, stored)
     is_flex = kind.attention == "flex_attention" and not has_image_blocks
     _refuse_unknown_mask(kind, mask, sliding_window, kind.takes_mask or is_flex)
-    is_blind = kind.is_known and (has_image_blocks or kind.family.blind_mask)
+    is_blind = kind.is_known and (has_image_blocks or kind.family.blind_mask or kind.is_two_way)
     if mask is None and is_packed and is_blind and (kind.takes_mask or is_flex):
         mask, sliding_window = "block", kind.window
     elif mask is not None and is_flex and sliding_window is None:
         sliding_window = kind.window
-    inputs = {"input_ids": batch["input_ids"], **_positions_and_images(batch, stored)}
+    inputs = {"input_ids": batch["input_ids"], **_positions_and_images(batch, stored), **types}
+    if kind.first_position or kind.num_positions is not None:
+        inputs["position_ids"] = _positions_of_model(batch, stored, kind)
     if labels and "labels" in batch:
         inputs["labels"] = batch["labels"]
     if mask is None and has_image_blocks:
@@ -82,12 +86,62 @@ def model_inputs(
             kind.refuse_left_padding()
         return inputs | {"use_cache": False, "attention_mask": batch["attention_mask"]}
     kind.refuse_packed()
+    if kind.is_two_way and stored.columns:
+        _refuse_gaps(stored.columns.placement)
     if kind.takes_one_row:
         inputs = _as_one_row(inputs)
     inputs["use_cache"] = False
     if mask is not None or kind.keywords:
         inputs |= _boundaries(batch, stored, kind, mask, sliding_window, inputs["input_ids"].shape)
     return inputs
+
+
+def _token_types(batch: Mapping[str, Any], stored: Storage, kind: ModelKind) -> dict[str, Any]:
+    """Return the types of tokens for a model that has them; refuse those that would be lost."""
+    if "token_type_ids" not in batch or stored.columns.placement.vision is not None:
+        return {}
+    placement, size = stored.columns.placement, kind.num_token_types
+    found = 2 if "token_type_ids" in stored.given else placement.num_token_types
+    if placement.shard is not None or placement.tree_width:
+        size = 0  # their inputs have no types
+    if found > max(size, 1):
+        has = f"has the types 0 to {size - 1}" if size > 1 else "gets none"
+        raise ValueError(
+            f"token_type_ids are up to {found - 1}, and this model {has}; pass the model itself, "
+            "with whole rows, or remove them from the examples"
+        )
+    return {"token_type_ids": batch["token_type_ids"]} if size > 1 else {}
+
+
+def _positions_of_model(batch: Mapping[str, Any], stored: Storage, kind: ModelKind) -> Tensor:
+    """Return the positions of a model with a table of them: its first one where no token is."""
+    placement, most = stored.columns.placement, kind.num_positions
+    if most is not None and "position_ids" not in stored.given:
+        longest = int(placement.segments["lengths"].values.max(initial=0))
+        what, longest = ("row", placement.width) if kind.counts_cells else ("text", longest)
+        if longest > most:
+            raise ValueError(
+                f"a {what} has {longest} tokens, and the table of the {kind.family.name} model has "
+                f"{most} positions; cut texts to {most} tokens, or lower max_tokens"
+            )
+    positions: Tensor = batch["position_ids"]
+    if "attention_mask" in batch:
+        positions = positions * batch["attention_mask"]
+    return positions + kind.first_position
+
+
+def _refuse_gaps(placement: Placement) -> None:
+    """Refuse pads inside segments, which two-way attention would see."""
+    lengths, firsts = placement.segments["lengths"].values, placement.first_cells()
+    ends = np.append(firsts[1:], len(placement.segments["lengths"]) * placement.width)
+    gaps = (ends - firsts - lengths) * (lengths > 0)  # the pads at the end of a row are no gap
+    if len(wrong := np.flatnonzero(gaps)):
+        i = wrong[0]
+        raise ValueError(
+            f"a segment of row {placement.rows()[i]} has {lengths[i]} tokens and {gaps[i]} pads of "
+            "alignment (tp, cp), which a two-way model would see; collate for it with "
+            "parallel=ParallelLayout(dp=...) alone"
+        )
 
 
 def _as_one_row(inputs: dict[str, Any]) -> dict[str, Any]:
@@ -118,14 +172,16 @@ def _boundaries(
         cells = torch.arange(shape.numel(), device=flat.device, dtype=flat.dtype)
         segments = torch.searchsorted(flat[1:], cells, right=True, out_int32=True).view(shape)
     if mask is not None and kind.attention == "flex_attention":
-        masks: Any = document_masks(flat, segments, window=window)
+        masks: Any = document_masks(flat, segments, window=window, two_way=kind.is_two_way)
         is_one = isinstance(masks, dict) and kind.all_slide  # such a model may take no dict
         found["attention_mask"] = masks["sliding_attention"] if is_one else masks
     elif mask is not None:
         images = _images_of_cells(batch, stored)
         found["attention_mask"] = block_mask(
-            segments, kind.attention, window=window, images_RW=images
+            segments, kind.attention, window=window, images_RW=images, two_way=kind.is_two_way
         )
+        if kind.is_two_way and kind.all_slide and window is not None:
+            found["attention_mask"] = found["attention_mask"]["sliding_attention"]
     most = stored.metadata.get("max_segments_per_row")
     if most is not None and _takes_empty_segments(kind):
         flat, longest = _with_room(flat, len(per_row), most), shape.numel() // len(per_row)
@@ -281,17 +337,20 @@ def block_mask(
     *,
     window: int | None = None,
     images_RW: Tensor | None = None,
+    two_way: bool = False,
 ) -> Tensor | dict[str, Tensor]:
-    """Return the mask [R, 1, W, W] by which a cell sees its segment up to itself."""
-    causal = (segments_RW[:, :, None] == segments_RW[:, None, :]).tril()[:, None]
-    masks = {"full_attention": causal}
+    """Return the mask [R, 1, W, W] by which a cell sees its segment, up to itself or all of it."""
+    seen = (segments_RW[:, :, None] == segments_RW[:, None, :])[:, None]
+    seen = seen if two_way else seen.tril()
+    masks = {"full_attention": seen}
     if window is not None:
-        masks["sliding_attention"] = causal.triu(1 - window)
+        sliding = seen.triu(1 - window)
+        masks["sliding_attention"] = sliding.tril(window - 1) if two_way else sliding
     if images_RW is not None:
         rows, columns = images_RW[:, None, :, None], images_RW[:, None, None, :]
         same_image = (rows == columns) & (rows >= 0)
         masks = {name: seen | same_image for name, seen in masks.items()}
     if attention != "sdpa":
-        zeros = torch.zeros(causal.shape, dtype=torch.bfloat16, device=causal.device)
+        zeros = torch.zeros(seen.shape, dtype=torch.bfloat16, device=seen.device)
         masks = {name: zeros.masked_fill(~seen, -math.inf) for name, seen in masks.items()}
     return masks["full_attention"] if window is None else masks

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -21,11 +21,12 @@ from torch_collate_kit.families import (
     odd_layers,
     sliding_window,
     text_config,
+    two_way_window,
 )
 
 _VARLEN_ATTENTION = ("torch_varlen", *(f"flash_attention_{version}" for version in (2, 3, 4)))
 _MASK_ATTENTION = ("sdpa", "eager", "flex_attention")
-_TWO_WAY = "its attention is not causal, and inputs of packed rows are for causal models"
+_UNKNOWN = "tokens see later ones there, and it is not in the table of two-way models"
 _HEADS_OF_CELL_0 = (
     "Pooler",
     "pooler",
@@ -55,6 +56,16 @@ class ModelKind:
     """Dropout of its attention in training."""
     odd_layers: tuple[str, ...] = ()
     """Kinds of attention layers other than full and sliding ones."""
+    is_two_way: bool = False
+    """Whether tokens see later ones, too."""
+    first_position: int = 0
+    """The position of the first token of a text."""
+    num_positions: int | None = None
+    """The longest text that its table of positions has room for."""
+    counts_cells: bool = False
+    """Whether the table counts the cells of a row, whatever positions it is passed."""
+    num_token_types: int = 0
+    """The types in its table of ``token_type_ids``."""
 
     @classmethod
     def of(cls, model: Any) -> ModelKind:
@@ -72,22 +83,27 @@ class ModelKind:
         _refuse_kind(config, model)
         modules = list(model.modules())
         names = {type(module).__name__ for module in modules}
+        attention = _checked_attention(attention_of(config) or "sdpa")
+        two_way = is_two_way(config, _causal_flags(config, modules), names)
         family, fault = family_of(config, names), left_padding_fault(config)
-        if is_two_way(config, _causal_flags(config, modules), names):
-            family = Family(str(getattr(config, "model_type", None)), (), refused=_TWO_WAY)
-            parts = {path.rpartition(".")[2] for path, _ in model.named_modules()}
-            fault = fault or _pooling_fault(config, names | parts)
+        if reason := _refusal(family, config, attention, model, two_way=two_way):
+            family = replace(family, refused=reason)
+        if two_way or family.two_way or not family.model_types:  # the row has another's name
+            family = replace(family, name=str(getattr(config, "model_type", family.name)))
         window, all_slide = sliding_window(config)
         return cls(
-            _checked_attention(attention_of(config) or "sdpa"),
+            attention,
             family,
             any(hasattr(module, ISOLATED) for module in modules),
-            window,
+            two_way_window(config) if two_way else window,
             is_known=True,
-            left_padding_fault=fault,
+            left_padding_fault=fault or (_pooling_fault(config, model, names) if two_way else ""),
             all_slide=all_slide,
             dropout=attention_dropout(config),
             odd_layers=odd_layers(config),
+            is_two_way=two_way,
+            **_positions_of(config, model),
+            num_token_types=int(getattr(text_config(config), "type_vocab_size", None) or 0),
         )
 
     @property
@@ -158,9 +174,10 @@ def _causal_flags(config: Any, modules: Iterable[Any]) -> set[bool]:
     return {bool(m.is_causal) for m in of_text if getattr(m, "is_causal", None) is not None}
 
 
-def _pooling_fault(config: Any, names: Collection[str]) -> str:
+def _pooling_fault(config: Any, model: nn.Module, names: Collection[str]) -> str:
     """Return why rows padded on the left are wrong: a head that reads cell 0; or nothing."""
-    is_head = any(name.endswith(_HEADS_OF_CELL_0) for name in names)
+    parts = (path.rpartition(".")[2] for path, _ in model.named_modules())
+    is_head = any(name.endswith(_HEADS_OF_CELL_0) for name in (*names, *parts))
     if is_head and getattr(config, "classifier_pooling", "cls") not in ("mean", "late"):
         return "its head reads the first cell of a row, which is a pad"
     return ""
@@ -168,19 +185,56 @@ def _pooling_fault(config: Any, names: Collection[str]) -> str:
 
 def _refuse_kind(config: Any, model: nn.Module) -> None:
     """Refuse models for which the inputs of any batch are wrong."""
-    name = getattr(config, "model_type", None)
-    has_two = getattr(config, "is_encoder_decoder", False)
-    if has_two or getattr(text_config(config), "is_encoder_decoder", False):
+    configs = () if type(inside(model)).__name__.endswith("EncoderModel") else (config,)
+    if any(getattr(c, "is_encoder_decoder", False) for c in (*configs, *map(text_config, configs))):
         raise IsolationError(
-            f"{name} is an encoder-decoder, and batches are of decoders or encoders alone: its "
-            "decoder reads tokens of its own; use DataCollatorForSeq2Seq of transformers"
+            f"{getattr(config, 'model_type', None)} is an encoder-decoder, and batches are of "
+            "decoders or encoders alone: its decoder reads tokens of its own; use "
+            "DataCollatorForSeq2Seq of transformers"
         )
-    tables = [m for path, m in model.named_modules() if path.endswith("position_embeddings")]
-    if name in _SECOND_POSITION or any(getattr(m, "padding_idx", None) is not None for m in tables):
-        raise IsolationError(
-            f"the positions of {name} models do not begin at 0, those of a batch do; pad, and pass "
-            "input_ids and attention_mask alone: the model then makes its own positions"
-        )
+
+
+def _refusal(
+    family: Family, config: Any, attention: str, model: nn.Module, *, two_way: bool
+) -> str:
+    """Return why packed rows are wrong in the model with this attention, or nothing."""
+    if family.refused:
+        return family.refused
+    is_masked = attention in _MASK_ATTENTION
+    if not two_way:
+        takes_any = getattr(inside(model), "is_backend_compatible", None)
+        ignores = not is_masked and takes_any is not None and not takes_any()
+        return f"it ignores attention {attention!r}" if ignores and not family.mixers else ""
+    if not family.two_way:
+        return _UNKNOWN
+    name, value = family.option
+    if name and getattr(config, name, value) != value:
+        return f"with {name}={getattr(config, name)!r} they are wrong; set {name}={value!r}"
+    exact, reason = family.two_way, family.no_other or "its kernel was not tried"
+    if getattr(text_config(config), "is_causal", None) is False and sliding_window(config)[0]:
+        exact = tuple(name for name in exact if name != "flash")
+        reason = "its flash attention has a window of one cell less"
+    if (attention if is_masked or attention == "torch_varlen" else "flash") in exact:
+        return ""
+    if attention == "flex_attention" and {"sdpa", "torch_varlen"} <= {*exact}:
+        return ""
+    return (
+        f"attention {attention!r} is wrong there ({reason}), load it with "
+        f"attn_implementation={' or '.join(map(repr, exact))}"
+    )
+
+
+def _positions_of(config: Any, model: nn.Module) -> dict[str, Any]:
+    """Return the properties of the model's table of positions."""
+    kind = getattr(config, "model_type", "")
+    name = "embed_positions" if kind == "roformer" else "position_embeddings"
+    modules = model.named_modules() if text_config(config) is config else ()  # none of a tower
+    for module in (module for path, module in modules if path.rpartition(".")[2] == name):
+        padding, size = getattr(module, "padding_idx", None), getattr(module, "num_embeddings", 0)
+        first = 2 if kind in _SECOND_POSITION else 0 if padding is None else padding + 1
+        most = size - first if size else None
+        return {"first_position": first, "num_positions": most, "counts_cells": kind == "roformer"}
+    return {}
 
 
 def unwrap(model: nn.Module) -> nn.Module:

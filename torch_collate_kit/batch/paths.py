@@ -150,8 +150,10 @@ def places_in_ranks(placement: Placement, num_rows: int) -> np.ndarray:
 def _refuse_for_shards(kind: ModelKind, placement: Placement, shard: Shard) -> None:
     """Refuse a model or rows for which keys of other ranks are not all that is needed."""
     family = kind.family
-    if family.keywords or family.needs_isolation or kind.is_isolated or family.refused:
-        reason = family.refused or "its layers carry state along a row, which no rank has whole"
+    carries_state = family.keywords or family.needs_isolation or kind.is_isolated
+    if carries_state or family.refused or kind.is_two_way:
+        reason = "its layers carry state along a row, which no rank has whole"
+        reason = family.refused or (_TWO_WAY if kind.is_two_way else reason)
         raise IsolationError(
             f"context shards are wrong in {family.name} models: {reason}; pass it whole rows"
         )
@@ -172,6 +174,7 @@ def _refuse_for_shards(kind: ModelKind, placement: Placement, shard: Shard) -> N
         )
 
 
+_TWO_WAY = "tokens see later ones there, which are not in the keys of a causal part"
 _OTHERWISE = "or collate without share_prefixes"
 
 
@@ -205,8 +208,9 @@ def _refuse_for_trees(kind: ModelKind) -> None:
     """Refuse a model or an attention that does not follow paths through shared prefixes."""
     family = kind.family
     carries_state = family.keywords or family.needs_isolation or kind.is_isolated
-    if carries_state or family.refused:
-        reason = family.refused or "its layers carry state along a row, which has no paths"
+    if carries_state or family.refused or kind.is_two_way:
+        reason = "its layers carry state along a row, which has no paths"
+        reason = family.refused or (_TWO_WAY if kind.is_two_way else reason)
         raise IsolationError(
             f"segments that share prefixes are wrong in {family.name} models: {reason}; collate "
             "without share_prefixes"

@@ -74,6 +74,8 @@ class Placement:
     of which several may be in one cell, and the column ``tree_cells`` has the cell of each."""
     shard: Shard | None = None
     """The part of a batch that these rows are, of those of all context ranks."""
+    num_token_types: int = 0
+    """The types of tokens in ``token_type_ids`` of the examples, 0 to one less; 0 without them."""
 
     @property
     def has_left_pads(self) -> bool:

@@ -217,11 +217,12 @@ class Columns:
             return cls.none()
         hosts = [part.placement.segments for part in columns]
         on_host = {k: cat_rows([segments[k] for segments in hosts]) for k in hosts[0]}
+        types = max(part.placement.num_token_types for part in columns)
         return replace(
             first,
             values={k: cat_rows([part.values[k] for part in columns]) for k in first.values},
             segments={k: cat_rows([part.segments[k] for part in columns]) for k in first.segments},
-            placement=replace(first.placement, segments=on_host),
+            placement=replace(first.placement, segments=on_host, num_token_types=types),
         )
 
     def filled(self, values: dict[str, Any], segments: dict[str, Any]) -> Columns:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -105,6 +106,11 @@ class Collator:
             "dropped": tuple(dropped.tolist()),
             "cut": tuple(cut.tolist()),
         }
+        if (types := placed.columns.get("token_type_ids")) is not None and len(types.values):
+            if (least := int(types.values.min())) < 0:
+                i = np.repeat(placed.examples, placed.pieces.lengths)[types.values.argmin()]
+                raise DataError(f"example {i}: token_type_ids contain {least}; they count from 0")
+            placement = replace(placement, num_token_types=int(types.values.max()) + 1)
         columns = Columns.of(placed.columns, specs, names, placement)
         storage = Storage(columns, {}, {**ragged, **row_metadata}, all_metadata)
         return Batch.of_storage(storage, check=False)

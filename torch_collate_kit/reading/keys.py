@@ -31,7 +31,7 @@ from torch_collate_kit.vision.families import IMAGE_FIELDS
 
 CHECKED = ("attention_mask", "position_ids")  # not read, but checked by ``check_one_text``
 TARGETS = ("loss_mask", "labels", "assistant_masks", "completion_mask")
-PER_TOKEN = ("input_ids", *TARGETS, "num_actions", *CHECKED)
+PER_TOKEN = ("input_ids", *TARGETS, "num_actions", *CHECKED, "token_type_ids")
 KNOWN = (*PER_TOKEN, "weight")
 PER_EXAMPLE = {"num_actions", "weight"}  # a number of each example, not lists
 _REQUIRED = ("prompt_ids", "response_ids", "rewards", "loss_mask")
@@ -80,7 +80,8 @@ def raw_columns(
         if vision is not None and vision.family.positions != "model":
             media = (*MEDIA, *vision.fields)
     else:
-        known, ids = (*KNOWN, *fields), "input_ids"
+        own = (key for key in KNOWN if vision is None or key not in TOKEN_TYPES)
+        known, ids = (*own, *fields), "input_ids"
     owners = first_with(given)
     refuse_boundaries(owners, column_of(given), (*fields, *media))
     if isinstance(given, Mapping):
@@ -89,7 +90,7 @@ def raw_columns(
             given = with_vectors(given, vectors)
         raw = _columns(given, (*known, *media), ids)
     else:
-        raw = _transposed(given, known, media and [key for key in media if key in owners])
+        raw = _transposed(given, known, media and [key for key in media if key in owners], owners)
     if ids not in raw:
         raise _without_ids(sorted(map(str, first)), ids)
     if rollouts:
@@ -121,10 +122,9 @@ def first_with(examples: Any) -> dict[str, int]:
     """Return all keys, and the first example that has each."""
     if isinstance(examples, Mapping):
         return dict.fromkeys(examples, 0)
-    first = examples[0].keys()
-    found = dict.fromkeys(first, 0)
-    for i, example in enumerate(examples):
-        if example.keys() != first:
+    found = dict.fromkeys(examples[0], 0)
+    if len(set(found).union(*examples)) > len(found):
+        for i, example in enumerate(examples):
             found |= dict.fromkeys(example.keys() - found.keys(), i)
     return found
 
@@ -201,13 +201,16 @@ def _is_one_example(column: Any) -> bool:
 
 
 def _transposed(
-    examples: Sequence[Mapping[str, Any]], known: Sequence[str], media: Sequence[str]
+    examples: Sequence[Mapping[str, Any]],
+    known: Sequence[str],
+    media: Sequence[str],
+    owners: Mapping[str, int],
 ) -> dict[str, Any]:
     """Return lists of entries: every example has all columns but those of media."""
     first = examples[0].keys()
-    for i, example in enumerate(examples):
-        is_other = example.keys() != first
-        if is_other and (odd := {k for k in known if (k in first) != (k in example)}):
+    have_all = {*map(len, examples)} == {len(owners)}
+    for i, example in enumerate(() if have_all else examples):
+        if odd := {k for k in known if (k in first) != (k in example)}:
             raise DataError(
                 f"example {i} and example 0 differ in {', '.join(sorted(odd))}; every example of a "
                 "batch needs the same keys"

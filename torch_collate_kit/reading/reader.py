@@ -62,6 +62,7 @@ from torch_collate_kit.vision import VisionLayout
 _SFT_FIELDS: Mapping[str, FieldSpec] = {
     **dict.fromkeys((*TARGETS, *CHECKED), PerToken(torch.float32)),
     "labels": PerToken(torch.int64, IGNORE_INDEX),
+    "token_type_ids": PerToken(torch.int64),
 }
 _ROLLOUT_FIELDS: Mapping[str, FieldSpec] = {
     **dict.fromkeys(
@@ -121,7 +122,9 @@ def _per_token(
     """Read the columns with an entry per token; ``numbers`` are the declared fields per example."""
     ids, num_actions = _rollout_ids(raw) if are_rollouts else _sft_ids(raw)
     table = _ROLLOUT_FIELDS if are_rollouts else _SFT_FIELDS
-    own = {key: spec for key, spec in table.items() if key in raw}
+    own = {key: spec for key, spec in table.items() if key in raw and key not in declared}
+    if vision is not None:
+        own.pop("token_type_ids", None)
     if num_actions is not None:
         own["loss_mask"] = _ROLLOUT_FIELDS["loss_mask"]
     columns = {}
@@ -140,7 +143,9 @@ def _per_token(
         raise DataError(
             f"example 0 has two loss targets: {' and '.join(targets)}; keep one of them"
         )
-    names = ["response_mask", *(columns[key].name for key in own)] if are_rollouts else []
+    names = ["token_type_ids"] if "token_type_ids" in own else []
+    if are_rollouts:
+        names = ["response_mask", *(columns[key].name for key in own)]
     if "rollout_expert_indices" in own:
         names.append("router_padding_mask")
     if are_rollouts and vision is None and any(name in raw for name in IMAGES):
