@@ -55,6 +55,18 @@ FAULTS = [
     Fault("chat/cache_keys.py", "text = text[text.index('\"added_tokens\"') :]", "pass", "chat/test_documents.py"),
     Fault("chat/traces.py", "_marked(event, i in known)", "_marked(event, False)", "chat/test_traces.py"),
     Fault("chat/traces.py", "if key is not None and not is_side:", "if key is not None:", "chat/test_traces.py"),
+    # shapes
+    Fault("batch/model_inputs.py", "return torch.cat([flat, flat[-1:].expand(missing)])", "return flat", "collators/test_capacity.py"),
+    Fault("batch/model_inputs.py", "len(per_row), most), shape.numel() // len(per_row)", "len(per_row), most), longest", "collators/test_capacity.py"),
+    Fault("collators/packed.py", "= most + 1 + (self.vision is not None)", "= most + (self.vision is not None)", "collators/test_capacity.py"),
+    Fault("batch/model_inputs.py", 'if "cu_seqlens_cpu" in kind.keywords:', "if False:", "collators/test_capacity.py"),
+    Fault("batch/block_masks.py", "columns - (window - 1)", "columns - window", "test_block_masks.py"),
+    Fault("batch/block_masks.py", "torch.minimum(stops, columns + window)", "torch.minimum(stops, columns + window - 1)", "test_block_masks.py"),
+    Fault("batch/block_masks.py", "-(-most[0] // _SIZE), least[1] // _SIZE)", "most[0] // _SIZE, least[1] // _SIZE)", "test_block_masks.py"),
+    Fault("batch/block_masks.py", ".clamp_(min=0) * (number < num_whole)", ".clamp_(min=0)", "test_block_masks.py"),
+    Fault("packing/planner.py", "if int(rows.counts().max()) <= slots:", "if int(rows.counts().max()) <= slots + 1:", "packing/test_slots.py"),
+    Fault("packing/balance.py", "(limits.pieces or len(order)) - counts)", "len(order) - counts)", "packing/test_slots.py"),
+    Fault("loading/stream_batches.py", "num_steps and packing.max_sequences_per_row is None", "num_steps", "collators/test_capacity.py"),
     # packing
     Fault("packing/strategies.py", "if key >= sizes[-2]", "if key > sizes[-2]", "packing"),
     Fault("packing/strategies.py", "node += space[node] < size", "node += space[node] <= size", "packing"),

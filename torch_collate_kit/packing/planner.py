@@ -373,7 +373,7 @@ def filled_rows(atoms: Atoms, limits: Limits, packing: PackingOptions) -> Rows:
 def _fill(fill: Fill, atoms: Atoms, limits: Limits) -> Rows:
     if limits.patches and (limits.reserved or limits.patches < int(atoms.patches.sum())):
         return fill_two_budgets(fill, atoms.sizes, limits)
-    return fill(atoms.cells, limits.text, limits.pieces)
+    return fill(atoms.cells, limits.text, limits.pieces, None)
 
 
 def _within_slots(atoms: Atoms, limits: Limits, slots: int) -> Rows:
