@@ -1,4 +1,4 @@
-"""A training step captured in a CUDA graph, beside the plain one: same losses, and the time of both.
+"""A training step captured in a CUDA graph, beside the plain one: their losses, and their times.
 
 Rows are planned with a limit of segments, so all batches have one shape (docs/guide/one_shape.md).
 """
@@ -33,7 +33,8 @@ def captured_step(where: Where, *, steps: int = 20) -> dict[str, Any]:
     register_torch_varlen()
     config = transformers.Qwen3Config(
         vocab_size=4096, hidden_size=512, intermediate_size=1024, num_hidden_layers=8,
-        num_attention_heads=8, num_key_value_heads=4, head_dim=64, attn_implementation="torch_varlen",
+        num_attention_heads=8, num_key_value_heads=4, head_dim=64,
+        attn_implementation="torch_varlen",
     )  # fmt: skip
     torch.manual_seed(0)
     model = transformers.Qwen3ForCausalLM(config).to(where.device, torch.bfloat16)
