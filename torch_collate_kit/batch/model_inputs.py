@@ -221,11 +221,7 @@ def _takes_empty_segments(kind: ModelKind) -> bool:
 
 @cache
 def _warn(reason: str) -> None:
-    _logger.warning(
-        "max_sequences_per_row promises one shape of cu_seq_lens, by segments without cells, and "
-        "it stays ragged here: %s; torch.compile and CUDA graphs will see other shapes",
-        reason,
-    )
+    _logger.warning("cu_seq_lens stays ragged here, whatever max_sequences_per_row: %s", reason)
 
 
 def _on_host(flat: Tensor, stored: Storage) -> Tensor:
