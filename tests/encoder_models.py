@@ -161,17 +161,20 @@ def difference(found: Any, expected: Any) -> float:
     return max(float((found[k] - expected[k]).abs().max()) for k in expected) / largest
 
 
-def compared(model: Any, batch: Any, examples: list[dict[str, list[int]]]) -> tuple[float, float]:
-    """How far logits and gradients of a batch are from each text alone, run by the model itself."""
+def compared(
+    model: Any, batch: Any, examples: list[dict[str, list[int]]], reference: Any = None
+) -> tuple[float, float]:
+    """How far logits and gradients of a batch are from each text alone, by itself or another."""
+    reference = model if reference is None else reference
     inputs = batch.model_inputs(model, labels=False)
     found = outputs_of(model, inputs)[batch["attention_mask"].bool()]
     order = batch.row_metadata["example_indices"].values.tolist()
     alone = [
-        outputs_of(model, {key: torch.tensor([value]) for key, value in examples[i].items()})[0]
+        outputs_of(reference, {key: torch.tensor([value]) for key, value in examples[i].items()})[0]
         for i in order
     ]
     expected = torch.cat(alone)
-    mine, theirs = (gradients_of(model, sums(each)) for each in (found, expected))
+    mine, theirs = gradients_of(model, sums(found)), gradients_of(reference, sums(expected))
     return difference(found, expected), difference(mine, theirs)
 
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
+import subprocess
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.building import packed_collator
 from tests.encoder_models import (
     BERT,
     BY_NAME,
@@ -25,6 +32,8 @@ from tests.encoder_models import (
     packed,
     texts,
 )
+from tests.oracle import two_way_inputs
+from tests.strategies import FUZZ, batches, packed_options
 from tests.test_model_kinds import named
 from torch_collate_kit import (
     DataError,
@@ -61,23 +70,15 @@ CASES = [
 POOLS_CELL_0 = ("BigBirdForTokenClassification",)
 
 
-@pytest.mark.parametrize(("encoder", "attention"), CASES)
-def test_packed_and_padded_rows_equal_each_text_alone(encoder: Encoder, attention: str) -> None:
-    model = encoder_model(encoder.name, attention, **encoder.options)
-    examples, bound = texts(model), encoder.bounds[attention == "eager"]
-    batch = packed(model, examples)
-    assert batch["input_ids"].shape == (2, 48)
-    assert max(compared(model, batch, examples)) < bound
-    check_isolation(model, batch)
-    if attention == "torch_varlen":  # padded rows are for a mask
-        return
-    if attention == "eager" and ModelKind.of(model).window is not None:
-        # in fp64 transformers' own mask is -inf for the fp32 softmax: a pad that sees none is NaN
-        model, bound = model.float(), 1e-5
-    sides = ("right",) if encoder.name in POOLS_CELL_0 else ("right", "left")
-    for side in sides:
-        rows = PaddedCollator(batch.placement.pad_token_id, padding_side=side)(examples)
-        assert max(compared(model, rows, examples)) < bound
+@pytest.mark.skipif(not ALL_CASES, reason="a process of its own: ALL_CASES=1")
+def test_the_path_of_flash_attention_equals_each_text_alone() -> None:
+    """With a stand-in for the kernel; numbers are multiples of the bounds."""
+    command = [sys.executable, "-m", "tests.kernels.encoders"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found) == sum("flash" in encoder.attention for encoder in ENCODERS)
+    assert max(found.values()) < 1, found
 
 
 @pytest.mark.skipif(not ALL_CASES, reason="imports all of them: ALL_CASES=1")
@@ -263,6 +264,45 @@ def test_types_that_a_model_would_lose_are_refused() -> None:
             PackedCollator(0, max_tokens=10)(rows)
 
 
+@FUZZ
+@given(data=st.data())
+def test_types_positions_and_masks_equal_the_oracle(data: st.DataObject) -> None:
+    drawn = data.draw(batches("none", max_examples=5, max_length=12, columns=False))
+    options = data.draw(packed_options(drawn.lengths))
+    layout = {"dp": options.layout["dp"]}  # no pads inside
+    collate = packed_collator(0, parallel=ParallelLayout(**layout), **options.collator)
+    given_types = [[id % 3 for id in example["input_ids"]] for example in drawn.plain]
+    rows = [{"input_ids": example["input_ids"]} for example in drawn.plain]
+    batch = collate(
+        [{**row, "token_type_ids": t} for row, t in zip(rows, given_types, strict=True)]
+    )
+    window = data.draw(st.integers(1, 12))
+    model: Any = torch.nn.Module()
+    model.position_embeddings = torch.nn.Embedding(200, 1, padding_idx=1)
+    types = ["sliding_attention", "full_attention"]
+    model.config = SimpleNamespace(
+        model_type="modernbert", is_causal=False, type_vocab_size=3, _attn_implementation="sdpa",
+        sliding_window=window - 1 or None, layer_types=types,
+    )  # fmt: skip
+    inputs = batch.model_inputs(model)
+    bounds, lengths = (batch[name].tolist() for name in ("cu_seq_lens", "sub_seq_lengths"))
+    for reach in (1000, window):
+        positions, seen = two_way_inputs(bounds, lengths, 2, reach)
+        assert inputs["position_ids"].tolist() == positions
+        mask = inputs["attention_mask"]
+        if isinstance(mask, dict):
+            mask = mask["full_attention" if reach == 1000 else "sliding_attention"]
+        elif reach != 1000:
+            assert window == 1
+            continue
+        assert mask[:, 0].tolist() == seen
+    expected = (batch["input_ids"] % 3) * batch["attention_mask"]
+    assert torch.equal(batch["token_type_ids"], expected)
+    found = inputs.get("token_type_ids")
+    assert found is not None
+    assert torch.equal(found, expected)
+
+
 # --- check_isolation -----------------------------------------------------------------------------
 
 
@@ -324,3 +364,27 @@ def test_a_window_lost_on_one_side_of_the_only_mask() -> None:
     for wrong in (mask | full["attention_mask"].triu(), mask | full["attention_mask"].tril()):
         with pytest.raises(ValueError, match="so the sliding window of 5 tokens is lost"):
             check_isolation(model, {**inputs, "attention_mask": wrong})
+
+
+# --- every family ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("encoder", "attention"), CASES)
+def test_packed_and_padded_rows_equal_each_text_alone(encoder: Encoder, attention: str) -> None:
+    model = encoder_model(encoder.name, attention, **encoder.options)
+    examples, bound = texts(model), encoder.bounds[attention == "eager"]
+    batch = packed(model, examples)
+    assert batch["input_ids"].shape == (2, 48)
+    check_isolation(model, batch)
+    if attention == "torch_varlen":  # padded rows are for a mask
+        reference = encoder_model(encoder.name, "sdpa", **encoder.options)
+        assert max(compared(model, batch, examples, reference)) < bound
+        return
+    assert max(compared(model, batch, examples)) < bound
+    if attention == "eager" and ModelKind.of(model).window is not None:
+        # in fp64 transformers' own mask is -inf for the fp32 softmax: a pad that sees none is NaN
+        model, bound = model.float(), 1e-5
+    sides = ("right",) if encoder.name in POOLS_CELL_0 else ("right", "left")
+    for side in sides:
+        rows = PaddedCollator(batch.placement.pad_token_id, padding_side=side)(examples)
+        assert max(compared(model, rows, examples)) < bound

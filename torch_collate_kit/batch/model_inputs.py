@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torch_collate_kit._checks import checked_bool, checked_int
 from torch_collate_kit.batch.block_masks import document_masks
@@ -35,7 +35,8 @@ def model_inputs(
 ) -> dict[str, Any]:
     """Return ``Batch.model_inputs`` of its dense fields and its content."""
     checked_bool("labels", labels)
-    if stored.columns and stored.columns.placement.shard is not None:
+    shard = stored.columns.placement.shard if stored.columns else None
+    if shard is not None and (shard.size > 1 or context_group is not None):
         kind = ModelKind.of("torch_varlen" if model is None else model)
         _token_types(batch, stored, kind)
         if mask is not None or sliding_window is not None:
@@ -48,6 +49,12 @@ def model_inputs(
         raise ValueError(
             "context_group is for the shard of a context rank, and this is a whole batch; cut it "
             "with batch.context_shard(cp_rank, cp_size)"
+        )
+    targets = stored.columns.placement.targets
+    if targets != "next_token" and not isinstance(model, ModelKind | nn.Module):
+        raise ValueError(
+            f"the batch has targets={targets!r}, as two-way models are trained, and the name of an "
+            "attention does not say which way a model looks; pass the model: model_inputs(model)"
         )
     is_tree = bool(stored.columns) and stored.columns.placement.tree_width > 0
     if is_tree and model is None:  # another attention would ignore the paths in silence

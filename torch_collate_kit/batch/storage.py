@@ -212,12 +212,11 @@ class Columns:
     @classmethod
     def cat(cls, columns: Sequence[Columns]) -> Columns:
         """Return the rows of all ``columns``; none where they are of different kinds."""
-        first = columns[0]
+        first, placements = columns[0], [part.placement for part in columns]
         if any(part.values.keys() != first.values.keys() for part in columns):
             return cls.none()
-        hosts = [part.placement.segments for part in columns]
-        on_host = {k: cat_rows([segments[k] for segments in hosts]) for k in hosts[0]}
-        types = max(part.placement.num_token_types for part in columns)
+        names, types = first.placement.segments, max(p.num_token_types for p in placements)
+        on_host = {k: cat_rows([p.segments[k] for p in placements]) for k in names}
         return replace(
             first,
             values={k: cat_rows([part.values[k] for part in columns]) for k in first.values},
@@ -387,7 +386,7 @@ class Storage:
 
     def num_loss_tokens(self) -> np.ndarray | None:
         """Return the trained cells of each row, int64 [R]; reads the device."""
-        if self.columns and "loss_mask" not in self.given:
+        if "loss_mask" in self.columns.names and "loss_mask" not in self.given:
             return self.columns.num_trained()
         mask: Any = self.given.get("loss_mask")
         return None if mask is None else (mask != 0).flatten(1).sum(dim=1).cpu().numpy()

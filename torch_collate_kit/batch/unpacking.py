@@ -11,7 +11,8 @@ from torch import Tensor
 
 from torch_collate_kit.batch.batch import Batch
 from torch_collate_kit.batch.context_shards import refuse_shard
-from torch_collate_kit.batch.dense import cells_of_responses, cells_of_tokens
+from torch_collate_kit.batch.dense import cells_of_responses, cells_of_rows
+from torch_collate_kit.batch.placement import Targets
 from torch_collate_kit.ragged import Ragged, span_indices
 
 Count = Literal["responses", "tokens", "predicted"]
@@ -58,7 +59,7 @@ def unpack(values: Values, batch: Batch) -> list[Values]:
     values = in_rows(values, len(batch), batch["input_ids"].shape[1])
     if batch.placement is not None and batch.placement.tree_width:
         values = _of_tokens(values, batch)
-    _check_shape(values, len(batch), width)
+    _check_shape(values, batch, width)
     count: Count = "tokens" if values.shape[1] == width else "predicted"
     cells = cells_of_every_example(batch, values.shape[1], count)
     flat: Any = values.reshape(-1, *values.shape[2:])
@@ -103,13 +104,16 @@ def in_rows(values: Values, num_rows: int, width: int) -> Values:
     return cast("Values", given)
 
 
-def _check_shape(values: Any, num_rows: int, width: int) -> None:
-    if values.ndim < 2 or len(values) != num_rows or width - values.shape[1] not in (0, 1):
+def _check_shape(values: Any, batch: Batch, width: int) -> None:
+    num_rows, most = len(batch), int(targets_of(batch) == "next_token")
+    if values.ndim < 2 or len(values) != num_rows or width - values.shape[1] not in (0, most):
+        predicted = (
+            f", or [{num_rows}, {width - 1}, ...], one per predicted token (of response tokens "
+            "[R, A] take rl.response_values)"
+        )
         raise ValueError(
             f"values have shape {list(values.shape)}, the batch has {num_rows} rows of {width} "
-            f"cells; give [{num_rows}, {width}, ...], one entry per cell, or "
-            f"[{num_rows}, {width - 1}, ...], one per predicted token (of response tokens [R, A] "
-            "take rl.response_values)"
+            f"cells; give [{num_rows}, {width}, ...], one entry per cell{predicted * most}"
         )
 
 
@@ -224,10 +228,53 @@ def response_cells(batch: Batch) -> Tensor | None:
     return cells_of_responses(stored.columns, batch._shared)
 
 
+def targets_of(batch: Any) -> Targets:
+    """Return what the labels of a batch are of; of one built from tensors the next tokens."""
+    placement = getattr(batch, "placement", None)
+    return "next_token" if placement is None else cast("Targets", placement.targets)
+
+
 def shares_prefixes(batch: Any) -> bool:
     """Return whether rows of the batch have fewer cells than tokens, since segments share them."""
     placement = getattr(batch, "placement", None)
     return placement is not None and placement.tree_width > 0
+
+
+def branches_of(batch: Batch) -> tuple[Tensor, list[int], np.ndarray]:
+    """Return the branch of each cell [R, W], -1 at pads, their rows, and which see which.
+
+    A branch has cells between which no path divides. The last is bool [S, S], whether a branch
+    sees another.
+    """
+    placement, column = batch.placement, batch.stored().columns.values["tree_cells"]
+    assert placement is not None
+    cells = column.values.cpu().numpy().astype(np.int64)
+    lengths = placement.segments["lengths"].values
+    before = np.full(len(batch) * placement.tree_width, -1)  # the cell before; -2: none
+    ends = np.cumsum(lengths)
+    rows = placement.rows()
+    for row, start, end in zip(
+        rows.tolist(), (ends - lengths).tolist(), ends.tolist(), strict=True
+    ):
+        path = cells[start:end] + row * placement.tree_width
+        before[path] = np.append(-2, path[:-1])[: len(path)]
+    num_after = np.bincount(before[before >= 0], minlength=len(before))
+    branches = np.full(len(before), -1)
+    above: list[list[int]] = []
+    of_rows: list[int] = []
+    for cell in np.flatnonzero(before != -1).tolist():  # a path leads to later cells
+        earlier = int(before[cell])
+        if earlier >= 0 and num_after[earlier] == 1:
+            branches[cell] = branches[earlier]
+            continue
+        branches[cell] = len(above)
+        above.append([*(above[branches[earlier]] if earlier >= 0 else []), len(above)])
+        of_rows.append(cell // placement.tree_width)
+    sees = np.zeros((len(above), len(above)), dtype=bool)
+    for branch, path in enumerate(above):
+        sees[branch, path] = True
+    ids = torch.from_numpy(branches).view(len(batch), -1)
+    return ids.to(column.values.device), of_rows, sees
 
 
 def token_width(batch: Batch) -> int:
@@ -242,24 +289,11 @@ def token_width(batch: Batch) -> int:
     if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] >= max(width, 1):
         raise ValueError(
             f"loss_mask has {mask.shape[1]} columns, rows have {width} cells: of rows that share "
-            "prefixes (share_prefixes) tensors alone do not say where tokens lie; pass the Batch "
-            f"that the collator returned, otherwise a loss_mask of at most {width - 1} columns"
+            'prefixes (share_prefixes), and of targets="same_token", tensors alone do not say what '
+            "a column is of; pass the Batch that the collator returned, otherwise a loss_mask of "
+            f"at most {width - 1} columns, for next tokens"
         )
     return width
-
-
-def cells_of_rows(batch: Batch) -> Tensor:
-    """Return the cell of every token, int64 [R, U] over all rows of cells; 0 at pads."""
-    made, stored = batch._shared, batch.stored()
-    if "cells of tokens" not in made:
-        placement = stored.columns.placement
-        with torch.inference_mode(False):
-            places = torch.from_numpy(placement.cells("lengths"))
-            cells = cells_of_tokens(stored.columns)
-            dense = cells.new_zeros(stored.num_rows * placement.width)
-            dense.scatter_(0, places.to(cells.device, non_blocking=True), cells)
-        made["cells of tokens"] = dense.view(stored.num_rows, placement.width)
-    return made["cells of tokens"]
 
 
 def before_and_at(batch: Batch, tokens: Tensor) -> tuple[Tensor, Tensor]:

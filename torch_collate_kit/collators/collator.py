@@ -11,14 +11,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from torch_collate_kit._checks import call_repr, changed_settings, checked_bool
+from torch_collate_kit._checks import call_repr, changed_settings, checked_bool, checked_choice
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.fields import PerExample, PerResponseToken, PerToken
 from torch_collate_kit.batch.model_inputs import model_inputs
 from torch_collate_kit.batch.model_kind import ModelKind
-from torch_collate_kit.batch.placement import Placement
+from torch_collate_kit.batch.placement import Placement, Targets
 from torch_collate_kit.batch.storage import Columns, Storage
 from torch_collate_kit.errors import DataError
+from torch_collate_kit.packing import PackingOptions
 from torch_collate_kit.ragged import unchecked
 from torch_collate_kit.reading.entries import DeclaredFields
 from torch_collate_kit.reading.examples import ExampleColumns, RowColumns
@@ -43,7 +44,10 @@ class Collator:
         fields: DeclaredFields | None,
         vision: VisionLayout | None,
         names: tuple[str, ...],
+        targets: Targets = "next_token",
     ) -> None:
+        checked_choice("targets", targets, ("next_token", "same_token", None))
+        self.targets = targets
         self.pad_token_id = _pad_token_id_of(tokenizer)
         if vision is None and hasattr(tokenizer, "image_processor"):
             vision = VisionLayout.of(tokenizer)
@@ -59,7 +63,7 @@ class Collator:
             positions = ("mrope_position_ids",) if vision.has_mrope else ()
             self._of_images = (*positions, types) if types else positions
             names = (*names, *self._of_images, *vision.fields)
-        self.normalize_loss = checked_bool("normalize_loss", normalize_loss)
+        self.normalize_loss = checked_bool("normalize_loss", normalize_loss) and targets is not None
         self.fields = _checked_fields(fields, (*names, "loss_weights"))
 
     def __repr__(self) -> str:
@@ -80,6 +84,12 @@ class Collator:
         """Return the Batch of placed examples; ``names`` are its fields."""
         specs = {**placed.specs, "input_ids": PerToken(torch.int64, placement.pad_token_id)}
         num_loss_tokens = int(placed.num_trained.sum()) + num_loss_tokens_elsewhere
+        counted = {
+            "num_loss_tokens": num_loss_tokens,
+            "loss_mask_divisor": max(1, num_loss_tokens) if self.normalize_loss else 1,
+        }
+        if self.targets is None:
+            names, counted = tuple(n for n in names if n not in ("labels", "loss_mask")), {}
         row_offsets = placed.pieces.row_offsets
         per_piece = {
             "example_indices": placed.examples,
@@ -96,8 +106,7 @@ class Collator:
         ragged = {key: unchecked(values.copy(), row_offsets) for key, values in per_piece.items()}
         all_metadata: dict[str, Any] = {
             "response_length": placement.response_length,
-            "num_loss_tokens": num_loss_tokens,
-            "loss_mask_divisor": max(1, num_loss_tokens) if self.normalize_loss else 1,
+            **counted,
             "step_num_tokens": int(placed.pieces.lengths.sum()),
             "step_num_cells": (len(row_offsets) - 1) * placement.width,
             **metadata,
@@ -196,10 +205,32 @@ def _check_shape(where: str, shape: Any) -> None:
         )
 
 
+def check_options(targets: Targets, *, train_all: bool, packing: PackingOptions | None) -> None:
+    """Refuse options with which targets of this kind have no place."""
+    if targets == "next_token":
+        return
+    if train_all:
+        raise ValueError(f"train_all=True trains next tokens, and {targets=}; remove one of them")
+    if targets == "same_token" and packing is not None and packing.share_prefixes:
+        raise ValueError(
+            "share_prefixes lets several tokens be in one cell, where each would need a label of "
+            'its own with targets="same_token"; remove share_prefixes'
+        )
+    if targets is None and packing is not None:
+        options = {"strategy": packing.strategy, "overflow": packing.overflow}
+        for name, value in options.items():
+            if value in ("wrapped", "split"):
+                raise ValueError(
+                    f"{name}={value!r} cuts an example into pieces, and with targets=None what is "
+                    'trained is of a whole example; pass overflow="truncate" or "drop"'
+                )
+
+
 class ForTrainer(ABC):
     """A collator that ``transformers.Trainer`` can use, through ``for_trainer()``."""
 
     fields: DeclaredFields
+    targets: Targets
 
     @abstractmethod
     def make_batch(self, examples: Any, *, for_trainer: bool = False) -> Batch:
@@ -216,8 +247,9 @@ class ForTrainer(ABC):
 
         Raises:
             ValueError: the collator declares fields, which model inputs do not have, or shares
-                prefixes.
-            IsolationError: packed rows are wrong in the model, or in calls pads on the left.
+                prefixes; the model's loss is of other targets than the collator's.
+            IsolationError: packed rows are wrong in the model, such as for a head that reads one
+                cell of a row; or in calls pads on the left.
 
         >>> from torch_collate_kit import PackedCollator
         >>> collate = PackedCollator(0, max_tokens=6).for_trainer()
@@ -258,6 +290,7 @@ class TrainerCollator:
         self._kind = ModelKind.of("torch_varlen" if model is None else model)
         if packing is not None:
             self._kind.refuse_packed()
+        self._kind.check_head(collate.targets, is_packed=packing is not None)
 
     def __repr__(self) -> str:
         return f"{self.collate!r}.for_trainer()"

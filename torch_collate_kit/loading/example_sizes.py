@@ -38,38 +38,16 @@ class ExampleSizes:
         num_loss_tokens: npt.ArrayLike | None,
         patches: Patches | None,
     ) -> None:
-        self._collate, self._packing = collate, collate.packing
+        self._examples, self._collate, self._packing = examples, collate, collate.packing
         self._is_wrapped = self._packing.strategy == "wrapped"
-        if is_tokenized(examples) and (num_loss_tokens is not None or patches is not None):
+        has_tokens = is_tokenized(examples)
+        if has_tokens and (num_loss_tokens is not None or patches is not None):
             raise TypeError(
                 "num_loss_tokens and patches are read from the TokenizedDataset; pass them only "
                 "beside bare lengths"
             )
-        self._read(examples, patches)
-        self.are_divisors = collate.normalize_loss or not is_tokenized(examples)
-        if is_tokenized(examples):
-            num_loss_tokens = self._counts_in(examples)
-        self.counts = self._checked_counts(num_loss_tokens)
-
-    def _counts_in(self, examples: TokenizedDataset | Mixture) -> Indices | None:
-        """Return the loss tokens of a dataset where they are known, or will be refused."""
-        is_alone = self._packing.parallel.dp == 1
-        if not self.are_divisors and (is_alone or self._is_wrapped):
-            return None
-        has_cuts = not (self._is_wrapped or self._all_fit()) and len(self._fitted().cut) > 0
-        if not self.are_divisors:  # then no example is refused here
-            with suppress(TypeError, ValueError):
-                return None if has_cuts else examples.num_loss_tokens
-            return None
-        counts = examples.num_loss_tokens
-        is_unknown = self._is_wrapped and bool((counts != self.lengths - 1).any())
-        return None if is_alone and (has_cuts or is_unknown) else counts
-
-    def _read(self, examples: Any, patches: Patches | None) -> None:
-        """Read lengths and patches; an example that does not fit is named before any batch."""
-        if is_tokenized(examples):
-            patches = None if self._collate.vision is None else examples.patches
-        self._examples = examples
+        if has_tokens:
+            patches = None if collate.vision is None else examples.patches
         self._sizes, offsets, depths = sized(examples, self._packing)
         self._atoms, self.patches, self.image_costs_digest = None, None, None
         if offsets is not None or patches is not None:
@@ -83,6 +61,30 @@ class ExampleSizes:
         self.lengths.flags.writeable = False
         if not self._all_fit() and (self._packing.overflow == "raise" or self._atoms is not None):
             self._fitted()
+        self.are_divisors = collate.normalize_loss or not has_tokens
+        counts = self._counts_in(examples) if has_tokens else num_loss_tokens
+        self.counts = self._checked_counts(counts)
+
+    @property
+    def num_firsts(self) -> int:
+        """The first tokens of a segment that are never trained: 1 with next tokens, else 0."""
+        return int(self._collate.targets == "next_token")
+
+    def _counts_in(self, examples: TokenizedDataset | Mixture) -> Indices | None:
+        """Return the loss tokens of a dataset where they are known, or will be refused."""
+        is_alone, targets = self._packing.parallel.dp == 1, self._collate.targets
+        if targets is None:
+            return None
+        if not self.are_divisors and (is_alone or self._is_wrapped):
+            return None
+        has_cuts = not (self._is_wrapped or self._all_fit()) and len(self._fitted().cut) > 0
+        if not self.are_divisors:  # then no example is refused here
+            with suppress(TypeError, ValueError):
+                return None if has_cuts else examples.count_loss_tokens(targets)
+            return None
+        counts = examples.count_loss_tokens(targets)
+        is_unknown = self._is_wrapped and bool((counts != self.lengths - self.num_firsts).any())
+        return None if is_alone and (has_cuts or is_unknown) else counts
 
     def _all_fit(self) -> bool:
         """Return whether no length has to be looked at again, nor arrays made of all of them."""
@@ -129,7 +131,7 @@ class ExampleSizes:
                 f"num_loss_tokens must be one int for each of the {len(lengths)} examples, got "
                 f"shape {counts.shape}, dtype {counts.dtype}; pass dataset.num_loss_tokens"
             )
-        firsts = 1 if atoms is None else atoms.segments
+        firsts = self.num_firsts * (1 if atoms is None else atoms.segments)
         wrong = (counts < 0) | (counts > lengths - firsts)
         if wrong.any():
             i = int(wrong.argmax())
@@ -138,7 +140,7 @@ class ExampleSizes:
                 "but the first (of each segment) are trained: pass dataset.num_loss_tokens"
             )
         if self._is_wrapped:
-            untrained = np.flatnonzero(counts != lengths - 1)
+            untrained = np.flatnonzero(counts != lengths - self.num_firsts)
             if len(untrained):
                 raise ValueError(
                     f"not all tokens of example {int(untrained[0])} are trained, and it is not "

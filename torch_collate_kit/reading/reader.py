@@ -19,7 +19,7 @@ from torch_collate_kit.batch.fields import (
     PerRoutedToken,
     PerToken,
 )
-from torch_collate_kit.batch.placement import MAX_WIDTH, too_wide
+from torch_collate_kit.batch.placement import MAX_WIDTH, Targets, too_wide
 from torch_collate_kit.errors import DataError, examples_named
 from torch_collate_kit.ragged import Nested, Ragged, unchecked
 from torch_collate_kit.reading.columns import (
@@ -82,10 +82,16 @@ def read_columns(
     train_all: bool = False,
     fields: DeclaredFields | None = None,
     vision: VisionLayout | None = None,
+    targets: Targets = "next_token",
 ) -> ExampleColumns:
     """Check the examples, and return their columns."""
     raw, are_rollouts, token_types = raw_columns(
-        examples, rollouts=rollouts, train_all=train_all, fields=fields or {}, vision=vision
+        examples,
+        rollouts=rollouts,
+        train_all=train_all,
+        fields=fields or {},
+        vision=vision,
+        targets=targets,
     )
     declared = {**(fields or {}), **token_types}
     per_example = _row_metadata(raw) if are_rollouts else {}
@@ -102,13 +108,9 @@ def read_columns(
         raw, offsets = opened(raw, (*PER_TOKEN, *others, *MEDIA))
     with examples_named(segment_name(offsets)):
         columns = _per_token(raw, declared, numbers, vision, are_rollouts=are_rollouts)
-    if not per_example and offsets is None:
+    if not per_example and offsets is None and targets == "next_token":
         return columns  # a copy takes 10 us
-    return replace(
-        columns,
-        per_example=per_example,
-        segment_offsets=offsets,
-    )
+    return replace(columns, per_example=per_example, segment_offsets=offsets, targets=targets)
 
 
 def _per_token(

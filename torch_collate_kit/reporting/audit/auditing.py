@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from torch_collate_kit._checks import checked_bool, checked_optional_int
+from torch_collate_kit._checks import checked_bool, checked_choice, checked_optional_int
 from torch_collate_kit.batch import IGNORE_INDEX
 from torch_collate_kit.batch.fields import PerExample
+from torch_collate_kit.batch.placement import Targets
 from torch_collate_kit.chat.dataset import bars_of_rank_0
 from torch_collate_kit.chat.options import DEFAULT_OPTIONS, ChatOptions, ChatSetup
 from torch_collate_kit.chat.tokenize import tokenize_records
@@ -44,9 +45,7 @@ from torch_collate_kit.vision import VisionLayout
 
 # Findings of one severity are in this order
 _MODULES = (checks, token_checks, text_checks, group_checks)
-CHECKS = tuple(
-    found for module in _MODULES for found in vars(module).values() if isinstance(found, Check)
-)
+CHECKS = tuple(of for module in _MODULES for of in vars(module).values() if isinstance(of, Check))
 _LARGEST = 1 << 62  # no row is longer, and a place in the dataset added to it is still int64
 _NO_TARGET = "no loss target"
 _CUT = "num_cut_tokens"  # of examples that were cut when they were tokenized
@@ -63,6 +62,7 @@ def audit(
     train_all: bool = False,
     chat: ChatOptions = DEFAULT_OPTIONS,
     vision: VisionLayout | None = None,
+    targets: Targets = "next_token",
 ) -> AuditReport:
     """Find supervision that looks healthy and is not.
 
@@ -78,6 +78,9 @@ def audit(
         chat: the options that chat records are tokenized with. Empty answers are not refused here,
             since they are a finding, and ``max_length`` is not applied.
         vision: how images become tokens; by default that of ``tokenizer`` if it is a processor.
+        targets: as in the collators. Of "same_token", and of None with a ``label`` per example, are
+            checked lengths (``max_tokens``: the positions of the model), labels, copies and garbled
+            text; ``not_checked`` names the other checks.
 
     Returns an :class:`AuditReport`: findings with the numbers of the rows and one decoded example.
     Rows are numbered as in ``dataset``; of chat records a row is the record. What each check looks
@@ -106,6 +109,7 @@ def audit(
         vision=vision,
         chat_setup=lambda: _chat_setup(tokenizer, chat),
         borders=vocabulary.texts([[token] for token in vocabulary.border_ids]),
+        targets=targets,
     )
     columns = replace(read, vocabulary=vocabulary, max_tokens=max_tokens)
     findings: list[Finding] = []
@@ -145,6 +149,7 @@ def read_dataset(
     vision: VisionLayout | None,
     chat_setup: Callable[[], ChatSetup],
     borders: Sequence[str],  # tokens that begin or end turns
+    targets: Targets = "next_token",
 ) -> AuditColumns:
     """Return the rows of a dataset in any form; DataError if none can be read."""
     source = Source(dataset, "dataset")
@@ -153,6 +158,9 @@ def read_dataset(
         check_even(dataset, next(key for key in dataset if kind_of([key]) == kind))
     if not len(source):
         raise DataError("the dataset is empty (0 rows); give at least one")
+    checked_choice("targets", targets, ("next_token", "same_token", None))
+    if targets != "next_token" and kind != "tokens":
+        raise ValueError(f"{targets=} is for examples with input_ids, and the rows are {kind}")
     if kind == "chats" or are_preferences(source.names):
         bar: Any = nullcontext()
         if is_a(dataset, "datasets", "Dataset"):  # with progress, as its map shows it
@@ -165,10 +173,12 @@ def read_dataset(
         train_all, vision = dataset._train_all, vision or dataset.vision
     elif source.is_arrow and kind != "rollouts":
         columns = None
-        if "input_ids" in source.names and _are_pairs(source.part(0, 1)):
+        if targets is None:
+            columns = [name for name in (*KNOWN, _CUT, "label") if name in source.names]
+        elif "input_ids" in source.names and _are_pairs(source.part(0, 1)):
             columns = [name for name in (*KNOWN, _CUT, *_OF_PAIRS) if name in source.names]
         source = Source(TokenizedDataset(source.data, columns=columns, train_all=train_all))
-    reader = _BlockReader(train_all, vision)
+    reader = _BlockReader(train_all, vision, targets)
     for start in range(0, len(source), _ROWS_AT_A_TIME):
         reader.read(source, start, min(start + _ROWS_AT_A_TIME, len(source)))
     read = reader.columns()
@@ -240,6 +250,7 @@ class _BlockReader:
 
     train_all: bool = False
     vision: VisionLayout | None = None
+    targets: Targets = "next_token"
     refused: list[Refused] = field(default_factory=list)
     _blocks: dict[str, list[dict[str, np.ndarray]]] = field(default_factory=dict)
     """Columns of AuditColumns, in parts, by the form of their rows."""
@@ -328,17 +339,25 @@ class _BlockReader:
             has_target=not usual.startswith(_NO_TARGET),
             refused=sorted(self.refused, key=lambda row: row.number),
             are_labelled=self._has_label,
+            targets=self.targets,
             has_unread_images=self._has_unread_images,
         )
 
     def _found(self, examples: Any, vision: VisionLayout | None) -> ExampleColumns:
         names = first_with(examples) if _are_mappings(examples) else {}
         fields = {_CUT: PerExample(torch.int64)} if _CUT in names else {}
-        if "input_ids" in names and _are_pairs(examples):
+        if self.targets is None:
+            fields |= {"label": PerExample(torch.float64)} if "label" in names else {}
+        elif "input_ids" in names and _are_pairs(examples):
             self._has_label |= "label" in names
             fields |= {name: PerExample(torch.float64) for name in _OF_PAIRS if name in names}
         return read_columns(
-            examples, rollouts=None, train_all=self.train_all, fields=fields, vision=vision
+            examples,
+            rollouts=None,
+            train_all=self.train_all,
+            fields=fields,
+            vision=vision,
+            targets=self.targets,
         )
 
     def _is_of_images(self, examples: Any) -> bool:
@@ -364,9 +383,12 @@ class _BlockReader:
             if "score_chosen" in values and "score_rejected" in values:
                 margins.append(values["score_chosen"] - values["score_rejected"])
             columns["margins"] = np.min(margins or [np.full(num_rows, np.nan)], axis=0)
+        if self.targets is None:
+            none = np.zeros(len(columns["ids"]), dtype=np.bool_)
+            return columns | {"trained": none, "classes": values.get("label", np.empty(0))}
         if "labels" in values:
-            labels = values["labels"]
-            return columns | {"trained": labels != IGNORE_INDEX, "labels": labels}
+            labels, trained = values["labels"], values["labels"] != IGNORE_INDEX
+            return columns | {"trained": trained, "labels": labels, "classes": labels[trained]}
         trained = values["loss_weights"] != 0
         if not found.are_rollouts:
             return columns | {"trained": trained}
@@ -423,7 +445,8 @@ def _form(found: ExampleColumns) -> str:
     if not found.are_rollouts:
         segments = () if found.segment_offsets is None else ("segments",)
         target = _NO_TARGET if found.target is None else found.target.name
-        return ", ".join([target, *weight, *segments])
+        classes = [c.name for c in found.fields if found.targets is None and c.name == "label"]
+        return ", ".join([target, *classes, *weight, *segments])
     images = () if found.images is None else found.images.arrays
     names = [column.name for column in found.fields if column.name != _CUT]
     return ", ".join([*names, *images, *found.per_example, *weight])

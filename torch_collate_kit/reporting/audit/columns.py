@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from torch_collate_kit.batch.placement import Targets
 from torch_collate_kit.reporting.audit.findings import Found, Refused, Severity, words_of
 from torch_collate_kit.reporting.audit.vocabulary import Vocabulary
 
@@ -69,6 +70,8 @@ class AuditColumns:
     """Whether there are images, and no processor that says how many tokens they take."""
     vocabulary: Vocabulary = field(default_factory=Vocabulary)
     max_tokens: int | None = None
+    classes: np.ndarray = field(default_factory=partial(np.empty, 0))  # all labels, or of examples
+    targets: Targets = "next_token"
 
     @property
     def are_rollouts(self) -> bool:
@@ -433,9 +436,7 @@ class Turns:
             self.are_answers & (self.ends >= 0) & (num_trained != self.ends + 1 - self.expected)
         )
         which = np.flatnonzero(is_odd & ~np.logical_or(*columns.shifted_labels)[self.rows])
-        starts, ends, limits = (
-            places[which] for places in (self.expected, self.ends, self.row_ends)
-        )
+        starts, ends, limits = (of[which] for of in (self.expected, self.ends, self.row_ends))
         for distance in (*range(1, _FURTHEST + 1), *range(-1, -_FURTHEST - 1, -1)):
             begins, stops = starts + distance, np.minimum(ends + 1 + distance, limits)
             fits = (begins < stops) & (begins > columns.starts[self.rows[which]])

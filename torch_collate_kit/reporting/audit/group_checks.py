@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from torch_collate_kit.reporting.audit.checks import FEW, MOST, check
+from torch_collate_kit.reporting.audit.checks import EVERY, FEW, MOST, check
 from torch_collate_kit.reporting.audit.columns import AuditColumns
 from torch_collate_kit.reporting.audit.findings import Found
 
@@ -18,7 +18,7 @@ _SURE, _LEAST_CHANCE = 1e-3, 0.01  # that zeros stand there by chance; of a zero
 _ROUNDING = 1e-3  # over 0, of a log-probability in half precision
 
 
-@check("warning", of_rollouts="note")
+@check("warning", of_rollouts="note", targets=EVERY)
 def duplicates(columns: AuditColumns) -> Found | None:
     """Find rows with exactly the same tokens."""
     heads = columns.heads
@@ -117,7 +117,7 @@ def uid_of_several_prompts(columns: AuditColumns) -> Found | None:
     )
     most = np.zeros(uids.max() + 1, dtype=np.int64)
     np.maximum.at(most, pairs[0], counts)
-    is_odd = counts[which] < most[uids]
+    is_odd = counts[which.reshape(-1)] < most[uids]  # NumPy 2.0 returns [1, N]
     if len(most) == 1 and pairs.shape[1] > 1:
         is_odd[:] = True
     elif is_odd.mean() > FEW:
