@@ -78,6 +78,18 @@ FAULTS = [
     Fault("reporting/audit/token_checks.py", "starts &= np.append(0, columns.is_continued[:-1])[turns.rows] == 0", "starts &= True", "reporting/test_audit_forms.py"),
     Fault("reporting/audit/group_checks.py", "is_asked &= np.append(0, columns.is_continued[:-1]) == 0", "is_asked &= True", "reporting/test_audit_forms.py"),
     Fault("loading/dataset/sources.py", '"num_cut_tokens", "is_continued")', '"num_cut_tokens")', "reporting/test_audit_forms.py"),
+    # shapes
+    Fault("batch/model_inputs.py", "return torch.cat([flat, flat[-1:].expand(missing)])", "return flat", "collators/test_capacity.py"),
+    Fault("batch/model_inputs.py", "len(per_row), most), shape.numel() // len(per_row)", "len(per_row), most), longest", "collators/test_capacity.py"),
+    Fault("collators/packed.py", "= most + 1 + (self.vision is not None)", "= most + (self.vision is not None)", "collators/test_capacity.py"),
+    Fault("batch/model_inputs.py", 'if "cu_seqlens_cpu" in kind.keywords:', "if False:", "collators/test_capacity.py"),
+    Fault("batch/block_masks.py", "columns - (window - 1)", "columns - window", "test_block_masks.py"),
+    Fault("batch/block_masks.py", "torch.minimum(stops, columns + window)", "torch.minimum(stops, columns + window - 1)", "test_block_masks.py"),
+    Fault("batch/block_masks.py", "-(-most[0] // _SIZE), least[1] // _SIZE)", "most[0] // _SIZE, least[1] // _SIZE)", "test_block_masks.py"),
+    Fault("batch/block_masks.py", ".clamp_(min=0) * (number < num_whole)", ".clamp_(min=0)", "test_block_masks.py"),
+    Fault("packing/planner.py", "if int(rows.counts().max()) <= slots:", "if int(rows.counts().max()) <= slots + 1:", "packing/test_slots.py"),
+    Fault("packing/balance.py", "(limits.pieces or len(order)) - counts)", "len(order) - counts)", "packing/test_slots.py"),
+    Fault("loading/stream_batches.py", "num_steps and packing.max_sequences_per_row is None", "num_steps", "collators/test_capacity.py"),
     # packing
     Fault("packing/strategies.py", "if key >= sizes[-2]", "if key > sizes[-2]", "packing"),
     Fault("packing/strategies.py", "node += space[node] < size", "node += space[node] <= size", "packing"),

@@ -255,6 +255,8 @@ def _refusal(
         reason = "its flash attention has a window of one cell less"
     if (attention if is_masked or attention == "torch_varlen" else "flash") in exact:
         return ""
+    if attention == "flex_attention" and {"sdpa", "torch_varlen"} <= {*exact}:
+        return ""
     return (
         f"attention {attention!r} is wrong there ({reason}), load it with "
         f"attn_implementation={' or '.join(map(repr, exact))}"

@@ -332,6 +332,10 @@ class PackedCollator(Collator, ForTrainer):
             "num_dummy_rows": plan.num_dummy_rows,
             "cost_per_rank": tuple(costs.tolist()),
         }
+        most = plan.packing.max_sequences_per_row
+        if most is not None and self.fixed_width and not plan.atoms.share:
+            # and the pads at its end, and where there are images a dummy
+            metadata["max_segments_per_row"] = most + 1 + (self.vision is not None)
         if self.vision is not None:
             images = plan.vision_cost_per_rank.reshape(dp_size, -1).sum(axis=1)
             metadata["vision_cost_per_rank"] = tuple(images.tolist())
