@@ -61,8 +61,9 @@ def _block_mask(first: Tensor, stop: Tensor) -> BlockMask:
         torch.searchsorted(most[0], begin, right=True, out_int32=True),
     )
     of_keys = (least[0] // _SIZE, -(-most[1] // _SIZE), -(-most[0] // _SIZE), least[1] // _SIZE)
-    tables: Any = (*_tables(*of_queries, width // _SIZE), *_tables(*of_keys, width // _SIZE))
-    return BlockMask((width, width), *tables, (_SIZE, _SIZE), is_seen)
+    tables = (*_tables(*of_queries, width // _SIZE), *_tables(*of_keys, width // _SIZE))
+    make: Any = BlockMask
+    return make((width, width), *tables, (_SIZE, _SIZE), is_seen)
 
 
 def _tables(lo: Tensor, hi: Tensor, full_lo: Tensor, full_hi: Tensor, num_whole: int) -> Any:
