@@ -314,7 +314,7 @@ def guide() -> dict[str, Any]:
 
 
 def test_blocks_on_random_trees_are_those_of_single_texts(guide: dict[str, Any]) -> None:
-    """A twentieth of two hundred; all of them with ALL_CASES=1. Gradients, too."""
+    """A twentieth of two hundred; all of them with ALL_CASES=1."""
     model = exact_model("qwen3", "sdpa", num_hidden_layers=1)
     torch.manual_seed(0)
     blocks = torch.nn.ModuleList(guide["Block"](model.config) for _ in range(3)).double()
