@@ -102,7 +102,7 @@ def test_pages_and_examples_spell_each_name_in_one_way():
     assert num_read > 200
 
 
-MOST_PRIVATE_FILES = 23
+MOST_PRIVATE_FILES = 24
 
 
 def is_public(package: str, name: str) -> bool:

@@ -17,7 +17,6 @@ from torch_collate_kit import (
     ParallelLayout,
     pack,
 )
-from torch_collate_kit.packing.rank_plan import RankPlan
 from torch_collate_kit.reporting import packing_report
 
 ALL = "ALL_CASES" in os.environ
@@ -32,7 +31,7 @@ def sampler(lengths: np.ndarray, most: int | None, width: int, seed: int = 0) ->
     return PackedBatchSampler(lengths, collate, batch_rows=16, dp_rank=0, seed=seed, tail="drop")
 
 
-def figures(parts: list[RankPlan], width: int) -> tuple[float, float, float, float, int]:
+def figures(parts: list[Any], width: int) -> tuple[float, float, float, float, int]:
     """Share of filled cells, of ranks and steps the unevenness, segments of a row: mean, most."""
     plans = [part.plan for part in parts]
     cells = width * sum(plan.num_rows for plan in plans)
