@@ -121,7 +121,7 @@ why: build/bench/.installed
 	build/bench/bin/python benchmarks/why.py $(ARGS)
 
 bench: build/bench/.installed
-	for name in sources packing balance steps vision_plan collate loader rollout skyrl stream hybrids preference trees context chat vision scale elastic audit; do build/bench/bin/python benchmarks/bench_$$name.py $(ARGS) || exit 1; done
+	for name in sources packing balance steps vision_plan collate loader rollout skyrl stream hybrids encoders preference trees context chat vision scale elastic audit; do build/bench/bin/python benchmarks/bench_$$name.py $(ARGS) || exit 1; done
 	build/bench/bin/python benchmarks/pages.py
 
 # On a machine with a CUDA GPU, in .venv if it is there, else with its own Python: it installs nothing.

@@ -231,6 +231,25 @@ def _hybrids(r: Results) -> dict[str, str]:
     }
 
 
+def _encoders(r: Results) -> dict[str, str]:
+    pairs, passages, packed = "BERT, both in one batch", "BERT, passages", "boundaries, 4,096"
+    modern = "ModernBERT, both in one batch"
+    return {
+        "What does packing an encoder save?": (
+            f"batches of queries and passages padded at random take "
+            f"{times(r, pairs, 'padded, random', packed)} as long (BERT) and "
+            f"{times(r, modern, 'padded, random', packed)} (ModernBERT), sorted by length "
+            f"{times(r, pairs, 'padded, sorted', packed)} and "
+            f"{times(r, modern, 'padded, sorted', packed)}; passages alone, sorted, "
+            f"{times(r, passages, 'padded, sorted', packed)}"
+        ),
+        "And with block masks?": (
+            f"rows of 2,048 under sdpa take {times(r, pairs, 'block mask, 2,048', packed)} as long "
+            "as boundaries"
+        ),
+    }
+
+
 def _trees(r: Results) -> dict[str, str]:
     tokens, cells, factor = (
         cell(r, "Cells", "32,768", column) for column in ("tokens", "cells", "tokens per cell")
@@ -306,6 +325,7 @@ ANSWERS: dict[str, Callable[[Results], dict[str, str]]] = {
     "audit": _audit,
     "chat": _chat,
     "collate": _collate,
+    "encoders": _encoders,
     "gpu": _gpu,
     "hybrids": _hybrids,
     "loader": _loader,

@@ -208,20 +208,18 @@ def policy_loss(model: Any, batch: kit.Batch, args: Any) -> tuple[torch.Tensor, 
     """Return PPO's clipped loss, and [loss, clipped, divergence, number, largest |ratio - 1|].
 
     Ratios are of tokens, whose mean is taken over the mini-batch (ppo) or over each response first
-    (grpo), or there is one per response, their geometric mean (gspo). It is a plain sum:
+    (grpo), or each is the geometric mean of its response (gspo). It is a plain sum:
     `normalize_advantages` has divided.
     """
     names = ("rollout_logprobs", "advantages")
     sampled, advantages = (trained_values(batch[name], batch) for name in names)
-    log_ratio = response_log_probs(model, batch) - sampled
-    if args.loss == "gspo":
-        log_ratio = kit.segment_sums(log_ratio, batch, mean=True)
-        advantages = kit.segment_sums(advantages, batch)
-    ratio, clip = log_ratio.exp(), args.clip
+    logps = response_log_probs(model, batch)
+    level = "geometric" if args.loss == "gspo" else "token"
+    ratio, clip = rl.log_ratios(logps, sampled, batch, level=level).exp(), args.clip
     loss = -torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages).sum()
     with torch.no_grad():
         moved = (ratio - 1).abs()
-        divergence = (ratio - 1 - log_ratio).sum()  # an estimate of KL(rollout || policy)
+        divergence = rl.kl_estimates(sampled, logps).sum()  # of KL(rollout || policy)
         clipped, number = (moved > clip).sum().float(), loss.new_tensor(len(ratio))
         largest = moved.max() if len(moved) else number  # added rows alone: 0
     return loss, torch.stack([loss.detach(), clipped, divergence, number, largest])

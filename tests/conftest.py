@@ -89,7 +89,6 @@ ONE_CASE_OF = {
     "test_saved_fields.py": 3,
     "test_context_ranks.py": 3,
     "test_context_shards.py": 3,
-    "test_encoders.py": 2,
     "test_isolate_mixers.py": 3,
     "test_isolated_models.py": 3,
     "test_isolation_models.py": 2,

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from torch_collate_kit import PackedCollator
+
 VOCAB, TABLE = 61, 24
 SIZES = {
     **{"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2},
@@ -89,6 +91,9 @@ ENCODERS = [
 BY_NAME = {encoder.name: encoder for encoder in ENCODERS}
 
 
+EXAMPLES = [{"input_ids": list(range(5, 5 + n))} for n in (5, 9, 7)]
+
+
 def encoder_model(name: str, attention: str = "sdpa", **changes: Any) -> Any:
     """A model in eval mode and fp64: the same weights for the same name, whatever its attention."""
     transformers = pytest.importorskip("transformers")
@@ -150,21 +155,31 @@ def gradients_of(model: Any, loss: Tensor) -> dict[str, Tensor]:
 def difference(found: Any, expected: Any) -> float:
     """The largest difference, over the largest value; of tensors, or of dicts of them."""
     if isinstance(found, Tensor):
-        found, expected = {"": found}, {"": expected}
+        found, expected = {"": found.detach()}, {"": expected.detach()}
     assert found.keys() == expected.keys()
     largest = max(float(value.abs().max()) for value in expected.values())
     return max(float((found[k] - expected[k]).abs().max()) for k in expected) / largest
 
 
-def compared(model: Any, batch: Any, examples: list[dict[str, list[int]]]) -> tuple[float, float]:
-    """How far logits and gradients of a batch are from each text alone, run by the model itself."""
+def compared(
+    model: Any, batch: Any, examples: list[dict[str, list[int]]], reference: Any = None
+) -> tuple[float, float]:
+    """How far logits and gradients of a batch are from each text alone, by itself or another."""
+    reference = model if reference is None else reference
     inputs = batch.model_inputs(model, labels=False)
     found = outputs_of(model, inputs)[batch["attention_mask"].bool()]
     order = batch.row_metadata["example_indices"].values.tolist()
     alone = [
-        outputs_of(model, {key: torch.tensor([value]) for key, value in examples[i].items()})[0]
+        outputs_of(reference, {key: torch.tensor([value]) for key, value in examples[i].items()})[0]
         for i in order
     ]
     expected = torch.cat(alone)
-    mine, theirs = (gradients_of(model, sums(each)) for each in (found, expected))
-    return difference(found.detach(), expected.detach()), difference(mine, theirs)
+    mine, theirs = gradients_of(model, sums(found)), gradients_of(reference, sums(expected))
+    return difference(found, expected), difference(mine, theirs)
+
+
+def packed(model: Any, examples: Any, **options: Any) -> Any:
+    """Two rows, one with a tail that is longer than the tables of positions."""
+    pad = getattr(model.config, "pad_token_id", None) or 0
+    options = {"max_tokens": 48, "strategy": "first_fit_decreasing", "fixed_width": True} | options
+    return PackedCollator(pad, **options)(examples)

@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -411,8 +412,9 @@ def _write_response(row: dict[str, list[Any]], first: int, rollout: Mapping[str,
     for token in range(num_tokens):
         row["response_mask"][response + token] = 1
     for token, route in enumerate(rollout.get("rollout_expert_indices", [])):
-        row["routes"][first + token] = route
-        row["is_pad"][first + token] = False
+        if any(expert != -1 for layer in route for expert in layer):  # else a hole
+            row["routes"][first + token] = route
+            row["is_pad"][first + token] = False
 
 
 def _stack_responses(
@@ -514,7 +516,7 @@ def context_cells(batch: Mapping[str, Any], rank: int, size: int, layout: str) -
     rows = []
     for row in range(len(batch["input_ids"])):
         runs = [(0, width)]
-        if layout == "zigzag":
+        if layout == "zigzag" and "cu_seq_lens" in batch:  # one rank has rows of any layout
             runs = list(itertools.pairwise(batch["cu_seq_lens"][row]))
         columns = []
         for begin, end in runs:
@@ -530,11 +532,18 @@ def context_cells(batch: Mapping[str, Any], rank: int, size: int, layout: str) -
 
 
 def context_shard(
-    batch: Mapping[str, Any], rank: int, size: int, layout: str, pads: Mapping[str, float]
+    batch: Mapping[str, Any],
+    rank: int,
+    size: int,
+    layout: str,
+    pads: Mapping[str, float],
+    depth: int = 1,
+    pad_token_id: int = 9,
 ) -> dict[str, Any]:
     """The cells of a context rank; what is not an input of the model is where it is predicted.
 
-    `pads` names the declared fields, which have the shape of `input_ids` or of `loss_mask`.
+    `pads` names the declared fields, which have the shape of `input_ids` or of `loss_mask`. At a
+    depth k a cell predicts the k-th token after its own, and reads the one before that.
     """
     width = batch["input_ids"].shape[1]
     first_column = width - batch["loss_mask"].shape[1]
@@ -544,7 +553,7 @@ def context_shard(
         weights = torch.zeros(batch["input_ids"].shape)
         weights[:, first_column:] = batch["loss_mask"]
         labels = torch.where(weights != 0, batch["input_ids"], IGNORE)
-    predicts = _predicts(batch)
+    predicts, reads = _predicts(batch, depth), _predicts(batch, depth - 1)
     shard: dict[str, Any] = {"cells": []}
     for row, columns in enumerate(rows):
         shard["cells"] += [row * width + column for column in columns]
@@ -552,6 +561,11 @@ def context_shard(
         if name in batch:
             values = [[batch[name][r][c].item() for c in row] for r, row in enumerate(rows)]
             shard[name] = torch.tensor(values, dtype=batch[name].dtype)
+    if depth > 1:
+        for r, row in enumerate(rows):
+            for i, c in enumerate(row):
+                read = batch["input_ids"][r][c + depth - 1] if reads[r][c] else pad_token_id
+                shard["input_ids"][r][i] = read
     pads = {"targets": IGNORE, "loss_mask": 0, "response_mask": 0, **pads}
     pads |= dict.fromkeys(_RESPONSE_FIELDS.values(), 0)
     for name, pad in pads.items():
@@ -563,7 +577,7 @@ def context_shard(
         for r, row in enumerate(rows):
             values.append([])
             for c in row:
-                token = c + 1
+                token = c + depth
                 is_there = predicts[r][c] and token >= hidden
                 values[-1].append(field[r][token - hidden].tolist() if is_there else None)
         empty = torch.full(field.shape[2:], pad, dtype=field.dtype).tolist()
@@ -572,8 +586,8 @@ def context_shard(
     return shard
 
 
-def _predicts(batch: Mapping[str, Any]) -> list[list[bool]]:
-    """Whether each cell holds a token of a segment that is not its last one."""
+def _predicts(batch: Mapping[str, Any], depth: int) -> list[list[bool]]:
+    """Whether each cell holds a token of a segment that has so many after it."""
     width = batch["input_ids"].shape[1]
     rows = []
     for row, lengths in enumerate(batch["sub_seq_lengths"]):
@@ -583,7 +597,7 @@ def _predicts(batch: Mapping[str, Any]) -> list[list[bool]]:
                 first = batch["cu_seq_lens"][row][number]
             else:
                 first = batch["attention_mask"][row].tolist().index(1)
-            for token in range(length - 1):
+            for token in range(length - depth):
                 cells[first + token] = True
         rows.append(cells)
     return rows
@@ -700,3 +714,26 @@ def _aligned(length: int, align: int) -> int:
 def _largest_step(boundaries: list[int]) -> int:
     steps = [end - start for start, end in itertools.pairwise(boundaries)]
     return max(steps, default=0)
+
+
+def two_way_inputs(
+    boundaries: Sequence[Sequence[int]],
+    lengths: Sequence[Sequence[int]],
+    first: int,
+    window: int,
+) -> tuple[list[list[int]], list[list[list[bool]]]]:
+    """Positions of rows, and which cells each sees; ``window`` counts itself, on both sides."""
+    positions, masks = [], []
+    for bounds, of_row in zip(boundaries, lengths, strict=True):
+        cells = [first] * bounds[-1]
+        for start, length in zip(bounds, of_row, strict=False):
+            for place in range(length):
+                cells[start + place] = first + place
+        seen = [[False] * bounds[-1] for _ in cells]
+        for start, stop in pairwise(bounds):
+            for query in range(start, stop):
+                for key in range(start, stop):
+                    seen[query][key] = abs(query - key) < window
+        positions.append(cells)
+        masks.append(seen)
+    return positions, masks

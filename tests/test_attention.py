@@ -154,13 +154,20 @@ def test_a_static_cache_without_a_mask_equals_sdpa(kind, max_cache_len):
 
 
 def masked_attention(
-    query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scale: float, window: int
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: list[int],
+    scale: float,
+    window: int,
+    causal: bool = True,
 ) -> Tensor:
     """[N, H, D] by softmax over an explicit mask, head by head."""
     segment = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     place = torch.arange(len(segment))
     distance = place[:, None] - place[None, :]
-    seen = (segment[:, None] == segment[None, :]) & (distance >= 0) & (distance < window)
+    seen = (segment[:, None] == segment[None, :]) & (distance.abs() < window)
+    seen &= (distance >= 0) | (not causal)
     heads = []
     for head in range(query.shape[1]):
         group = head * key.shape[1] // query.shape[1]
@@ -194,11 +201,12 @@ def bounds_of(lengths: list[int], max_length: int | None = None) -> SegmentBound
 )
 def test_attend_equals_a_written_out_mask(heads, window, num_rows, lengths):
     query, key, value = random_heads(12, *heads)
-    expected = masked_attention(query, key, value, lengths, 0.7, window or 12)
     rows = [as_rows(x, num_rows) for x in (query, key, value)]
-    output = attend(*rows, bounds_of(lengths), scale=0.7, window=window)
-    assert output.shape == (num_rows, 12 // num_rows, heads[0], 8)
-    torch.testing.assert_close(output.flatten(0, 1), expected, atol=1e-12, rtol=0)
+    for causal in (True, False):
+        expected = masked_attention(query, key, value, lengths, 0.7, window or 12, causal)
+        output = attend(*rows, bounds_of(lengths), scale=0.7, window=window, causal=causal)
+        assert output.shape == (num_rows, 12 // num_rows, heads[0], 8)
+        torch.testing.assert_close(output.flatten(0, 1), expected, atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -232,13 +240,14 @@ def kernel_2_12(
     """The contract of torch's kernel, as its source has it: ``left`` tokens beside the own one."""
     assert enable_gqa or query.shape[1] == key.shape[1]
     assert isinstance(window_size, tuple), "torch compares it with (-1, 0)"
-    assert window_size[1] == 0, "not causal"
+    assert window_size[1] in (0, window_size[0]), "neither causal nor two-way"
     assert cu_q.dtype == cu_k.dtype == torch.int32
     lengths = cu_q.diff().tolist()
     assert max(lengths) <= max_q == max_k
     window = window_size[0] + 1 or len(query)
     scale = query.shape[2] ** -0.5 if scale is None else scale
-    return masked_attention(query, key, value, lengths, scale, window)
+    causal = window_size[1] == 0 != window_size[0] or window_size == (0, 0)
+    return masked_attention(query, key, value, lengths, scale, window, causal)
 
 
 def kernel_2_11(query, key, value, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
@@ -248,8 +257,8 @@ def kernel_2_11(query, key, value, cu_q, cu_k, max_q, max_k, *, scale=None, wind
 
 
 def kernel_2_10(query, key, value, cu_q, cu_k, max_q, max_k, is_causal=False):
-    assert is_causal
-    return kernel_2_11(query, key, value, cu_q, cu_k, max_q, max_k, window_size=(-1, 0))
+    window = (-1, 0 if is_causal else -1)
+    return kernel_2_11(query, key, value, cu_q, cu_k, max_q, max_k, window_size=window)
 
 
 @pytest.fixture
@@ -267,12 +276,13 @@ def use_kernel(monkeypatch):
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2)], ids=str)
 @pytest.mark.parametrize("window", [None, 3, 100])
 @pytest.mark.parametrize("scale", [None, 0.7])
-def test_every_kernel_signature_gives_the_same(use_kernel, kernel, heads, window, scale):
+@pytest.mark.parametrize("causal", [True, False])
+def test_every_kernel_signature_gives_the_same(use_kernel, kernel, heads, window, scale, causal):
     query, key, value = (as_rows(x, 2) for x in random_heads(12, *heads))
-    segments = bounds_of([4, 2, 6], max_length=6)
-    expected = attend(query, key, value, segments, scale=scale, window=window)
+    segments, options = bounds_of([4, 2, 6], max_length=6), {"window": window, "causal": causal}
+    expected = attend(query, key, value, segments, scale=scale, **options)
     use_kernel(kernel)
-    output = attend(query, key, value, segments, scale=scale, window=window)
+    output = attend(query, key, value, segments, scale=scale, **options)
     torch.testing.assert_close(output, expected, atol=1e-12, rtol=0)
 
 

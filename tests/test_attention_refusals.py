@@ -70,7 +70,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
      r"asks for 0.1; set config.attention_dropout = 0.0"),
     (layer([2, 1], s_aux=torch.zeros(4)), "cannot do attention sinks.*passes s_aux; use .*eager"),
     (layer([2, 1], position_bias=torch.zeros(4)), "cannot do a position bias.*passes position_bia"),
-    (layer([2, 1], is_causal=False, config=TOWER), r'Identity attends to patches .*"vision_config"'),
+    (layer([2, 1], is_causal=False, config=TOWER), r'attends to patches .*"vision_config"'),
     (layer([2, 1], dropout=0.1, config=BERT), "set config.attention_probs_dropout_prob = 0.0"),
     (bounds([0, 2]), "has 2 entries for 2 rows: it was cut like them.*pass dispatch_batches=Fal"),
     (bounds([0, 1, 2]), r"must rise from 0 to 6 \(2 rows of 3 tokens.*got \[0, 1, 2\]"),

@@ -128,6 +128,8 @@ def test_an_option_changes_what_is_printed(
     run: Run,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if "pictures" in data and not hasattr(datasets, "Json"):
+        pytest.skip("this version of datasets reads no content of several kinds")
     if "--num-proc" in option:  # progress is shown
         datasets.enable_progress_bars()  # examples turn them off
         monkeypatch.setattr(sys.stderr, "isatty", lambda: True)

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.batch_checks import same_value
 from tests.hybrid_models import ATTENTION, hybrid_model
 from tests.test_isolation import Toy, from_cell_to_cell, toy_inputs
-from tests.tiny_models import packed_inputs, tiny_model
+from tests.tiny_models import TRANSFORMERS, packed_inputs, tiny_model
 from torch_collate_kit import IsolationError, PackedCollator, check_isolation
 
 ROWS = ([2, 1, 3], [1, 3, 2])
@@ -212,6 +212,7 @@ def test_a_model_that_does_not_call_its_embeddings_is_compared_only():
 # --- kernels that are not installed --------------------------------------------------------------
 
 
+@pytest.mark.skipif(TRANSFORMERS < (5, 23), reason="older transformers raise nothing, and leak")
 @pytest.mark.parametrize(
     ("family", "kernels"),
     [

@@ -407,7 +407,7 @@ BAD = {
     "sums of none": (lambda: segment_sums(torch.zeros(0), BATCH), ValueError, "segment_pool"),
     "values of none": (lambda: trained_values(VALUES, BATCH), ValueError, "segment_pool"),
     "count of none": (lambda: global_num_loss_tokens(BATCH), ValueError, "global_num_examples"),
-    "shard": (lambda: SAME.context_shard(0, 2, layout="contiguous"), ValueError, "targets='same_token', and shards .* predict them"),
+    "shard": (lambda: SAME.context_shard(0, 2, layout="contiguous"), ValueError, "targets='same_token', and .*shards .* predict them"),
     "shard of none": (lambda: BATCH.context_shard(0, 2, layout="contiguous"), ValueError, "targets=None"),
     "a name": (lambda: SAME.model_inputs("sdpa"), ValueError, r"does not say which way a model looks; pass the model: model_inputs\(model\)"),
     "no name": (lambda: BATCH.model_inputs(), ValueError, "targets=None"),

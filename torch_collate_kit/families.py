@@ -94,28 +94,25 @@ def _apart(types: str, mixers: str, reason: str, **others: Any) -> Family:
 
 _MASKS, _VARLEN = ("sdpa", "eager"), ("torch_varlen", "flash")
 _IGNORED = "transformers accepts other names and ignores them"
-_MIXED = "a layer of it mixes neighbouring cells, also those of two texts"
 _BY_2D_MASK = "it multiplies its embeddings by a 2-D attention_mask"
 _NO_4D_MASK = "it takes a 2-D attention_mask only"
 _ENCODERS = (
-    *("bert", "albert", "bert-generation", "camembert", "data2vec-text", "distilbert", "electra"),
-    *("embedding_gemma2", "embedding_gemma2_text", "ernie", "eurobert", "gte", "modernbert"),
-    *("jina_embeddings_v3", "nomic_bert", "roberta", "roberta-prelayernorm", "roc_bert"),
-    *("xlm-roberta", "xlm-roberta-xl", "xmod"),
+    "bert albert bert-generation camembert data2vec-text distilbert electra embedding_gemma2 "
+    "embedding_gemma2_text ernie eurobert gte jina_embeddings_v3 modernbert nomic_bert roberta "
+    "roberta-prelayernorm roc_bert xlm-roberta xlm-roberta-xl xmod"
 )
-_DECODERS = (  # with config.is_causal=False, or Gemma-3's use_bidirectional_attention=True
-    *("llama", "gemma", "gemma3_text", "granite", "ministral", "ministral3", "mistral", "olmo2"),
-    *("phi3", "qwen2", "qwen3", "smollm3"),
-)
+# with config.is_causal=False, or Gemma-3's use_bidirectional_attention=True
+_DECODERS = "llama gemma gemma3_text granite ministral ministral3 mistral olmo2 phi3 qwen2 qwen3"
 
 
-def _eager(reason: str, *types: str, **others: Any) -> Family:
+def _eager(reason: str, types: str, **others: Any) -> Family:
     """Return a family that is two-way, and exact with eager attention alone."""
-    return Family(types[0], types, two_way=("eager",), no_other=reason, **others)
+    names = tuple(types.split())
+    return Family(names[0], names, two_way=("eager",), no_other=reason, **others)
 
 
-def _refused(reason: str, *types: str) -> Family:
-    return Family(types[0], types, refused=reason)
+def _refused(reason: str, types: str) -> Family:
+    return Family(types.split()[0], tuple(types.split()), refused=reason)
 
 
 FAMILIES = (
@@ -197,20 +194,16 @@ FAMILIES = (
         ("afmoe", "biogpt", "falcon", "gpt_oss", "mpt", "opt", "xglm"),
         blind_mask=True,
     ),
-    Family("bert", _ENCODERS, blind_mask=True, two_way=_MASKS + _VARLEN),
-    Family("llama", _DECODERS, two_way=_MASKS + _VARLEN),
+    Family("bert", tuple(_ENCODERS.split()), blind_mask=True, two_way=_MASKS + _VARLEN),
+    Family("llama", (*_DECODERS.split(), "smollm3"), two_way=_MASKS + _VARLEN),
     Family("t5", ("t5", "mt5", "umt5"), two_way=_MASKS, no_other="they lose its position bias"),
     _eager("it has soft-capping", "t5gemma"),
-    _eager(_IGNORED, "mpnet", "megatron-bert", "rembert", "roformer", blind_mask=True),
+    _eager(_IGNORED, "mpnet megatron-bert rembert roformer", blind_mask=True),
     _eager(_IGNORED, "big_bird", blind_mask=True, option=("attention_type", "original_full")),
     Family("esm", ("esm",), two_way=_VARLEN, no_other=_BY_2D_MASK, option=("token_dropout", False)),
-    _refused(_BY_2D_MASK, "deberta", "deberta-v2"),
-    _refused(_MIXED, "convbert", "fnet", "funnel", "ibert"),
-    _refused(
-        _NO_4D_MASK,
-        *("canine", "flaubert", "layoutlm", "longformer", "mra", "nystromformer", "xlm", "yoso"),
-    ),
-    _refused(_NO_4D_MASK, "bloom"),
+    _refused(_BY_2D_MASK, "deberta deberta-v2"),
+    _refused("a layer mixes neighbouring cells", "convbert fnet funnel ibert"),
+    _refused(_NO_4D_MASK, "bloom canine flaubert layoutlm longformer mra nystromformer xlm yoso"),
     Family("jev", ("jev",), refused="it decides one prompt per call"),
 )
 _BY_TYPE = {name: family for family in FAMILIES for name in family.model_types}
@@ -277,19 +270,11 @@ def length_to_check(config: Any, shortest: int, longest: int) -> int | None:
     return max([shortest, *(n + 32 for n in reach if isinstance(n, int) and n < longest)])
 
 
-_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
-
-
 def attention_dropout(config: Any) -> float:
     """Return the dropout of the attention of the text model."""
     config = text_config(config)
-    return max(float(getattr(config, name, None) or 0) for name in _DROPOUT)
-
-
-def dropout_option(config: Any) -> str:
-    """Return the option of the text model's config that sets the dropout of its attention."""
-    names = [name for name in _DROPOUT if hasattr(text_config(config), name)]
-    return names[0] if names else _DROPOUT[0]
+    names = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
+    return max(float(getattr(config, name, None) or 0) for name in names)
 
 
 def odd_layers(config: Any) -> tuple[str, ...]:

@@ -162,6 +162,7 @@ ROLLOUT_INPUTS = [
         "routes without experts", _rollouts({**ROLLOUT, "rollout_expert_indices": ROUTES[:, :, :0]})
     ),
     BadInput("an expert over int16", _rollout(rollout_expert_indices=ROUTES + 40_000)),
+    BadInput("a route of some layers", _rollout(rollout_expert_indices=ROUTES - 1)),
     BadInput("pixels without a grid", _rollouts({**ROLLOUT, "pixel_values": np.ones((4, 3))})),
     BadInput("a grid that is None", _rollout(**{**IMAGE, "image_grid_thw": None})),
     BadInput("3-D pixels", _rollout(**{**IMAGE, "pixel_values": np.ones((1, 4, 3))})),

@@ -202,13 +202,14 @@ def test_clipped_loss(monkeypatch: pytest.MonkeyPatch, loss: str) -> None:
     total.backward()
     of_rows = [(of, advantage) for of, (_, _, advantage) in zip(trained, rows, strict=True)]
     if loss == "gspo":
-        of_rows = [([float(np.exp(np.mean(np.log(of))))], a) for of, a in of_rows]
+        of_rows = [([float(np.exp(np.mean(np.log(of))))] * len(of), a) for of, a in of_rows]
     losses = [[clipped(ratio, a) for ratio in of] for of, a in of_rows]
     means = [np.mean(of) for of in losses]
     expected = np.mean([of for row in losses for of in row]) if loss == "ppo" else np.mean(means)
     assert total.item() == pytest.approx(expected)
     ratios = np.array([ratio for of, _ in of_rows for ratio in of])
-    divergence = (ratios - 1 - np.log(ratios)).sum()
+    of_tokens = np.array([ratio for of in trained for ratio in of])
+    divergence = (of_tokens - 1 - np.log(of_tokens)).sum()
     moved = np.abs(ratios - 1)
     wanted = [expected, (moved > 0.2).sum(), divergence, len(ratios), moved.max()]
     assert found.tolist() == pytest.approx(wanted)

@@ -82,13 +82,16 @@ def _embeddings_only(model: nn.Module, shape: torch.Size) -> Iterator[list[Tenso
 
     # reentrant checkpointing allows no backward pass to chosen tensors, so others are frozen
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    handle = embed.register_forward_hook(cut)
+    tied = (m for m in model.modules() if isinstance(m, nn.Embedding))  # T5 calls another one
+    same = {embed, *(m for m in tied if m.weight is getattr(embed, "weight", None))}
+    handles = [module.register_forward_hook(cut) for module in same]
     try:
         for parameter in trained:
             parameter.requires_grad_(False)
         yield found
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
         for parameter in trained:
             parameter.requires_grad_()
 

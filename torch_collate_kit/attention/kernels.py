@@ -212,32 +212,22 @@ def _sdpa_by_segment(
 
 
 def _sdpa(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float | None,
-    window: int | None,
-    causal: bool,
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None, causal: bool
 ) -> Tensor:
     """Attend, [B, L, H, D], causally the last query to all keys, or those in its ``window``."""
     length, seen = query.shape[1], key.shape[1]
     mask = None
     if length != seen or (window is not None and window < seen):
+        after = 0 if causal or window is None else window - 1
         mask = torch.ones(length, seen, dtype=torch.bool, device=query.device)
-        after = 0 if causal else seen if window is None else window - 1
         mask = mask.tril(seen - length + after)
         if window is not None:
             mask = mask.triu(seen - length + 1 - window)
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     gqa = query.shape[1] != key.shape[1]
+    causal = causal and mask is None
     output = F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=mask,
-        is_causal=causal and mask is None,
-        scale=scale,
-        enable_gqa=gqa,
+        query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=gqa
     )
     return output.transpose(1, 2)
 

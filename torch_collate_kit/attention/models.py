@@ -74,11 +74,7 @@ def refuse_lost_window(model: nn.Module, inputs: Mapping[str, Any], segments_RW:
             f"the attention_mask {list(mask.shape)} replaces the masks of all layers, so the "
             f"sliding window of {window} tokens is lost in segments of up to {longest}; leave it "
             "out, or, where the model's mask does not see position_ids, pass "
-            + (
-                "batch.model_inputs(model)"
-                if kind.is_two_way
-                else f'Batch.model_inputs(..., mask="block", sliding_window={window})'
-            )
+            f'Batch.model_inputs(..., mask="block", sliding_window={window})'
         )
 
 

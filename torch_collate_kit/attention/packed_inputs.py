@@ -16,9 +16,8 @@ from torch_collate_kit.attention.models import is_2d, refuse_lost_window, refuse
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.context_shards import refuse_shard
 from torch_collate_kit.batch.dense import mrope_positions
-from torch_collate_kit.batch.model_inputs import flat_cu_seq_lens
 from torch_collate_kit.batch.model_kind import ModelKind, config_of
-from torch_collate_kit.batch.unpacking import shares_prefixes
+from torch_collate_kit.batch.unpacking import branches_of, shares_prefixes
 from torch_collate_kit.families import length_to_check, text_config
 from torch_collate_kit.vision import VisionLayout
 from torch_collate_kit.vision.families import PIXEL_FIELDS
@@ -41,16 +40,13 @@ class PackedInputs(NamedTuple):
     """Of a model that numbers a text alone itself, so that wrong positions are seen."""
 
     def alone(self, segment: int) -> dict[str, Any]:
-        """Return the inputs of one segment as a batch of one, with positions of its own.
-
-        A two-way model, or one with a table of positions, gets ids and types of tokens alone.
-        """
+        """Return the inputs of one segment as a batch of one, with positions of its own."""
         shape, images = self.segments.ids_RW.shape, self.images
         cells = self.segments.cells_of(segment)
         ids_T = self.inputs["input_ids"].flatten()[cells]
         alone: dict[str, Any] = {}
         for name, value in self.inputs.items():
-            if self.kind is not None and name in _OF_ROWS:
+            if self.kind is not None and name in _OF_ROWS:  # it numbers a text itself
                 continue
             if name in ("attention_mask", "path_cells") or (
                 images is not None and name in images.fields
@@ -125,14 +121,11 @@ def read_inputs(
 def _without_tails(
     model: nn.Module, batch: Any, inputs: Mapping[str, Any], segments: RowSegments
 ) -> RowSegments:
-    """Return the segments without pads, whose positions are not those of a text."""
-    if isinstance(batch, Batch) and "cu_seq_lens" in batch:
-        ids, per_row = inputs["input_ids"], batch["cu_seq_lens"]
-        bounds = flat_cu_seq_lens(per_row, ids.shape[1])
-        known = {"cu_seq_lens_q": bounds, "attention_mask": batch["attention_mask"]}
-        return find_segments({"input_ids": ids, **known})
+    """Return the segments that are not pads, whose positions are not those of a text."""
     pad = getattr(text_config(config_of(model)), "pad_token_id", None)
     is_text = inputs["input_ids"] != (-1 if pad is None else pad)
+    if isinstance(batch, Batch) and "attention_mask" in batch:
+        is_text = batch["attention_mask"] != 0
     real = torch.isin(segments.ids_RW, segments.ids_RW[is_text])
     return find_segments({**inputs, "attention_mask": real})
 
@@ -365,43 +358,6 @@ def _is_image(ids: Tensor, layout: VisionLayout) -> Tensor:
     """Return which ids are placeholders of images: bool."""
     token = layout.image_token_id
     return torch.zeros_like(ids, dtype=torch.bool) if token is None else torch.eq(ids, token)
-
-
-def branches_of(batch: Batch) -> tuple[Tensor, list[int], np.ndarray]:
-    """Return the branch of each cell [R, W], -1 at pads, their rows, and which see which.
-
-    A branch has cells between which no path divides. The last is bool [S, S], whether a branch
-    sees another.
-    """
-    placement, column = batch.placement, batch.stored().columns.values["tree_cells"]
-    assert placement is not None
-    cells = column.values.cpu().numpy().astype(np.int64)
-    lengths = placement.segments["lengths"].values
-    before = np.full(len(batch) * placement.tree_width, -1)  # the cell before; -2: none
-    ends = np.cumsum(lengths)
-    rows = placement.rows()
-    for row, start, end in zip(
-        rows.tolist(), (ends - lengths).tolist(), ends.tolist(), strict=True
-    ):
-        path = cells[start:end] + row * placement.tree_width
-        before[path] = np.append(-2, path[:-1])[: len(path)]
-    num_after = np.bincount(before[before >= 0], minlength=len(before))
-    branches = np.full(len(before), -1)
-    above: list[list[int]] = []
-    of_rows: list[int] = []
-    for cell in np.flatnonzero(before != -1).tolist():  # a path leads to later cells
-        earlier = int(before[cell])
-        if earlier >= 0 and num_after[earlier] == 1:
-            branches[cell] = branches[earlier]
-            continue
-        branches[cell] = len(above)
-        above.append([*(above[branches[earlier]] if earlier >= 0 else []), len(above)])
-        of_rows.append(cell // placement.tree_width)
-    sees = np.zeros((len(above), len(above)), dtype=bool)
-    for branch, path in enumerate(above):
-        sees[branch, path] = True
-    ids = torch.from_numpy(branches).view(len(batch), -1)
-    return ids.to(column.values.device), of_rows, sees
 
 
 def read_part(

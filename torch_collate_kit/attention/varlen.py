@@ -12,7 +12,7 @@ from torch_collate_kit._checks import needed_package
 from torch_collate_kit.attention.context import gathered
 from torch_collate_kit.attention.kernels import SegmentBounds, attend, load_kernel, same_dtype
 from torch_collate_kit.batch.model_kind import config_of
-from torch_collate_kit.families import dropout_option, sliding_window
+from torch_collate_kit.families import sliding_window
 
 # transformers looks for "flash", "sdpa" and "flex_attention" in the name; it must contain none.
 _NAME = "torch_varlen"
@@ -20,21 +20,17 @@ _NAME = "torch_varlen"
 # The functions from which transformers builds causal, two-way, sliding-window and packed masks. A
 # mask with other parts (chunks, image blocks, a user's function) does not follow from boundaries.
 _INNER = ".<locals>.inner_mask"
-_GEMMA_3 = ("_bidirectional_window_overlay" + _INNER, "Gemma3TextModel.forward.<locals>.<lambda>")
-_TWO_WAY_PARTS = {
-    "bidirectional_mask_function",
-    "sliding_window_bidirectional_overlay" + _INNER,
-    *_GEMMA_3,
-}
-# The windows they have, and how many of the cells that one counts are not counted by its number.
-_WINDOW_PARTS = {
+_WINDOW_PARTS = {  # 1: it does not count the token itself
     "sliding_window_overlay" + _INNER: 0,
     "sliding_window_bidirectional_overlay" + _INNER: 1,
-    _GEMMA_3[0]: 0,
+    "_bidirectional_window_overlay" + _INNER: 0,  # Gemma-3
 }
+_TWO_WAY_PARTS = {"bidirectional_mask_function", "Gemma3TextModel.forward.<locals>.<lambda>"}
+_TWO_WAY_PARTS |= {*_WINDOW_PARTS} - {"sliding_window_overlay" + _INNER}
 _KNOWN_MASK_PARTS = {
     "causal_mask_function",
     "and_masks.<locals>.and_mask",
+    "or_masks.<locals>.or_mask",
     "packed_sequence_mask_function" + _INNER,
     "remap_positions_for_packed_sequence" + _INNER,
     *_TWO_WAY_PARTS,
@@ -73,8 +69,8 @@ def register_torch_varlen() -> None:
     Raises:
         ImportError: transformers is not installed.
         ValueError: in the model's forward: training without ``cu_seq_lens_q``; a mask or a filled
-            cache in addition to it; boundaries that do not fit the rows; attention that is not
-            causal with or without a sliding window (dropout, soft-capping, sinks, other masks); a
+            cache in addition to it; boundaries that do not fit the rows; attention other than
+            causal or two-way with or without windows (dropout, soft-capping, sinks, other masks); a
             model that reads the mask itself; restarting positions without boundaries or a mask.
 
     >>> import torch, transformers
@@ -125,10 +121,8 @@ class _DeferredMask:
         self._built: tuple[Tensor | None] | None = None
         functions = list(_mask_parts(options["mask_function"]))
         parts = [(_name_of(part), part) for part in functions]
-        names = {name for name, _ in parts}
-        self.is_two_way = bool(names & _TWO_WAY_PARTS)
-        known = _KNOWN_MASK_PARTS | ({"or_masks.<locals>.or_mask"} if self.is_two_way else set())
-        self.unknown_parts = sorted(names - known)
+        self.unknown_parts = sorted({name for name, _ in parts} - _KNOWN_MASK_PARTS)
+        self.is_two_way = any(name in _TWO_WAY_PARTS for name, _ in parts)
         self.windows: set[int] = {
             part.__closure__[0].cell_contents + _WINDOW_PARTS[name]
             for name, part in parts
@@ -222,17 +216,8 @@ def _attention_forward(
     )
     if context_group is not None:
         query, key, value = gathered(query, key, value, context_group)
-    output = attend(
-        query,
-        key,
-        value,
-        segments,
-        path_cells=path_cells,
-        scale=scaling,
-        window=sliding_window,
-        causal=causal,
-    )
-    return output, None
+    options = {"path_cells": path_cells, "window": sliding_window, "causal": causal}
+    return attend(query, key, value, segments, scale=scaling, **options), None
 
 
 def _refuse_unsupported(
@@ -245,9 +230,10 @@ def _refuse_unsupported(
             f'attn_implementation={{"text_config": "{_NAME}", "vision_config": "sdpa"}}'
         )
     if dropout > 0:
+        options = ("attention_probs_dropout_prob", "attention_dropout")
         raise ValueError(
             f"{_NAME} has no attention dropout, but {name} asks for {dropout}; set "
-            f"config.{dropout_option(config)} = 0.0, or use "
+            f"config.{options[not hasattr(config, options[0])]} = 0.0, or use "
             f'attn_implementation="sdpa", {_PROVE}'
         )
     for option, what in _UNSUPPORTED.items():
@@ -271,14 +257,13 @@ def _refuse_beside_boundaries(
     if isinstance(attention_mask, _DeferredMask):
         if attention_mask.unknown_parts:
             raise ValueError(
-                f"{_NAME} supports causal, two-way and sliding-window attention only, but the mask "
+                f"{_NAME} does causal, two-way and sliding-window attention, but the model's mask "
                 f'is built from {attention_mask.unknown_parts}; use attn_implementation="sdpa", '
                 f"{_PROVE}"
             )
-        windows = attention_mask.windows
-        if len(windows) != len(expected := {sliding_window} - {None}) or (
-            windows != expected and not attention_mask.is_two_way
-        ):
+        windows, wanted = attention_mask.windows, {sliding_window} - {None}
+        fits = len(windows) == len(wanted) if attention_mask.is_two_way else windows == wanted
+        if not fits:
             raise ValueError(
                 f"the model's mask has the sliding windows {sorted(windows)}, but "
                 f"the layer asks for sliding_window={sliding_window}; use "

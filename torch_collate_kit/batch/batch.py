@@ -25,6 +25,7 @@ from torch_collate_kit.batch.showing.drawing import described, html_of
 from torch_collate_kit.batch.showing.explanation import Explanation, explained
 from torch_collate_kit.batch.showing.plot import draw_rows
 from torch_collate_kit.batch.storage import Columns, Storage, tensor_of, version_of
+from torch_collate_kit.batch.targets import Targets, pairs_of
 from torch_collate_kit.ragged import Ragged, row_indices
 
 if TYPE_CHECKING:
@@ -330,18 +331,20 @@ class Batch(Counted, Mapping[str, Field]):
 
         ``input_ids``, ``position_ids``, ``use_cache=False``, ``labels`` unless False, fields of
         images; of padded rows the ``attention_mask``, never of packed ones. The ``model``, or if it
-        is not recurrent the name of its attention ("torch_varlen" by default), decides the rest:
+        is a causal one the name of its attention ("torch_varlen" by default), decides the rest:
 
         - varlen attention gets ``cu_seq_lens_q/k`` (int32) and ``max_length_q/k`` (ints);
         - a hybrid model what its family reads (docs/isolation.md) of these and of ``seq_idx``,
           ``cu_seqlens``, ``cu_seqlens_cpu``; some kernels take one row: fields ``[1, R * W]``;
-        - ``mask="block"`` ("sdpa", "eager"), chosen for models whose mask ignores positions: causal
-          ``[R, 1, W, W]``, a block per segment; with ``sliding_window`` a dict of two masks;
+        - ``mask="block"`` ("sdpa", "eager"), chosen if the model is two-way or its mask ignores
+          positions: ``[R, 1, W, W]``, a block per segment; with ``sliding_window`` a dict of two;
+        - tables of positions and types: positions from the model's first, ``token_type_ids``;
         - segments that share prefixes, which need it: ``path_cells``, or a mask; no ``labels``;
         - a context shard, with ``context_group`` its ranks: ``path_cells``; no ``labels``.
 
         Raises:
-            ValueError: an unknown name, or one without the other it needs; more cells than int32.
+            ValueError: an unknown name, or one without the other it needs; more cells than int32;
+                a text longer than the table of positions; types that the model does not have.
             IsolationError: a model in which packed rows, or rows padded on the left, are wrong.
         """
         return model_inputs(
@@ -360,6 +363,7 @@ class Batch(Counted, Mapping[str, Field]):
         cp_size: int,
         *,
         layout: Literal["zigzag", "contiguous", "head_tail"] = "zigzag",
+        depth: int = 1,
     ) -> Batch:
         """Return the cells of each row that one of ``cp_size`` context ranks computes: a copy.
 
@@ -379,9 +383,15 @@ class Batch(Counted, Mapping[str, Field]):
         segments of the batch flat over its rows, ``"cu_seq_lens_local"`` their parts in the shard.
         :attr:`cells` says which cells these are. Cut rows before, not after: a shard has no slices.
 
+        At ``depth`` k (multi-token prediction, draft heads) the cell of a token has the target,
+        ``loss_mask`` and fields of the k-th token after it in its segment, and reads the one before
+        that, the pad id past the end; positions stay. Divide by ``global_num_loss_tokens(shard)``:
+        ``"num_loss_tokens"`` is of depth 1. With ``cp_size=1``, of any rows, ``model_inputs`` are
+        those of the whole batch.
+
         Raises:
             ValueError: segments or rows that the ranks do not divide; a batch that is a shard, was
-                built from tensors, or whose segments share prefixes.
+                built from tensors, or whose segments share prefixes; images at a depth above 1.
 
         >>> from torch_collate_kit import PackedCollator, ParallelLayout
         >>> collate = PackedCollator(0, max_tokens=8, parallel=ParallelLayout(cp=2))
@@ -392,7 +402,27 @@ class Batch(Counted, Mapping[str, Field]):
         >>> shard["targets"].tolist(), shard.cells.tolist()
         ([[7, 8, 9, -100]], [1, 2, 5, 6])
         """
-        return self.of_storage(shard_of(self.stored(), cp_rank, cp_size, layout))
+        return self.of_storage(shard_of(self.stored(), cp_rank, cp_size, layout, depth))
+
+    def targets(self, depth: int = 1) -> Targets:
+        """Return what cells predict ``depth`` tokens on in their segment, as flat pairs: copies.
+
+        One pair for each trained token with that many before it in its segment, or in its piece
+        after a split: the cell, ``row * W + column``, that predicts it, its label and its weight.
+        Divide their loss by the number of pairs of that depth, over all ranks and micro-batches:
+        weights are not divided, as ``loss_mask`` may be. It waits for the device, for their number.
+
+        Raises:
+            ValueError: a depth below 1; a shard; other ``targets``; a batch built from tensors.
+
+        >>> from torch_collate_kit import PackedCollator
+        >>> collate = PackedCollator(0, max_tokens=8)
+        >>> batch = collate([{"input_ids": [5, 6, 7, 8]}, {"input_ids": [3, 4, 9]}])
+        >>> cells, ids, weights = batch.targets(depth=2)
+        >>> cells.tolist(), ids.tolist(), weights.tolist()
+        ([0, 1, 4], [7, 8, 9], [1.0, 1.0, 1.0])
+        """
+        return pairs_of(self, self.stored(), depth)
 
     @property
     def cells(self) -> Tensor:

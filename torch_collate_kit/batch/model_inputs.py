@@ -30,7 +30,8 @@ def model_inputs(
 ) -> dict[str, Any]:
     """Return ``Batch.model_inputs`` of its dense fields and its content."""
     checked_bool("labels", labels)
-    if stored.columns and stored.columns.placement.shard is not None:
+    shard = stored.columns.placement.shard if stored.columns else None
+    if shard is not None and (shard.size > 1 or context_group is not None):
         kind = ModelKind.of("torch_varlen" if model is None else model)
         _token_types(batch, stored, kind)
         if mask is not None or sliding_window is not None:
@@ -99,32 +100,27 @@ def _token_types(batch: Mapping[str, Any], stored: Storage, kind: ModelKind) -> 
         return {}
     placement, size = stored.columns.placement, kind.num_token_types
     found = 2 if "token_type_ids" in stored.given else placement.num_token_types
-    is_read = size > 1 and placement.shard is None and not placement.tree_width
-    if found > 1 and not is_read:
-        what = "the model has no types" if kind.is_known and size < 2 else "would be lost here"
+    if placement.shard is not None or placement.tree_width:
+        size = 0  # their inputs have no types
+    if found > max(size, 1):
+        has = f"has the types 0 to {size - 1}" if size > 1 else "gets none"
         raise ValueError(
-            f"token_type_ids are up to {found - 1}, and {what}; pass the model, if it has types, "
+            f"token_type_ids are up to {found - 1}, and this model {has}; pass the model itself, "
             "with whole rows, or remove them from the examples"
         )
-    if found > max(size, 1) and "token_type_ids" not in stored.given:
-        raise ValueError(
-            f"token_type_ids are up to {found - 1}, and the model has the types 0 to {size - 1}"
-        )
-    return {"token_type_ids": batch["token_type_ids"]} if is_read else {}
+    return {"token_type_ids": batch["token_type_ids"]} if size > 1 else {}
 
 
 def _positions_of_model(batch: Mapping[str, Any], stored: Storage, kind: ModelKind) -> Tensor:
     """Return the positions of a model with a table of them: its first one where no token is."""
     placement, most = stored.columns.placement, kind.num_positions
-    if most is not None and "position_ids" not in stored.given and placement.segments:
-        lengths = placement.segments["lengths"].values
-        if kind.counts_cells:
-            lengths = np.full(1, placement.width)
-        if len(lengths) and lengths.max() > most:
-            what = "row" if kind.counts_cells else "text"
+    if most is not None and "position_ids" not in stored.given:
+        longest = int(placement.segments["lengths"].values.max(initial=0))
+        what, longest = ("row", placement.width) if kind.counts_cells else ("text", longest)
+        if longest > most:
             raise ValueError(
-                f"a {what} has {lengths.max()} tokens, and the table of the {kind.family.name} "
-                f"model has {most} positions; cut texts to {most} tokens, or lower max_tokens"
+                f"a {what} has {longest} tokens, and the table of the {kind.family.name} model has "
+                f"{most} positions; cut texts to {most} tokens, or lower max_tokens"
             )
     positions: Tensor = batch["position_ids"]
     if "attention_mask" in batch:
@@ -134,16 +130,14 @@ def _positions_of_model(batch: Mapping[str, Any], stored: Storage, kind: ModelKi
 
 def _refuse_gaps(placement: Placement) -> None:
     """Refuse pads inside segments, which two-way attention would see."""
-    starts, lengths = (placement.segments[name] for name in ("starts", "lengths"))
-    ends = np.append(starts.values[1:], placement.width)
-    ends[starts.offsets[1:] - 1] = placement.width
-    gaps = ends - starts.values - lengths.values
-    wrong = np.flatnonzero((gaps > 0) & (lengths.values > 0))
-    if len(wrong):
-        row = int(placement.rows()[wrong[0]])
+    lengths, firsts = placement.segments["lengths"].values, placement.first_cells()
+    ends = np.append(firsts[1:], len(placement.segments["lengths"]) * placement.width)
+    gaps = (ends - firsts - lengths) * (lengths > 0)  # the pads at the end of a row are no gap
+    if len(wrong := np.flatnonzero(gaps)):
+        i = wrong[0]
         raise ValueError(
-            f"a segment of row {row} has {lengths.values[wrong[0]]} tokens and {gaps[wrong[0]]} "
-            "pads of alignment (tp, cp), which a two-way model would see; collate for it with "
+            f"a segment of row {placement.rows()[i]} has {lengths[i]} tokens and {gaps[i]} pads of "
+            "alignment (tp, cp), which a two-way model would see; collate for it with "
             "parallel=ParallelLayout(dp=...) alone"
         )
 
@@ -169,7 +163,7 @@ def _boundaries(
 ) -> dict[str, Any]:
     """Return what tells the segments apart, by the model's keywords, and the block mask."""
     per_row = batch["cu_seq_lens"]
-    flat = flat_cu_seq_lens(per_row, shape.numel() // max(len(per_row), 1))
+    flat = _flat_cu_seq_lens(per_row, shape.numel() // max(len(per_row), 1))
     longest = max(stored.row_metadata["max_segment_length"], default=0)
     found: dict[str, Any] = {}
     if mask is not None or "seq_idx" in kind.keywords:
@@ -278,7 +272,7 @@ def _refuse_unknown_mask(kind: ModelKind, mask: Any, sliding_window: Any) -> Non
     checked_int("sliding_window", sliding_window, hint=hint)
 
 
-def flat_cu_seq_lens(per_row: Ragged, width: int) -> Tensor:
+def _flat_cu_seq_lens(per_row: Ragged, width: int) -> Tensor:
     """Return boundaries [0, ..., R * W] over all rows, int32, without waiting for the device."""
     num_cells = len(per_row) * width
     if num_cells > MAX_WIDTH:

@@ -95,34 +95,27 @@ class ModelKind:
         _refuse_kind(config, model)
         modules = list(model.modules())
         names = {type(module).__name__ for module in modules}
-        family, fault = family_of(config, names), left_padding_fault(config)
         attention = _checked_attention(attention_of(config) or "sdpa")
-        window, all_slide = sliding_window(config)
         two_way = is_two_way(config, _causal_flags(config, modules), names)
-        if two_way:
-            parts = {path.rpartition(".")[2] for path, _ in model.named_modules()}
-            fault = fault or _pooling_fault(config, names | parts)
-            window = two_way_window(config)
+        family, fault = family_of(config, names), left_padding_fault(config)
         if reason := _refusal(family, config, attention, model, two_way=two_way):
             family = replace(family, refused=reason)
         if two_way or family.two_way or not family.model_types:  # the row has another's name
             family = replace(family, name=str(getattr(config, "model_type", family.name)))
-        first, num_positions, counts_cells = _positions_of(config, model)
+        window, all_slide = sliding_window(config)
         return cls(
             attention,
             family,
             any(hasattr(module, ISOLATED) for module in modules),
-            window,
+            two_way_window(config) if two_way else window,
             is_known=True,
-            left_padding_fault=fault,
+            left_padding_fault=fault or (_pooling_fault(config, model, names) if two_way else ""),
             all_slide=all_slide,
             dropout=attention_dropout(config),
             odd_layers=odd_layers(config),
             head=type(inside(model)).__name__,
             is_two_way=two_way,
-            first_position=first,
-            num_positions=num_positions,
-            counts_cells=counts_cells,
+            **_positions_of(config, model),
             num_token_types=int(getattr(text_config(config), "type_vocab_size", None) or 0),
         )
 
@@ -220,9 +213,10 @@ def _causal_flags(config: Any, modules: Iterable[Any]) -> set[bool]:
     return {bool(m.is_causal) for m in of_text if getattr(m, "is_causal", None) is not None}
 
 
-def _pooling_fault(config: Any, names: Collection[str]) -> str:
+def _pooling_fault(config: Any, model: nn.Module, names: Collection[str]) -> str:
     """Return why rows padded on the left are wrong: a head that reads cell 0; or nothing."""
-    is_head = any(name.endswith(_HEADS_OF_CELL_0) for name in names)
+    parts = (path.rpartition(".")[2] for path, _ in model.named_modules())
+    is_head = any(name.endswith(_HEADS_OF_CELL_0) for name in (*names, *parts))
     if is_head and getattr(config, "classifier_pooling", "cls") not in ("mean", "late"):
         return "its head reads the first cell of a row, which is a pad"
     return ""
@@ -257,7 +251,8 @@ def _refusal(
         return f"with {name}={getattr(config, name)!r} they are wrong; set {name}={value!r}"
     exact, reason = family.two_way, family.no_other or "its kernel was not tried"
     if getattr(text_config(config), "is_causal", None) is False and sliding_window(config)[0]:
-        exact, reason = exact[:3], "its flash attention has a window of one cell less"
+        exact = tuple(name for name in exact if name != "flash")
+        reason = "its flash attention has a window of one cell less"
     if (attention if is_masked or attention == "torch_varlen" else "flash") in exact:
         return ""
     return (
@@ -266,16 +261,17 @@ def _refusal(
     )
 
 
-def _positions_of(config: Any, model: nn.Module) -> tuple[int, int | None, bool]:
-    """Return the first position of a text, how many there are, and whether these are cells."""
+def _positions_of(config: Any, model: nn.Module) -> dict[str, Any]:
+    """Return the properties of the model's table of positions."""
     kind = getattr(config, "model_type", "")
     name = "embed_positions" if kind == "roformer" else "position_embeddings"
     modules = model.named_modules() if text_config(config) is config else ()  # none of a tower
     for module in (module for path, module in modules if path.rpartition(".")[2] == name):
         padding, size = getattr(module, "padding_idx", None), getattr(module, "num_embeddings", 0)
         first = 2 if kind in _SECOND_POSITION else 0 if padding is None else padding + 1
-        return first, size - first if size else None, kind == "roformer"
-    return 0, None, False
+        most = size - first if size else None
+        return {"first_position": first, "num_positions": most, "counts_cells": kind == "roformer"}
+    return {}
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -49,7 +49,7 @@ def check_one_batch(contents: list[list[int]]) -> None:
 
 def content_of(shard: Shard) -> list[int]:
     """Return integers that are equal on all ranks that cut the same batch in the same way."""
-    return [shard.content, LAYOUTS.index(shard.layout)]
+    return [shard.content, LAYOUTS.index(shard.layout), shard.depth]
 
 
 def gathered_ints(values: list[int], group: Any) -> list[list[int]]:
@@ -150,10 +150,10 @@ def places_in_ranks(placement: Placement, num_rows: int) -> np.ndarray:
 def _refuse_for_shards(kind: ModelKind, placement: Placement, shard: Shard) -> None:
     """Refuse a model or rows for which keys of other ranks are not all that is needed."""
     family = kind.family
-    state = family.keywords or family.needs_isolation or kind.is_isolated
-    if state or family.refused or kind.is_two_way:
-        reason = family.refused or "its layers carry state along a row, which no rank has whole"
-        reason = _TWO_WAY if kind.is_two_way else reason
+    carries_state = family.keywords or family.needs_isolation or kind.is_isolated
+    if carries_state or family.refused or kind.is_two_way:
+        reason = "its layers carry state along a row, which no rank has whole"
+        reason = family.refused or (_TWO_WAY if kind.is_two_way else reason)
         raise IsolationError(
             f"context shards are wrong in {family.name} models: {reason}; pass it whole rows"
         )
@@ -209,8 +209,8 @@ def _refuse_for_trees(kind: ModelKind) -> None:
     family = kind.family
     carries_state = family.keywords or family.needs_isolation or kind.is_isolated
     if carries_state or family.refused or kind.is_two_way:
-        reason = family.refused or "its layers carry state along a row, which has no paths"
-        reason = _TWO_WAY if kind.is_two_way else reason
+        reason = "its layers carry state along a row, which has no paths"
+        reason = family.refused or (_TWO_WAY if kind.is_two_way else reason)
         raise IsolationError(
             f"segments that share prefixes are wrong in {family.name} models: {reason}; collate "
             "without share_prefixes"

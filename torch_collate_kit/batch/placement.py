@@ -39,6 +39,8 @@ class Shard:
     """Trained targets of the shard; None if that needs a wait for the device."""
     has_left_pads: bool
     """Whether a row of the batch begins with pads."""
+    depth: int = 1
+    """How many tokens on in its segment the target of a cell is."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +62,9 @@ class Placement:
       many of these there are; only where segments share prefixes;
     - ``"targets"``: how many tokens its first cells predict; ``"depths"``: the position of its
       first token; ``"columns"`` and ``"cells"``: its first cell in its row of the batch, and how
-      many it has. Only in shards, whose segments are runs of cells of a segment of the batch, and
-      of whose targets the last ones are ``"responses"``.
+      many it has; at a depth above 1 ``"inputs"``: how many read a token. Only in shards, whose
+      segments are runs of cells of a segment of the batch, and of whose targets the last ones are
+      ``"responses"``.
     """
 
     width: int

@@ -212,20 +212,16 @@ class Columns:
     @classmethod
     def cat(cls, columns: Sequence[Columns]) -> Columns:
         """Return the rows of all ``columns``; none where they are of different kinds."""
-        first = columns[0]
+        first, placements = columns[0], [part.placement for part in columns]
         if any(part.values.keys() != first.values.keys() for part in columns):
             return cls.none()
-        hosts = [part.placement.segments for part in columns]
-        on_host = {k: cat_rows([segments[k] for segments in hosts]) for k in hosts[0]}
+        names, types = first.placement.segments, max(p.num_token_types for p in placements)
+        on_host = {k: cat_rows([p.segments[k] for p in placements]) for k in names}
         return replace(
             first,
             values={k: cat_rows([part.values[k] for part in columns]) for k in first.values},
             segments={k: cat_rows([part.segments[k] for part in columns]) for k in first.segments},
-            placement=replace(
-                first.placement,
-                segments=on_host,
-                num_token_types=max(part.placement.num_token_types for part in columns),
-            ),
+            placement=replace(first.placement, segments=on_host, num_token_types=types),
         )
 
     def filled(self, values: dict[str, Any], segments: dict[str, Any]) -> Columns:

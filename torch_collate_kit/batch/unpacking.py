@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torch_collate_kit.batch.batch import Batch
 from torch_collate_kit.batch.context_shards import refuse_shard
-from torch_collate_kit.batch.dense import cells_of_responses, cells_of_tokens
+from torch_collate_kit.batch.dense import cells_of_responses, cells_of_rows
 from torch_collate_kit.batch.placement import Targets
 from torch_collate_kit.ragged import Ragged, span_indices
 
@@ -240,6 +240,43 @@ def shares_prefixes(batch: Any) -> bool:
     return placement is not None and placement.tree_width > 0
 
 
+def branches_of(batch: Batch) -> tuple[Tensor, list[int], np.ndarray]:
+    """Return the branch of each cell [R, W], -1 at pads, their rows, and which see which.
+
+    A branch has cells between which no path divides. The last is bool [S, S], whether a branch
+    sees another.
+    """
+    placement, column = batch.placement, batch.stored().columns.values["tree_cells"]
+    assert placement is not None
+    cells = column.values.cpu().numpy().astype(np.int64)
+    lengths = placement.segments["lengths"].values
+    before = np.full(len(batch) * placement.tree_width, -1)  # the cell before; -2: none
+    ends = np.cumsum(lengths)
+    rows = placement.rows()
+    for row, start, end in zip(
+        rows.tolist(), (ends - lengths).tolist(), ends.tolist(), strict=True
+    ):
+        path = cells[start:end] + row * placement.tree_width
+        before[path] = np.append(-2, path[:-1])[: len(path)]
+    num_after = np.bincount(before[before >= 0], minlength=len(before))
+    branches = np.full(len(before), -1)
+    above: list[list[int]] = []
+    of_rows: list[int] = []
+    for cell in np.flatnonzero(before != -1).tolist():  # a path leads to later cells
+        earlier = int(before[cell])
+        if earlier >= 0 and num_after[earlier] == 1:
+            branches[cell] = branches[earlier]
+            continue
+        branches[cell] = len(above)
+        above.append([*(above[branches[earlier]] if earlier >= 0 else []), len(above)])
+        of_rows.append(cell // placement.tree_width)
+    sees = np.zeros((len(above), len(above)), dtype=bool)
+    for branch, path in enumerate(above):
+        sees[branch, path] = True
+    ids = torch.from_numpy(branches).view(len(batch), -1)
+    return ids.to(column.values.device), of_rows, sees
+
+
 def token_width(batch: Batch) -> int:
     """Return the tokens of a row, pads included; the cells of one without shared prefixes.
 
@@ -257,20 +294,6 @@ def token_width(batch: Batch) -> int:
             f"at most {width - 1} columns, for next tokens"
         )
     return width
-
-
-def cells_of_rows(batch: Batch) -> Tensor:
-    """Return the cell of every token, int64 [R, U] over all rows of cells; 0 at pads."""
-    made, stored = batch._shared, batch.stored()
-    if "cells of tokens" not in made:
-        placement = stored.columns.placement
-        with torch.inference_mode(False):
-            places = torch.from_numpy(placement.cells("lengths"))
-            cells = cells_of_tokens(stored.columns)
-            dense = cells.new_zeros(stored.num_rows * placement.width)
-            dense.scatter_(0, places.to(cells.device, non_blocking=True), cells)
-        made["cells of tokens"] = dense.view(stored.num_rows, placement.width)
-    return made["cells of tokens"]
 
 
 def before_and_at(batch: Batch, tokens: Tensor) -> tuple[Tensor, Tensor]:

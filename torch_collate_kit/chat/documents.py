@@ -39,9 +39,8 @@ def tokenize_documents(
         tokenizer: a transformers tokenizer. A BOS is added if it adds one itself.
         text: the column's name.
         end: end each document with EOS, once; False: only with what the tokenizer adds.
-        parse_special: special tokens written in a text ("</s>") are these tokens, for texts that
-            are rendered already, and what such a text begins or ends with is not added again. By
-            default they stay text, so that no text ends its document.
+        parse_special: special tokens written in a text ("</s>") are these tokens, and what such a
+            text begins or ends with is not added again. By default they stay text.
         num_proc: the number of processes; None for this one.
 
     Returns a new Dataset with the one column ``input_ids`` (int32, all trained, never cut) in the
@@ -62,13 +61,42 @@ def tokenize_documents(
     (['ab</s>', 'c</s>'], Counter({'empty': 1}))
     """
     check_is_dataset(dataset, "tokenize_documents")
-    checked_bool("end", end)
-    checked_bool("parse_special", parse_special)
-    around = _around(tokenizer, end)
-    _check_texts(dataset, text)
     options = {"text": text, "end": end, "parse_special": parse_special}
-    key = cache_key(_VERSION, tokenizer, options)
-    found = _map(dataset, tokenizer, text, around, parse_special, num_proc, key)
+    for name in ("end", "parse_special"):
+        checked_bool(name, options[name])
+    around = _around(tokenizer, end)
+    if text not in dataset.column_names:
+        raise DataError(
+            f"there is no column {text!r}; pass text= with one of {dataset.column_names}"
+        )
+    kind = dataset.features[text]
+    if getattr(kind, "dtype", None) not in ("string", "large_string", "string_view"):
+        raise DataError(
+            f"column {text} holds {kind}, not texts; pass text= with the column of texts"
+        )
+    from datasets import Features, Sequence, Value
+
+    with bars_of_rank_0():
+        found = (
+            dataset.select_columns(text)
+            .with_format("arrow")
+            .map(
+                _tokenize,
+                with_indices=True,
+                batched=True,
+                fn_kwargs={
+                    "tokenizer": tokenizer,
+                    "around": around,
+                    "parse_special": parse_special,
+                },
+                remove_columns=[text],
+                features=Features({"input_ids": Sequence(Value("int32"))}),
+                num_proc=num_proc,
+                new_fingerprint=fingerprint(cache_key(_VERSION, tokenizer, options), dataset),
+                desc="Tokenizing texts",
+            )
+            .with_format(None)
+        )
     skipped = Counter(empty=len(dataset) - len(found))
     if skipped.total():
         _logger.warning("skipped %d of %d texts: %s", skipped.total(), len(dataset), dict(skipped))
@@ -91,48 +119,6 @@ def _around(tokenizer: Any, end: bool) -> tuple[list[int], list[int]]:
     if end and after[-1:] != [tokenizer.eos_token_id]:
         after = [*after, tokenizer.eos_token_id]
     return before, after
-
-
-def _check_texts(dataset: Any, text: str) -> None:
-    if text not in dataset.column_names:
-        raise DataError(
-            f"there is no column {text!r}; pass text= with one of {dataset.column_names}"
-        )
-    kind = dataset.features[text]
-    if getattr(kind, "dtype", None) not in ("string", "large_string", "string_view"):
-        raise DataError(
-            f"column {text} holds {kind}, not texts; pass text= with the column of texts"
-        )
-
-
-@bars_of_rank_0()
-def _map(
-    dataset: Any,
-    tokenizer: Any,
-    text: str,
-    around: Any,
-    parse_special: bool,
-    num_proc: Any,
-    key: str,
-) -> Any:
-    import datasets
-
-    return (
-        dataset.select_columns(text)
-        .with_format("arrow")
-        .map(
-            _tokenize,
-            with_indices=True,
-            batched=True,
-            fn_kwargs={"tokenizer": tokenizer, "around": around, "parse_special": parse_special},
-            remove_columns=[text],
-            features=datasets.Features({"input_ids": datasets.Sequence(datasets.Value("int32"))}),
-            num_proc=num_proc,
-            new_fingerprint=fingerprint(key, dataset),
-            desc="Tokenizing texts",
-        )
-        .with_format(None)
-    )
 
 
 def _tokenize(

@@ -121,6 +121,9 @@ class Collator:
             "cut": tuple(cut.tolist()),
         }
         if (types := placed.columns.get("token_type_ids")) is not None and len(types.values):
+            if (least := int(types.values.min())) < 0:
+                i = np.repeat(placed.examples, placed.pieces.lengths)[types.values.argmin()]
+                raise DataError(f"example {i}: token_type_ids contain {least}; they count from 0")
             placement = replace(placement, num_token_types=int(types.values.max()) + 1)
         columns = Columns.of(placed.columns, specs, names, placement)
         storage = Storage(columns, {}, {**ragged, **row_metadata}, all_metadata)

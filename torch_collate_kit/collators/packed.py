@@ -377,9 +377,16 @@ def _check_ends(columns: ExampleColumns, eos_token_id: int) -> None:
 
 
 def _check_rollouts(rollouts: ExampleColumns, packing: PackingOptions, *, has_vision: bool) -> None:
-    """Check that rollouts fit in a row whole, and that their images are understood."""
+    """Check that rollouts fit in a row whole, and that cells have one image and one route."""
     if rollouts.images is not None and not has_vision:
         raise unknown_images(f"example {min(rollouts.images.units)}")
+    numbers = np.diff(rollouts.segment_offsets) if rollouts.segment_offsets is not None else 1
+    if packing.share_prefixes and np.max(numbers) > 1 and "router_padding_mask" in rollouts.names:
+        raise DataError(
+            f"example {np.argmax(numbers)} has rollout_expert_indices in {np.max(numbers)} "
+            "segments, and with share_prefixes a cell of several tokens could follow one route "
+            "only; leave out the routes, or share_prefixes"
+        )
     capacity, max_tokens = packing.capacity, packing.max_tokens
     too_long = np.flatnonzero(rollouts.lengths > capacity)
     if len(too_long) and packing.overflow != "drop":

@@ -13,8 +13,8 @@ import numpy as np
 
 from torch_collate_kit._checks import checked_choice
 from torch_collate_kit.loading.checks import MAX_COUNT, Indices, Tail
-from torch_collate_kit.loading.mixed_order import MixedOrder
-from torch_collate_kit.loading.orders import Order, Recent
+from torch_collate_kit.loading.mixed_order import AnyOrder, MixedOrder
+from torch_collate_kit.loading.orders import Recent
 from torch_collate_kit.packing import PackingOptions, PackingPlan
 from torch_collate_kit.packing.rows import running_sum
 from torch_collate_kit.packing.steps import WindowPlan, plan_wrapped
@@ -32,12 +32,12 @@ class Step(NamedTuple):
 class Budget(ABC):
     """The steps of the epochs of an order. ``settings`` are those that a resumed run must share."""
 
-    def __init__(self, order: Order, tail: Tail, settings: dict[str, Any]) -> None:
+    def __init__(self, order: AnyOrder, tail: Tail, settings: dict[str, Any]) -> None:
         self.order, self.tail, self.settings = order, tail, settings
         checked_choice("tail", tail, get_args(Tail))
         self._forget()
 
-    def over(self, order: Order) -> Self:
+    def over(self, order: AnyOrder) -> Self:
         """Return the budget for another order."""
         other = copy.copy(self)
         other.order = order
@@ -100,13 +100,7 @@ class RowBudget(Budget):
     """
 
     def __init__(
-        self,
-        order: Order,
-        tail: Tail,
-        packing: PackingOptions,
-        *,
-        batch_rows: int,
-        window: int,
+        self, order: AnyOrder, tail: Tail, packing: PackingOptions, *, batch_rows: int, window: int
     ) -> None:
         self.batch_rows, self.window, self.group = batch_rows, window, packing.row_multiple
         self._packing = packing
@@ -144,7 +138,7 @@ class ByExamples(Budget):
     ``tail`` is that of ``PrefetchingSampler``.
     """
 
-    def __init__(self, order: Order, tail: Tail, batch_size: int, least: int) -> None:
+    def __init__(self, order: AnyOrder, tail: Tail, batch_size: int, least: int) -> None:
         super().__init__(order, tail, {"batch_size": batch_size})
         self._size, self._least = batch_size, least
 
@@ -207,7 +201,7 @@ class ByTokens(RowBudget):
     """
 
     def __init__(
-        self, order: Order, tail: Tail, packing: PackingOptions, *, lengths: Indices, **rows: int
+        self, order: AnyOrder, tail: Tail, packing: PackingOptions, *, lengths: Indices, **rows: int
     ) -> None:
         self._lengths = lengths
         super().__init__(order, tail, packing, **rows)
@@ -327,7 +321,7 @@ class ByTokens(RowBudget):
 
 
 class SourceLimits:
-    """Logs every source once in an epoch, at the step from which on its weight is the others'."""
+    """Logs each source of a mixture once in an epoch, at the step where its ``max_passes`` end."""
 
     def __init__(self, budget: Budget, epoch: int) -> None:
         self._budget, self._epoch = budget, epoch
@@ -337,8 +331,7 @@ class SourceLimits:
     def log(self, step: int) -> None:
         """Log the sources that end in a step, by rows in its window."""
         order, epoch = self._budget.order, self._epoch
-        if not isinstance(order, MixedOrder) or not any(order.mixture.max_passes):
-            return
+        assert isinstance(order, MixedOrder)
         place = min(self._budget.place(epoch, step + 1), order.size(epoch))
         if place < self._place:
             return

@@ -13,7 +13,8 @@ import numpy as np
 
 from torch_collate_kit.loading.budgets import RowBudget, Step
 from torch_collate_kit.loading.checks import Indices, Tail
-from torch_collate_kit.loading.orders import Order, Recent
+from torch_collate_kit.loading.mixed_order import AnyOrder
+from torch_collate_kit.loading.orders import Recent
 from torch_collate_kit.packing import PackingOptions
 from torch_collate_kit.packing.atoms import Atoms
 from torch_collate_kit.packing.steps import WindowPlan, num_rows_needed, num_that_fit, plan_window
@@ -60,7 +61,7 @@ class ByRows(RowBudget):
     """
 
     def __init__(
-        self, order: Order, tail: Tail, packing: PackingOptions, *, entries: Entries, **rows: int
+        self, order: AnyOrder, tail: Tail, packing: PackingOptions, *, entries: Entries, **rows: int
     ) -> None:
         self._entries = entries
         super().__init__(order, tail, packing, **rows)

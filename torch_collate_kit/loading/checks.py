@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch.distributed as dist
 
-from torch_collate_kit._checks import checked_bool, checked_int
+from torch_collate_kit._checks import checked_int
 from torch_collate_kit.errors import StateError
 from torch_collate_kit.packing import ParallelLayout
 
@@ -51,15 +51,6 @@ def checked_batch_size(batch_size: int, least: int) -> int:
             f"got {batch_size}; with {batch_size} per rank it is {batch_size * least}"
         )
     return batch_size
-
-
-def checked_shuffle(shuffle: Shuffle) -> Shuffle:
-    """Return ``shuffle``, which must be a bool or "keyed"."""
-    if not isinstance(shuffle, str):
-        return checked_bool("shuffle", shuffle)
-    if shuffle != "keyed":
-        raise ValueError(f"shuffle must be True, False or 'keyed', got {shuffle!r}")
-    return shuffle
 
 
 def checked_order(indices: npt.ArrayLike, epoch: int, length: int) -> Indices:

@@ -38,18 +38,32 @@ class ExampleSizes:
         num_loss_tokens: npt.ArrayLike | None,
         patches: Patches | None,
     ) -> None:
-        self._collate, self._packing = collate, collate.packing
+        self._examples, self._collate, self._packing = examples, collate, collate.packing
         self._is_wrapped = self._packing.strategy == "wrapped"
-        if is_tokenized(examples) and (num_loss_tokens is not None or patches is not None):
+        has_tokens = is_tokenized(examples)
+        if has_tokens and (num_loss_tokens is not None or patches is not None):
             raise TypeError(
                 "num_loss_tokens and patches are read from the TokenizedDataset; pass them only "
                 "beside bare lengths"
             )
-        self._read(examples, patches)
-        self.are_divisors = collate.normalize_loss or not is_tokenized(examples)
-        if is_tokenized(examples):
-            num_loss_tokens = self._counts_in(examples)
-        self.counts = self._checked_counts(num_loss_tokens)
+        if has_tokens:
+            patches = None if collate.vision is None else examples.patches
+        self._sizes, offsets, depths = sized(examples, self._packing)
+        self._atoms, self.patches, self.image_costs_digest = None, None, None
+        if offsets is not None or patches is not None:
+            self._atoms = Atoms.of(self._sizes, offsets, self._packing, patches, depths=depths)
+        if patches is not None:
+            assert self._atoms is not None
+            self.patches = self._atoms.patches.copy()
+            self._atoms = replace(self._atoms, patches=self.patches)
+            self.image_costs_digest = digest_in_blocks(self._atoms.vision_costs)
+        self.lengths = (self._sizes if self._atoms is None else self._atoms.tokens).view()
+        self.lengths.flags.writeable = False
+        if not self._all_fit() and (self._packing.overflow == "raise" or self._atoms is not None):
+            self._fitted()
+        self.are_divisors = collate.normalize_loss or not has_tokens
+        counts = self._counts_in(examples) if has_tokens else num_loss_tokens
+        self.counts = self._checked_counts(counts)
 
     @property
     def num_firsts(self) -> int:
@@ -71,25 +85,6 @@ class ExampleSizes:
         counts = examples.count_loss_tokens(targets)
         is_unknown = self._is_wrapped and bool((counts != self.lengths - self.num_firsts).any())
         return None if is_alone and (has_cuts or is_unknown) else counts
-
-    def _read(self, examples: Any, patches: Patches | None) -> None:
-        """Read lengths and patches; an example that does not fit is named before any batch."""
-        if is_tokenized(examples):
-            patches = None if self._collate.vision is None else examples.patches
-        self._examples = examples
-        self._sizes, offsets, depths = sized(examples, self._packing)
-        self._atoms, self.patches, self.image_costs_digest = None, None, None
-        if offsets is not None or patches is not None:
-            self._atoms = Atoms.of(self._sizes, offsets, self._packing, patches, depths=depths)
-        if patches is not None:
-            assert self._atoms is not None
-            self.patches = self._atoms.patches.copy()
-            self._atoms = replace(self._atoms, patches=self.patches)
-            self.image_costs_digest = digest_in_blocks(self._atoms.vision_costs)
-        self.lengths = (self._sizes if self._atoms is None else self._atoms.tokens).view()
-        self.lengths.flags.writeable = False
-        if not self._all_fit() and (self._packing.overflow == "raise" or self._atoms is not None):
-            self._fitted()
 
     def _all_fit(self) -> bool:
         """Return whether no length has to be looked at again, nor arrays made of all of them."""

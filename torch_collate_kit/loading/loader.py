@@ -14,11 +14,7 @@ import torch
 
 from torch_collate_kit._checks import call_repr, changed_settings, checked_bool, checked_int
 from torch_collate_kit.errors import StateError
-from torch_collate_kit.loading.checks import (
-    LOADER_VERSION,
-    sealed,
-    unsealed,
-)
+from torch_collate_kit.loading.checks import LOADER_VERSION, sealed, unsealed
 from torch_collate_kit.loading.device_copy import device_copy
 from torch_collate_kit.loading.reader import END, Reading
 from torch_collate_kit.loading.resumable_loaders import Position, resumable_loader
@@ -39,20 +35,17 @@ class PrefetchLoader:
     Args:
         loader: a DataLoader with a resumable ``batch_sampler``, such as a PrefetchingSampler, or of
             a PackedIterableDataset (``batch_size=None``). Nothing else may iterate it.
-        prefetch: False builds each batch when it is asked for, in the consumer's thread: the same
-            batches.
-        device: the device of the batches. For CUDA they are pinned, and copied on a separate
-            stream. None and "cpu" leave them in place.
-        warn_after: a wait for a batch that takes longer than so many seconds is logged once: the
-            step, the worker, the stack of the thread that collates. None: never.
-        on_error: "skip" leaves an example out of its batch that cannot be read or collated, and
-            logs it; at most ``max_skipped`` of them, and ``max_skipped_in_a_row`` one after the
-            other. "raise" raises at its step.
+        prefetch: False builds each batch when it is asked for, in the consumer's thread.
+        device: the device of the batches, copied on a separate stream of CUDA. None and "cpu" leave
+            them in place.
+        warn_after: a wait of more than so many seconds is logged once: the step, the worker, the
+            stack of the thread that collates. None: never.
+        on_error: "skip" leaves out and logs examples that cannot be read or collated, at most
+            ``max_skipped``, and ``max_skipped_in_a_row`` one after the other.
 
     The loader has one position. ``for batch in loader`` yields the rest of the epoch, ``steps(n)``
     the next n batches across epochs. A loop that is left early keeps the position after the last
-    batch received. ``wait_seconds`` is how long the consumer has waited for batches so far, and
-    ``timeline`` has the times of the last 1,000 steps, ``skipped`` what was left out.
+    batch received. ``wait_seconds`` is how long the consumer has waited so far.
     What ends a loop, forks, devices and states: docs/loading.md.
 
     Raises:
@@ -257,13 +250,10 @@ class PrefetchLoader:
             if is_late:
                 reading.abandon(at)
             else:
-                self._end(reading)
-
-    def _end(self, reading: Reading) -> None:
-        try:
-            reading.end()
-        finally:
-            self._pid = self._pid if self._loader.has_workers() else 0
+                try:
+                    reading.end()
+                finally:
+                    self._pid = self._pid if self._loader.has_workers() else 0
 
     def _leave(self, loop: object, error: BaseException) -> None:
         if self._loop is loop:
@@ -328,11 +318,8 @@ class PrefetchLoader:
 
         Small JSON. Any thread may ask, and a signal handler, at any moment.
         """
-
-        def state(position: Position) -> dict[str, Any]:
-            return sealed({"version": LOADER_VERSION, **self._loader.state_at(position)})
-
-        return self._answer(state)
+        state = self._answer(self._loader.state_at)
+        return sealed({"version": LOADER_VERSION, **state})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue exactly from a saved position.
@@ -344,11 +331,7 @@ class PrefetchLoader:
         self._check_open()
         content = unsealed(state, LOADER_VERSION)
         skipped = self._at.skipped.after(content)
-
-        def move(position: Position) -> Position:
-            return self._loader.load_state_dict(content, position._replace(skipped=skipped))
-
-        self._move(move)
+        self._move(partial(self._loader.load_state_dict, content, skipped))
         self._loop = None
 
     def close(self) -> None:

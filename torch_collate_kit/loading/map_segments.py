@@ -31,9 +31,9 @@ def map_segments(
     """Return a number for each segment of each example, float64 [N, K] in the dataset's order.
 
     Of vectors ``[S, H]``, as of ``segment_pool``, float32 [N, K, H], or float64 if they are that.
-    K is the largest number of segments of an example, 1 where examples are flat. An example with
-    fewer has NaN in place of the others, one that ``overflow="drop"`` leaves out has NaN alone.
-    Such as the log-probs of a reference model, a column to add and to declare:
+    K is the largest number of segments of an example, 1 where examples are flat; others, and
+    examples that are dropped, have NaN. Such as the log-probs of a reference model, a column to add
+    and to declare:
 
         def fn(batch):
             hidden = reference.model(**batch.model_inputs(reference, labels=False))[0]
@@ -47,9 +47,9 @@ def map_segments(
             as ``segment_sums`` and ``segment_pool`` do. It runs without gradients; put the model
             into eval mode yourself.
         examples: every example is read once.
-        collate: the ``PackedCollator`` that plans the rows, or a collator around one. If
-            ``torch.distributed`` is initialized, each of its ``parallel.dp`` ranks runs its share
-            of the rows, equally many, and all ranks have the result; else this process runs all.
+        collate: the ``PackedCollator`` that plans the rows, or a collator around one. In
+            ``torch.distributed`` each of its ``parallel.dp`` ranks runs its share of the rows, and
+            all have the result; else this process runs all.
         rows: rows of a batch, on each rank.
         device: the device to which batches are moved before ``fn``; None leaves them.
         group: the data-parallel ranks, all ranks by default.

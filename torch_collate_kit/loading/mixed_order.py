@@ -7,20 +7,21 @@ half of its longest example of its share. An epoch is one array, 8 bytes per exa
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Mapping, Sized
 from fractions import Fraction
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 
+from torch_collate_kit._checks import checked_bool
 from torch_collate_kit.loading.checks import (
     MAX_COUNT,
     Indices,
     Shuffle,
     checked_length,
-    checked_shuffle,
     checked_word,
 )
 from torch_collate_kit.loading.mixture import Mixture
@@ -34,6 +35,7 @@ from torch_collate_kit.loading.orders import (
     epoch_order,
 )
 
+AnyOrder: TypeAlias = "ShuffledOrder | MixedOrder"
 _NONE = np.zeros(0, dtype=np.int64)
 _MOST_ENTRIES = 2**28  # of an epoch: 2 GB
 
@@ -55,9 +57,8 @@ class MixedOrder(Order):
         lengths: Indices | None = None,
         offsets: Indices | None = None,
     ) -> None:
-        super().__init__(seed, shuffle)
+        super().__init__(len(mixture), seed, shuffle)
         self.mixture, self._offsets = mixture, offsets
-        self._seed, self._shuffle = seed, shuffle
         self._bounds = mixture.offsets if offsets is None else offsets[mixture.offsets]
         self._sizes = np.diff(self._bounds).tolist()
         if mixture.by == "tokens" and lengths is None:
@@ -69,16 +70,6 @@ class MixedOrder(Order):
         ]
         self.taken: dict[int, list[int]] = {0: [0] * len(self._sizes)}
         self._orders = Recent[int, Indices](2)
-
-    @property
-    def num_examples(self) -> int:
-        """Number of examples of all sources."""
-        return len(self.mixture)
-
-    @property
-    def is_permutation(self) -> bool:
-        """Whether an epoch has each example once: not known."""
-        return False
 
     def size(self, epoch: int) -> int:
         """Return the number of examples of an epoch: 0 once all have been read max_passes times."""
@@ -104,7 +95,7 @@ class MixedOrder(Order):
                 "max_passes times"
             )
 
-    def reshuffled(self, epoch: int, step: int, place: int) -> MixedOrder:
+    def reshuffled(self, *position: int) -> NoReturn:
         """Raise ValueError: the order follows from the weights."""
         raise ValueError("a Mixture cannot be reshuffled: its order follows from its weights")
 
@@ -118,14 +109,9 @@ class MixedOrder(Order):
 
     def loaded(self, state: Mapping[str, Any]) -> MixedOrder:
         """Return the order with an epoch as a state has it."""
-        other = MixedOrder(
-            self.mixture,
-            seed=self._seed,
-            shuffle=self._shuffle,
-            lengths=self._lengths,
-            offsets=self._offsets,
-        )
-        other.taken[state["epoch"]] = list(state["taken"])
+        other = copy.copy(self)
+        other.taken = {0: self.taken[0], state["epoch"]: list(state["taken"])}
+        other._orders = Recent(2)
         return other
 
     def _taken(self, epoch: int) -> list[int]:
@@ -184,9 +170,7 @@ class MixedOrder(Order):
                 targets[source] = min((number // size + 1) * size, limit)
         return targets
 
-    def _stage(
-        self, epoch: int, exact: list[Fraction], taken: list[int], most: int | None
-    ) -> Indices:
+    def _stage(self, epoch: int, exact: list[Fraction], taken: list[int], most: Any) -> Indices:
         """Return the examples of a stage up to the end of the epoch, or at least ``most`` units."""
         scale = 2 * math.lcm(*(weight.denominator for weight in exact))  # equal times stay equal
         weights = [float(weight * scale) for weight in exact]
@@ -232,9 +216,7 @@ class MixedOrder(Order):
             return stop - start
         return sum(map(self._num_units, self._passes(source, start, stop)))
 
-    def _due(
-        self, source: int, start: int, weight: float, end: float
-    ) -> tuple[Indices, np.ndarray]:
+    def _due(self, source: int, start: int, weight: float, end: float) -> tuple[Indices, Any]:
         """Return the next examples of a source that are due by a virtual time, and when."""
         found, times, before = [_NONE], [np.zeros(0)], 0
         for examples in self._passes(source, start, self._limits[source]):
@@ -267,9 +249,13 @@ def order_of(
     user: UserOrder | None,
     lengths: Indices | None = None,
     offsets: Indices | None = None,
-) -> Order:
+) -> AnyOrder:
     """Return the order of a dataset or a Mixture, its arguments checked."""
-    seed, shuffle = checked_word("seed", seed), checked_shuffle(shuffle)
+    seed = checked_word("seed", seed)
+    if not isinstance(shuffle, str):
+        checked_bool("shuffle", shuffle)
+    elif shuffle != "keyed":
+        raise ValueError(f"shuffle must be True, False or 'keyed', got {shuffle!r}")
     if user is not None and not callable(user):
         raise TypeError(f"order must be a function of (epoch, rng), got {user!r}")
     if not isinstance(examples, Mixture):

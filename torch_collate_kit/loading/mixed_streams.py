@@ -21,12 +21,7 @@ from torch_collate_kit.loading.mixture import Mixture
 from torch_collate_kit.loading.shards import Stream, node_of
 from torch_collate_kit.loading.skipping import SkipPolicy
 from torch_collate_kit.loading.states import MixedPlace, Place, ShardPosition
-from torch_collate_kit.loading.stream_entries import (
-    Entry,
-    LeftOut,
-    read_entries,
-    shuffled_blocks,
-)
+from torch_collate_kit.loading.stream_entries import Entry, LeftOut, read_entries, shuffled_blocks
 
 _BEGIN = Place()
 _STOP = "first_exhausted"
@@ -48,17 +43,10 @@ class MixedStream:
         self.collate, self.collator, self.seed = first.collate, first.collator, first.seed
         self.node, self.presharded, self.num_shards = first.node, first.presharded, first.num_shards
         self.shards = first.shards
-
-    @property
-    def epoch(self) -> None:
-        """None: the epochs of the sources are in the fingerprint."""
-        return None
-
-    @property
-    def beginning(self) -> Place:
-        """The place before the first entry."""
-        number = len(self.streams)
-        return Place(mixed=MixedPlace(self._weights, (0,) * number, (_BEGIN,) * number))
+        self.epoch: int | None = None  # those of the sources are in the fingerprint
+        self._none = (0,) * len(self.streams)
+        begin = MixedPlace(self._weights, self._none, (_BEGIN,) * len(self.streams))
+        self.beginning = Place(mixed=begin)
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the settings of the mixture and the fingerprints of its sources."""
@@ -76,9 +64,7 @@ class MixedStream:
         mixed = place.mixed
         if mixed is None or mixed.weights == self._weights or place.start:
             return place
-        return place._replace(
-            mixed=MixedPlace(self._weights, (0,) * len(mixed.taken), mixed.places)
-        )
+        return place._replace(mixed=mixed._replace(weights=self._weights, taken=self._none))
 
     def check_weights(self, positions: Mapping[int, ShardPosition]) -> None:
         """Warn if the positions in a state are of a run with other weights."""
@@ -92,11 +78,7 @@ class MixedStream:
             )
 
     def entries(
-        self,
-        place: Place,
-        open_source: Callable[[int, Place], Iterator[Entry]],
-        *,
-        is_within: bool,
+        self, place: Place, open_source: Callable[[int, Place], Iterator[Entry]], *, is_within: bool
     ) -> Iterator[Entry]:
         """Yield the entries after ``place``, each with the place after it.
 
@@ -185,10 +167,8 @@ def open_shard(
         return _open_source(stream, shard, place, words, policy, block_size)
 
     def open_source(number: int, own: Place) -> Iterator[Entry]:
-        source, name = (
-            stream.streams[number],
-            f"source {stream.source.names[number]!r} of the mixture",
-        )
+        source = stream.streams[number]
+        name = f"source {stream.source.names[number]!r} of the mixture"
         mixed_words = (*words, number) if words else ()
         entries, _ = _open_source(source, shard, own, mixed_words, policy, block_size, name)
         first = next(entries, None)

@@ -32,21 +32,18 @@ class Mixture:
         weights: the share of each source, positive numbers, 0 for a source that is not read. By
             default the sizes of the sources.
         by: whether these are shares of the "examples" or of the "tokens".
-        schedule: ``[(amount, weights), ...]``: from the first example on before which an epoch has
-            at least this amount, these weights. Amounts are counted in what ``by`` names: examples,
-            or tokens before any are cut off. Where a sampler packs rows with "split", an example is
-            a piece of one. Not of streams.
+        schedule: ``[(amount, weights), ...]``: these weights from the first example on before which
+            an epoch has at least this amount of what ``by`` names, tokens before any are cut off.
+            Not of streams.
         max_passes: the most passes over a source in the whole run, a number or one for each source
             (None: no limit). The others then share its weight. Not of streams.
         stop: an epoch ends when the "first_exhausted" source has been read once, or when all have
             been ("all_exhausted"), in the words of ``datasets.interleave_datasets``.
-        names: a name for each source, for ``source_counts``. Examples then have the key "source",
-            the name of their source; declare it with ``fields={"source": PerExample(str)}`` to
-            have it in ``batch.row_metadata``.
+        names: a name for each source, for ``source_counts``. Examples then have the key "source";
+            declare it with ``fields={"source": PerExample(str)}`` to have it in batches.
 
-    ``PrefetchingSampler`` and ``PackedBatchSampler`` accept it as their examples, and yield batches
-    of its indices in its order. A source goes on from epoch to epoch, and none of its examples
-    comes again before all have come.
+    Samplers accept it as their examples, and yield batches of its indices in its order. A source
+    goes on from epoch to epoch, and none of its examples comes again before all have come.
 
     Raises:
         TypeError, ValueError, DataError: an argument is wrong.
@@ -169,11 +166,7 @@ class Mixture:
 
     @property
     def lengths(self) -> Indices | Ragged:
-        """Tokens of every example: int64 [N], or a Ragged with those of the segments of each.
-
-        Raises:
-            ValueError: a source has no lengths; only some have examples of several segments.
-        """
+        """Tokens of every example: int64 [N], or a Ragged with those of the segments of each."""
         if self._all_lengths is None:
             self._all_lengths = self._joined_lengths()
         return self._all_lengths

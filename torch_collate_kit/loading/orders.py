@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -11,12 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torch_collate_kit.errors import StateError
-from torch_collate_kit.loading.checks import (
-    NEW_RUN,
-    Indices,
-    Shuffle,
-    checked_order,
-)
+from torch_collate_kit.loading.checks import NEW_RUN, Indices, Shuffle, checked_order
 
 _NUM_ROUNDS = 12  # even, so that both halves end where they began
 _Words = npt.NDArray[np.uint64]
@@ -59,19 +55,15 @@ class Order(ABC):
     _offsets: Indices | None
     """int64 [examples + 1], where the pieces of each begin, if what is ordered are pieces."""
 
-    def __init__(self, seed: int, shuffle: Shuffle, user: UserOrder | None = None) -> None:
-        self.user = user
+    is_permutation = False
+    """Whether an epoch has each of the first ``size`` examples once."""
+
+    def __init__(
+        self, num_examples: int, seed: int, shuffle: Shuffle, user: UserOrder | None = None
+    ) -> None:
+        self.num_examples, self.user = num_examples, user
+        self._seed, self._shuffle = seed, shuffle
         self.settings = {"custom_order": user is not None, "seed": seed, "shuffle": shuffle}
-
-    @property
-    @abstractmethod
-    def num_examples(self) -> int:
-        """The length of the dataset that is ordered."""
-
-    @property
-    @abstractmethod
-    def is_permutation(self) -> bool:
-        """Whether an epoch has each of the first ``size`` examples once."""
 
     @abstractmethod
     def size(self, epoch: int) -> int:
@@ -104,29 +96,19 @@ class Order(ABC):
             pieces = range(*self._offsets[example : example + 2].tolist())
         return sorted(place for piece in pieces for place in order.places(piece))
 
-    @abstractmethod
-    def check_epoch(self, epoch: int) -> None:
-        """Check that an epoch has examples. Raises ValueError if it has none."""
-
-    @abstractmethod
-    def reshuffled(self, epoch: int, step: int, place: int) -> Order:
-        """Return the order with the rest of an epoch, from a place on, in a new order."""
-
-    @abstractmethod
-    def without_later(self, epoch: int, step: int) -> Order:
-        """Return the order without the reshuffles made after a position."""
-
-    @abstractmethod
-    def state(self, epoch: int, step: int) -> dict[str, Any]:
-        """Return what a state of this position says of the order."""
-
     def check_size(self, state: Mapping[str, Any]) -> None:
         """Check the number of examples of a state. Raises StateError if the data have another."""
-        return
-
-    @abstractmethod
-    def loaded(self, state: Mapping[str, Any]) -> Order:
-        """Return the order of a state that fits."""
+        was, now = state.get("num_examples", self.num_examples), self.num_examples
+        if was == now:
+            return
+        hint = "examples were taken away; " + NEW_RUN
+        if was < now:
+            following = state["epoch"] + (state["step"] > 0)
+            hint = (
+                "another number has another order: to go on with more data, leave the state out "
+                f"and call set_epoch({following}), the next epoch, which has them all"
+            )
+        raise StateError(f"state is of {was} examples, the data has {now}; {hint}")
 
 
 class ShuffledOrder(Order):
@@ -145,34 +127,19 @@ class ShuffledOrder(Order):
         shuffle: Shuffle,
         user: UserOrder | None = None,
         offsets: Indices | None = None,
-        reshuffles: tuple[tuple[int, int, int], ...] = (),
     ) -> None:
-        self._num_examples, self.reshuffles = num_examples, reshuffles
-        super().__init__(seed, shuffle, user)
-        self._seed, self._shuffle, self._offsets = seed, shuffle, offsets
+        super().__init__(num_examples, seed, shuffle, user)
+        self._offsets = offsets
+        self.reshuffles: tuple[tuple[int, int, int], ...] = ()
+        self.is_permutation = user is None
         self._sizes: dict[int, int] = {}  # of the user's epochs
         self._epochs = Recent[int, EpochOrder](2)
 
     def _with(self, reshuffles: tuple[tuple[int, int, int], ...]) -> ShuffledOrder:
         """Return a copy with other reshuffles."""
-        return ShuffledOrder(
-            self._num_examples,
-            seed=self._seed,
-            shuffle=self._shuffle,
-            user=self.user,
-            offsets=self._offsets,
-            reshuffles=reshuffles,
-        )
-
-    @property
-    def num_examples(self) -> int:
-        """The length of the dataset that is ordered."""
-        return self._num_examples
-
-    @property
-    def is_permutation(self) -> bool:
-        """Whether an epoch has each of the first ``size`` examples once."""
-        return self.user is None
+        other = copy.copy(self)
+        other.reshuffles, other._epochs = reshuffles, Recent(2)
+        return other
 
     def reshuffled(self, epoch: int, step: int, place: int) -> ShuffledOrder:
         """Return the order with the rest of an epoch, from a place on, in a new order."""
@@ -181,27 +148,15 @@ class ShuffledOrder(Order):
 
     def without_later(self, epoch: int, step: int) -> ShuffledOrder:
         """Return the order without the reshuffles made after a position."""
+        if not self.reshuffles:
+            return self  # as nearly always
         kept = tuple(made for made in self.reshuffles if made[:2] <= (epoch, step))
         return self if kept == self.reshuffles else self._with(kept)
 
     def state(self, epoch: int, step: int) -> dict[str, Any]:
         """Return the number of examples, and the reshuffles until a position."""
         made = [list(reshuffle) for reshuffle in self.without_later(epoch, step).reshuffles]
-        return {"num_examples": self._num_examples, "reshuffles": made}
-
-    def check_size(self, state: Mapping[str, Any]) -> None:
-        """Check the number of examples of a state. Raises StateError if the data have another."""
-        was, now = state["num_examples"], self._num_examples
-        if was == now:
-            return
-        hint = "examples were taken away; " + NEW_RUN
-        if was < now:
-            following = state["epoch"] + (state["step"] > 0)
-            hint = (
-                "another number has another order: to go on with more data, leave the state out "
-                f"and call set_epoch({following}), the next epoch, which has them all"
-            )
-        raise StateError(f"state is of {was} examples, the data has {now}; {hint}")
+        return {"num_examples": self.num_examples, "reshuffles": made}
 
     def loaded(self, state: Mapping[str, Any]) -> ShuffledOrder:
         """Return the order of a state that fits."""
@@ -214,7 +169,7 @@ class ShuffledOrder(Order):
     def size(self, epoch: int) -> int:
         """Return the number of examples of an epoch."""
         if self.user is None:
-            return self._num_examples if self._offsets is None else int(self._offsets[-1])
+            return self.num_examples if self._offsets is None else int(self._offsets[-1])
         if epoch not in self._sizes:
             self._sizes[epoch] = len(self._users(epoch))
         return self._sizes[epoch]
@@ -222,14 +177,14 @@ class ShuffledOrder(Order):
     def before(self, epoch: int) -> int:
         """Return the number of examples of all epochs before one."""
         if self.user is None and self._offsets is None:
-            return self._num_examples * epoch
+            return self.num_examples * epoch
         return super().before(epoch)
 
     def _users(self, epoch: int) -> Indices:
         """Return an epoch in the user's order, checked."""
         assert self.user is not None
         found = self.user(epoch, seeded_generator(self._seed, epoch))
-        examples = checked_order(found, epoch, self._num_examples)
+        examples = checked_order(found, epoch, self.num_examples)
         if self._offsets is None:
             return examples
         counts = np.diff(self._offsets)[examples]
@@ -350,7 +305,8 @@ class KeyedPermutation:
         self._size = size
         num_bits = max(2, (size - 1).bit_length())
         self._num_low = np.uint64(num_bits // 2)
-        self._masks = [_mask(num_bits - num_bits // 2), _mask(num_bits // 2)]  # high, low
+        halves = num_bits - num_bits // 2, num_bits // 2
+        self._masks = [np.uint64((1 << bits) - 1) for bits in halves]  # high, low
         keys = np.random.SeedSequence(words).generate_state(_NUM_ROUNDS, np.uint64)
         # one mask for each key: the halves, which may differ by a bit, change places every round
         self._rounds = [(key, self._masks[i % 2]) for i, key in enumerate(keys)]
@@ -377,10 +333,6 @@ class KeyedPermutation:
             changed, other = other, changed ^ (_mixed(other ^ key) & mask)
         high, low = (other, changed) if backward else (changed, other)
         return (high << self._num_low) | low
-
-
-def _mask(num_bits: int) -> np.uint64:
-    return np.uint64((1 << num_bits) - 1)
 
 
 def _mixed(words: _Words) -> _Words:

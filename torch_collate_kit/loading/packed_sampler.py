@@ -42,9 +42,8 @@ class PrefetchingSampler(StepSampler):
     """Batches of one dataset's indices: shuffled by (seed, epoch), sharded, resumable.
 
     Args:
-        examples: their number, anything with ``len()``, or a ``Mixture``. If it has a
-            ``fingerprint``, as a TokenizedDataset has, a state is refused by other data of the same
-            size.
+        examples: their number, anything with ``len()``, or a ``Mixture``. A state is refused by
+            other data if they have a ``fingerprint``, as a TokenizedDataset has.
         batch_size: examples of a step over all ranks. Rank r gets the r-th contiguous part.
         shuffle, seed: an epoch is in an order that is a function of (seed, epoch), or in sequence
             (False). "keyed" is a shuffled order in O(1) memory, for very many examples.
@@ -56,8 +55,7 @@ class PrefetchingSampler(StepSampler):
             attribute ``epoch``; by default that of this process in ``torch.distributed`` when the
             sampler is made.
 
-    The ``state_dict`` is small JSON, the same on all ranks, and loads on any number of them. More
-    in docs/loading.md.
+    The ``state_dict`` is small JSON, the same on all ranks, and loads on any number of them.
 
     Raises:
         TypeError, ValueError: an argument is wrong, an epoch has no step to drop to, or a kept tail
@@ -108,21 +106,16 @@ class PackedBatchSampler(StepSampler):
             ``torch.distributed`` when the sampler is made.
         shuffle, seed, tail, order: as for ``PrefetchingSampler``; a kept tail may
             be of any size, since ranks without examples get rows of pads.
-        num_loss_tokens: beside bare lengths, trained tokens of every example, ints [N]. With
-            several ranks and ``normalize_loss=True`` the loss is divided by those of all ranks.
-            Of a dataset they are read; docs/loss.md says when batches have the whole step's.
-        patches: beside bare lengths, patches of images of every example, ints [N], or of each of
-            its images, a Ragged or a list of lists (see :func:`~torch_collate_kit.packing.pack`).
+        num_loss_tokens: beside bare lengths, trained tokens of every example, ints [N], of which
+            several ranks with ``normalize_loss=True`` need the sum (docs/loss.md).
+        patches: beside bare lengths, patches of images, as for
+            :func:`~torch_collate_kit.packing.pack`.
 
     Every rank computes the same order and plan, without collectives, so all have equally many rows
     of one width. It yields a ``RankPlan``, which a ``TokenizedDataset`` passes on to the collator.
     By rows, or with ``rows_multiple_of``, a state goes on with the same rows on any number of ranks
-    that divides them; by examples without it, with the same examples in each step, packed anew.
-
-    By rows a window takes what comes next in the order, as long as its rows have 0.5% of their
-    cells free. Its pieces are levelled over the rows. Groups of ``rows_multiple_of`` rows that cost
-    alike (by default the number of ranks of the first start) are dealt to the steps: the rule, and
-    how full and even steps are, is in docs/loading.md.
+    that divides them; by examples without it, with the same examples in each step, packed anew. How
+    rows are dealt to steps, and how full and even these are: docs/loading.md.
 
     Raises:
         TypeError, ValueError, DataError: an argument or a length is wrong. See docs/loading.md.
@@ -227,18 +220,15 @@ class _ExamplesOfRank(Division):
         self._rank, self._size = dp_rank, dp_size
 
     def part(self, step: Step) -> EpochIndices:
-        """Return the examples of this rank, in the order in which they are read."""
         batch = step.examples
         each, longer = divmod(len(batch), self._size)
         start = self._rank * each + min(self._rank, longer)
         return EpochIndices(batch[start : start + each + (self._rank < longer)].tolist())
 
     def shown(self) -> dict[str, int]:
-        """Return the rank and the number of ranks, if there are several."""
         return {} if self._size == 1 else {"dp_rank": self._rank, "dp_size": self._size}
 
     def layout(self) -> dict[str, Any]:
-        """Return the number of ranks."""
         return {"dp_size": self._size}
 
 
@@ -260,7 +250,6 @@ class _RowsOfRank(Division):
         self._costs = {"image_costs_digest": sizes.image_costs_digest}
 
     def part(self, step: Step) -> RankPlan:
-        """Return the plan of a step, with this rank's rows."""
         packing, batch, plan, sizes = self._packing, step.examples, step.plan, self.sizes
         lengths = sizes.lengths[batch]
         counts = None if sizes.counts is None else sizes.counts[batch]
@@ -279,22 +268,18 @@ class _RowsOfRank(Division):
         return part
 
     def shown(self) -> dict[str, int]:
-        """Return the rank, if it is not the first."""
         return {"dp_rank": self._rank} if self._rank else {}
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return digests of the sizes of the examples, as JSON."""
         found = self.sizes.fingerprint(with_trees=self._by_rows)
         return {**found, **self._costs} if self._by_rows else found
 
     def layout(self) -> dict[str, Any]:
-        """Return the settings that a resumed run may change: by rows, the number of ranks."""
         if self._by_rows:
             return {"dp": self._packing.parallel.dp}
         return {**self._packing.as_state(), **self._costs}
 
     def check_layout(self, layout: dict[str, Any]) -> None:
-        """Check the layout of a state. Raises StateError if its steps cannot be repeated here."""
         if self._by_rows:
             return
         known = {key: value for key, value in layout.items() if key != "image_costs_digest"}
@@ -312,11 +297,8 @@ class _RowsOfRank(Division):
             )
 
     def replans(self, layout: Mapping[str, Any]) -> bool:
-        """Return whether rows differ from those of another layout."""
         if self._by_rows:
             return False
         other = {k for k, v in self.layout().items() if not is_same(v, layout.get(k))}
         planned_for = layout.get("rows_multiple_of") or layout["dp"]
-        return (
-            other - {"dp", "rows_multiple_of"} != set() or planned_for != self._packing.row_multiple
-        )
+        return bool(other - {"dp", "rows_multiple_of"}) or planned_for != self._packing.row_multiple

@@ -211,7 +211,9 @@ class _SampledLoader(_Loader):
         state = {"max_tokens": self._max_tokens, "sampler": self.pinned(position).mark}
         return state | position.skipped.state()
 
-    def load_state_dict(self, state: Mapping[str, Any], position: Position) -> Position:
+    def load_state_dict(
+        self, state: Mapping[str, Any], skipped: SkippedExamples, position: Position
+    ) -> Position:
         self._sampler.load_state_dict(_part_of(state, "sampler"))
         saved, mine = state.get("max_tokens"), self._max_tokens
         if saved != mine and not isinstance(self._sampler, PackedBatchSampler):  # it logs more
@@ -220,7 +222,7 @@ class _SampledLoader(_Loader):
                 "per step, in other rows",
                 *(saved, mine),
             )
-        return self.start(position.skipped)
+        return self.start(skipped)
 
 
 class _StreamLoader(_Loader):
@@ -257,7 +259,14 @@ class _StreamLoader(_Loader):
         source_epoch = self._stream.epoch if source_epoch is None else source_epoch
         turns = self._begun()
         self._passes.following = (epoch + 1, self._stream.beginning())
-        return _received(turns, dict(places), source_epoch)
+        return self._marked(turns, dict(places), source_epoch)
+
+    def _marked(self, turns: Any, places: _Places, source_epoch: int) -> Iterator[Collated]:
+        """Yield the batches of a pass, each marked with the places of all shards after it."""
+        for collated in self._stream.given_out(turns, places):
+            marked = [collated._replace(mark=(dict(places), source_epoch))]
+            del collated
+            yield marked.pop()
 
     def move_to(self, position: Position) -> Position:
         return position
@@ -280,9 +289,11 @@ class _StreamLoader(_Loader):
         stream = self._stream.state_at(places, position.epoch, source_epoch)
         return {"epoch": position.epoch, "stream": stream}
 
-    def load_state_dict(self, state: Mapping[str, Any], position: Position) -> Position:
+    def load_state_dict(
+        self, state: Mapping[str, Any], skipped: SkippedExamples, position: Position
+    ) -> Position:
         places = self._stream.positions_in(_part_of(state, "stream"))
-        return self._at(state["epoch"], places, position.skipped)
+        return self._at(state["epoch"], places, skipped)
 
 
 class _Passes(IterableDataset[Any]):
@@ -300,18 +311,6 @@ class _Passes(IterableDataset[Any]):
         turns = self._stream.turns(places, epoch)
         self.following = (epoch + 1, self._stream.beginning())
         return turns
-
-
-def _received(turns: Iterator[Any], places: _Places, source_epoch: int) -> Iterator[Collated]:
-    """Yield the batches of a pass, each marked with the places of all shards after it."""
-    for turn in turns:
-        if turn.after is not None:
-            places[turn.shard] = turn.after
-        if turn.has_batch:
-            collated = turn.batch._replace(mark=(dict(places), source_epoch))
-            del turn
-            yield collated
-            del collated  # it would be held beside the next
 
 
 def _collate_turn(collate: Callable[[Any], Any], turn: Any) -> Any:

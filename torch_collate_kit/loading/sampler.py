@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from torch_collate_kit._checks import KindAndSize, call_repr, checked_int
@@ -101,7 +102,10 @@ class StepIterator(Iterator[Any]):
     def __init__(self, sampler: StepSampler, budget: Budget, epoch: int, step: int) -> None:
         self.sampler, self.budget, self.epoch, self.step = sampler, budget, epoch, step
         self.first, self.loaded = step, False
-        self.drawn, self.limits = False, SourceLimits(budget, epoch)
+        self.drawn = False
+        mixture = getattr(budget.order, "mixture", None)
+        has_limits = mixture is not None and any(mixture.max_passes)
+        self.limits = SourceLimits(budget, epoch) if has_limits else None
 
     def __next__(self) -> Any:
         step = self.budget.step(self.epoch, self.step)
@@ -109,7 +113,8 @@ class StepIterator(Iterator[Any]):
         self.drawn = counts or _is_asked_for(otherwise=step is None)
         if step is None:
             raise StopIteration
-        self.limits.log(self.step)
+        if self.limits is not None:
+            self.limits.log(self.step)
         self.step += 1
         part = self.sampler._division.part(step)
         part.epoch = self.epoch
@@ -144,13 +149,7 @@ class StepSampler(DividedOnce):
     asks for is that of one order.
     """
 
-    def __init__(
-        self,
-        data: Any,
-        budget: Budget,
-        division: Division,
-        num_ranks: int,
-    ) -> None:
+    def __init__(self, data: Any, budget: Budget, division: Division, num_ranks: int) -> None:
         self._budget, self._division, self._num_ranks = budget, division, num_ranks
         self._data_fingerprint = getattr(data, "fingerprint", None)
         self._fingerprints: dict[str, Any] | None = None  # made for the first state
@@ -253,8 +252,16 @@ class StepSampler(DividedOnce):
         self._jump(epoch, step)
         self._budget = budget.over(order)
 
-    def examples(self, epoch: int, step: int) -> Indices:
+    @property
+    def mixture(self) -> Any:
+        """The ``Mixture`` that the indices are of, or None."""
+        return getattr(self._budget.order, "mixture", None)
+
+    def examples(self, epoch: int, step: int, *, own: bool = False) -> Indices:
         """Calculate the examples of any step, past or future.
+
+        ``own``: those that ``row_metadata["example_indices"]`` of this rank's batch count, which
+        are the rank's own where ranks collate apart, as with a ``PrefetchingSampler``.
 
         Returns:
             int64 [N], a copy: the indices of the global batch in its order.
@@ -274,7 +281,8 @@ class StepSampler(DividedOnce):
                 f"step must be below {self.count_steps(epoch)}, the steps of epoch {epoch}; "
                 f"got {step}"
             )
-        return found.examples.copy()
+        part = self._division.part(found) if own else None
+        return np.array(part, np.int64) if isinstance(part, list) else found.examples.copy()
 
     def when(self, example: int, epoch: int | None = None) -> list[tuple[int, int]]:
         """Return the steps of an epoch that train on an example, as a list of (epoch, step).

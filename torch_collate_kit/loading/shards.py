@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -145,10 +146,8 @@ class Stream:
             )
         return source
 
-    @property
-    def beginning(self) -> Place:
-        """The place before the first example."""
-        return Place()
+    beginning = Place()
+    """The place before the first example."""
 
     def renewed(self, place: Place) -> Place:
         """Return the place: only of a mixture may it be one of other weights."""
@@ -272,8 +271,7 @@ def _check_num_read(place: Place, num_examples: int) -> None:
 def _log_faster_way(kind: str) -> None:
     """Log once that a dataset is read faster by a sampler."""
     _logger.info(
-        "a stream reads a %s example by example; PackedBatchSampler is about twice as fast",
-        kind,
+        "a stream reads a %s example by example; PackedBatchSampler is about twice as fast", kind
     )
 
 
@@ -324,8 +322,7 @@ def canonical_part(stream: Any, shard: int, num_shards: int) -> Any:
     """
     from datasets.distributed import split_dataset_by_node
 
-    alone = _alone(stream)
-    part = split_dataset_by_node(alone, shard, num_shards)
+    part = split_dataset_by_node(_alone(stream), shard, num_shards)
     part.set_epoch(stream.epoch)
     return part
 
@@ -392,28 +389,12 @@ def outside_workers(examples: Iterable[Any]) -> Iterator[Any]:
 # The steps of a datasets stream that their state restores exactly: those that read data, and those
 # that take it from other steps. Any other step, such as a shuffle buffer or one that a newer
 # datasets has renamed, is not trusted: a resumed pass reads and skips.
-_EXACT_BASES = {
-    "ExamplesIterable",
-    "ArrowExamplesIterable",
-    "ShuffledDataSourcesExamplesIterable",
-    "ShuffledDataSourcesArrowExamplesIterable",
-}
-_EXACT_STEPS = {
-    "RebatchedArrowExamplesIterable",
-    "SelectColumnsIterable",
-    "StepExamplesIterable",
-    "CyclingMultiSourcesExamplesIterable",
-    "VerticallyConcatenatedMultiSourcesExamplesIterable",
-    "HorizontallyConcatenatedMultiSourcesExamplesIterable",
-    "RandomlyCyclingMultiSourcesExamplesIterable",
-    "MappedExamplesIterable",
-    "FilteredExamplesIterable",
-    "SkipExamplesIterable",
-    "RepeatExamplesIterable",
-    "TakeExamplesIterable",
-    "FormattedExamplesIterable",
-    "TypedExamplesIterable",
-}
+_EXACT_BASE = re.compile(r"(ShuffledDataSources)?(Arrow)?ExamplesIterable")
+_EXACT_STEP = re.compile(
+    "(RebatchedArrow|Step|Mapped|Filtered|Skip|Repeat|Take|Formatted|Typed"
+    "|((Randomly)?Cycling|(Vertically|Horizontally)Concatenated)MultiSources)ExamplesIterable"
+    "|SelectColumnsIterable"
+)
 
 
 def has_exact_state(source: Any) -> bool:
@@ -434,7 +415,7 @@ def has_exact_state(source: Any) -> bool:
 def _is_exact(node: Any) -> bool:
     """Return whether a step of a datasets stream, and all steps before it, are known."""
     kind = type(node).__name__
-    if kind in _EXACT_BASES:
+    if _EXACT_BASE.fullmatch(kind):
         return True
     below = getattr(node, "ex_iterables", None) or [getattr(node, "ex_iterable", None)]
-    return kind in _EXACT_STEPS and all(map(_is_exact, below))
+    return bool(_EXACT_STEP.fullmatch(kind)) and all(map(_is_exact, below))

@@ -37,11 +37,7 @@ class Skipped(NamedTuple):
 
 
 class SkipPolicy:
-    """Whether examples that fail are left out, and how many at most.
-
-    Raises:
-        ValueError, TypeError: an option is wrong.
-    """
+    """Whether examples that fail are left out, and how many at most."""
 
     def __init__(self, on_error: OnError, max_skipped: int, max_skipped_in_a_row: int) -> None:
         checked_choice("on_error", on_error, get_args(OnError))
@@ -54,11 +50,8 @@ class SkipPolicy:
     ) -> tuple[int, int]:
         """Count and log what was left out, None for each example that was not.
 
-        Returns:
-            How many were left out so far, and how many in a row up to the last outcome.
-
-        Raises:
-            DataError: more than the limits allow.
+        Returns how many were left out so far, and how many in a row up to the last outcome;
+        DataError: more than the limits allow.
         """
         for skipped in outcomes:
             if skipped is None:
@@ -91,10 +84,8 @@ def collated(
     """Collate a batch without the examples that cannot be collated alone.
 
     ``collate`` receives the numbers of those to collate, ascending. Where none fails alone, all are
-    collated again: the error may be transient.
-
-    Returns:
-        The batch, None if all examples fail, and the errors by number.
+    collated again: the error may be transient. Returns the batch, None if all examples fail, and
+    the errors by number.
     """
     try:
         return collate(numbers), {}
@@ -174,9 +165,7 @@ class _Unread:
         return indices
 
 
-def _start_worker(
-    dataset: Any, worker_init_fn: Callable[[int], object] | None, worker: int
-) -> None:
+def _start_worker(dataset: Any, worker_init_fn: Callable[[int], Any] | None, worker: int) -> None:
     """Show the caller's ``worker_init_fn`` the dataset that is read, in worker_info."""
     object.__setattr__(get_worker_info(), "dataset", dataset)  # it is frozen
     if worker_init_fn is not None:
@@ -202,8 +191,12 @@ class _SkippingCollate:
 
     def _part(self, indices: Any, count: int, numbers: Sequence[int]) -> Any:
         """Return the batch of some examples of a step, as a DataLoader makes it."""
-        if len(numbers) < count:
-            indices = _without(indices, sorted(set(range(count)) - set(numbers)))
+        if len(numbers) < count and isinstance(indices, RankPlan):
+            indices = indices.without(sorted(set(range(count)) - set(numbers)))
+        elif len(numbers) < count:
+            every = [*indices]
+            indices = copy.copy(indices) if isinstance(indices, list) else []  # with its epoch
+            indices[:] = [every[number] for number in numbers]
         if getattr(self._dataset, "__getitems__", None):
             return self._collate(self._dataset.__getitems__(indices))
         return self._collate([self._dataset[i] for i in indices])
@@ -227,27 +220,12 @@ class _SkippingCollate:
             example = examples[number]
             if hasattr(example, "__index__"):  # NumPy's and torch's integers are no JSON
                 example = operator.index(example)
+            reason = f"example {example} of the dataset: {type(error).__name__}: {error}"
+            if isinstance(error, DataError):
+                reason = str(named(error, [(example, "the dataset")]))
             trace = "".join(traceback.format_exception(error))
-            outcomes[number] = Skipped(example, _reason(error, example), trace)
+            outcomes[number] = Skipped(example, reason, trace)
         return tuple(outcomes)
-
-
-def _reason(error: Exception, example: Any) -> str:
-    """Return an error with the example of the dataset that it is about."""
-    if isinstance(error, DataError):
-        return str(named(error, [(example, "the dataset")]))
-    return f"example {example} of the dataset: {type(error).__name__}: {error}"
-
-
-def _without(indices: Any, positions: Sequence[int]) -> Any:
-    if isinstance(indices, RankPlan):
-        return indices.without(positions)
-    gone = set(positions)
-    kept = [example for i, example in enumerate(indices) if i not in gone]
-    if isinstance(indices, list):
-        indices = copy.copy(indices)  # with its epoch
-        indices[:] = kept
-    return indices if isinstance(indices, list) else kept
 
 
 class SkippedExample(NamedTuple):
@@ -265,23 +243,22 @@ class SkippedExample(NamedTuple):
     """Its error, which names it; None after a resume, and for streams, which log it."""
 
 
-class SkippedExamples:
-    """The examples left out of the batches that the consumer has received. It never changes."""
+class SkippedExamples(NamedTuple):
+    """The examples left out of the batches that the consumer has received."""
 
-    def __init__(
-        self, policy: SkipPolicy, examples: tuple[SkippedExample, ...] = (), in_a_row: int = 0
-    ) -> None:
-        self.policy, self.examples = policy, examples
-        self._in_a_row = in_a_row  # up to the last example read
+    policy: SkipPolicy
+    examples: tuple[SkippedExample, ...] = ()
+    in_a_row: int = 0
+    """Up to the last example read."""
 
     def with_batch(self, epoch: int, step: int, outcomes: _Outcomes) -> SkippedExamples:
         """Return the examples after one more batch, log its skipped ones; DataError if too many."""
         if not outcomes:
             return self
         skipped = [one for one in outcomes if one]
-        if not skipped and not self._in_a_row:
+        if not skipped and not self.in_a_row:
             return self  # as nearly always
-        in_a_row = self._in_a_row
+        in_a_row = self.in_a_row
         if self.policy.skips:  # else a stream has counted them
             at_step = f"in step {step} of epoch {epoch}, "
             located = (one and one._replace(reason=at_step + one.reason) for one in outcomes)
@@ -292,19 +269,10 @@ class SkippedExamples:
     def state(self) -> dict[str, Any]:
         """Return their state; nothing if there are none, as of any other loader."""
         named = [[one.epoch, one.step, one.example] for one in self.examples]
-        return {"skipped": {"examples": named, "in_a_row": self._in_a_row}} if named else {}
+        return {"skipped": {"examples": named, "in_a_row": self.in_a_row}} if named else {}
 
     def after(self, state: Mapping[str, Any]) -> SkippedExamples:
         """Return the examples left out in the run that saved ``state``, with the same policy."""
         saved = state.get("skipped", {"examples": [], "in_a_row": 0})
-        try:
-            examples = tuple(SkippedExample(a, b, i, None) for a, b, i in saved["examples"])
-            for number in (saved["in_a_row"], *(n for one in examples for n in one[:2])):
-                checked_int("a count", number, minimum=0)
-            if saved["in_a_row"] > len(examples):
-                raise ValueError("more in a row than in all")
-        except (TypeError, ValueError, KeyError) as error:
-            raise StateError(
-                f"the state has skipped={saved!r:.100}; pass what state_dict() returned"
-            ) from error
+        examples = tuple(SkippedExample(a, b, i, None) for a, b, i in saved["examples"])
         return SkippedExamples(self.policy, examples, saved["in_a_row"])

@@ -10,20 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from torch_collate_kit.errors import DataError, StateError
-from torch_collate_kit.loading.checks import (
-    LOADER_VERSION,
-    differences,
-    is_same,
-    sealed,
-    unsealed,
-)
+from torch_collate_kit.loading.checks import LOADER_VERSION, differences, is_same, sealed, unsealed
 from torch_collate_kit.loading.dataset import TokenizedDataset
 from torch_collate_kit.loading.dataset.fingerprints import fingerprint_of, sampled_rows
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.source import are_nested, is_a
 
 _VERSION = 8  # it goes up with any change to which examples make a batch
-_MOST_APART = 2**20  # rounds between two shards of a state: the rounds between are counted
 
 
 class MixedPlace(NamedTuple):
@@ -117,11 +110,7 @@ def _sealed(
 def positions_in(
     state: Mapping[str, Any], settings: Mapping[str, Any], shards: range
 ) -> dict[int, ShardPosition]:
-    """Return the positions of ``shards`` in a state that has them, and may have more.
-
-    Raises:
-        StateError: the state does not fit, is damaged, or has not all of the shards.
-    """
+    """Return the positions of ``shards`` in a state that has them, and may have more."""
     state = unsealed(state, _VERSION)
     _check_settings(state, settings)
     if missing := [shard for shard in shards if str(shard) not in state["shards"]]:
@@ -131,17 +120,10 @@ def positions_in(
             "merge_states([...]) of the states of all ranks"
         )
     sources = copy.deepcopy(state.get("sources", {}))
-    positions = {
+    return {
         shard: _position_of(state["shards"][str(shard)], sources.get(str(shard)))
         for shard in shards
     }
-    rounds = [one.num_given for one in positions.values() if not one.has_ended]
-    if rounds and max(rounds) - min(rounds) > _MOST_APART:
-        raise StateError(
-            f"the state has shards that are {max(rounds) - min(rounds)} rounds apart, more than "
-            f"{_MOST_APART}; merge states that were saved after the same step"
-        )
-    return positions
 
 
 def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -258,11 +240,7 @@ class SourceFingerprint:
 
 
 def check_same_data(saved: Any, mine: Mapping[str, Any] | None) -> None:
-    """Check that the fingerprint in a state does not contradict that of the source.
-
-    Raises:
-        StateError: it is of other data.
-    """
+    """Check that the fingerprint in a state does not contradict that of the source."""
     if saved is None or (mine is None and isinstance(saved, Mapping)):
         return
     assert mine is not None

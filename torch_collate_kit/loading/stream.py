@@ -48,17 +48,15 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
             Or a ``Mixture`` of such streams with ``weights``.
         collate: a ``PackedCollator``, whose ``packing.parallel.dp`` ranks divide the stream, or its
             ``for_trainer()``.
-        batch_rows: rows of a step over all ranks, a multiple of ``dp``; each rank yields batches of
-            ``batch_rows / dp`` rows. The last batch of a pass may have fewer.
-        buffer_size: the most examples held at a time, whose rows are planned together as those of a
-            sampler's window. At 1,000, 98% of the cells or more hold tokens, at 4,000 99%.
+        batch_rows: rows of a step over all ranks, a multiple of ``dp``, of which each rank yields
+            its share. The last batch of a pass may have fewer.
+        buffer_size: the most examples held at a time, whose rows are planned together. At 1,000,
+            98% of the cells or more hold tokens, at 4,000 99%.
         shuffle: read shards in another order in every pass, and shuffle blocks of ``buffer_size``
-            examples in themselves. Up to twice as many are then held. ``set_epoch`` or the epoch of
-            a ``PrefetchLoader`` is the number of the pass.
+            examples in themselves. Up to twice as many are then held.
         seed: of the shuffled order.
-        dp_rank: the rank whose part of the stream is read, without collectives; by default
-            ``parallel.place`` of this process in ``torch.distributed`` when the stream is made.
-            Each rank plans its own rows. "all" yields the rows of all ranks, shard-major.
+        dp_rank: the rank whose part of the stream is read, by default ``parallel.place`` of this
+            process in ``torch.distributed``. "all" yields the rows of all ranks, shard-major.
         presharded: the source gives every rank and worker different examples; do not split it.
         num_shards: divides the stream into this many shards, a multiple of ``dp``, so that a saved
             run can go on with another number of ranks and workers.
@@ -66,8 +64,7 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
             at most ``max_skipped``, and ``max_skipped_in_a_row`` one after the other, but not all.
 
     One ``iter()`` is one pass. Load it with
-    ``DataLoader(dataset, batch_size=None, collate_fn=dataset.as_is)``. docs/loading.md describes
-    windows, sharding over ranks and workers, and resuming.
+    ``DataLoader(dataset, batch_size=None, collate_fn=dataset.as_is)``. More: docs/loading.md.
 
     Raises:
         DataError: an example is wrong or too long; the message names its position in the stream.
@@ -132,7 +129,7 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
         self._saved, self._pass = None, (positions, number, epoch)
         if self.shuffle:
             epoch, self._next_pass = number, number + 1
-        return _given_out(own.turns(positions, epoch), positions)
+        return own.given_out(own.turns(positions, epoch), positions)
 
     def __repr__(self) -> str:
         known = [("collate", self.collate), ("dp_rank", 0)]
@@ -240,9 +237,7 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
     def _own_shards(self) -> DividedStream:
         """Return the shards of this process: of a rank, or of one of its workers."""
         worker = get_worker_info()
-        if worker is None:
-            return self._divided(0)
-        return self._divided(worker.num_workers, worker.id)
+        return self._divided(0) if worker is None else self._divided(worker.num_workers, worker.id)
 
     def _divided(self, num_workers: int, worker: int | None = None) -> DividedStream:
         """Return this rank's shards over the workers of a DataLoader; for PrefetchLoader."""
@@ -283,17 +278,6 @@ def _for_one_rank(collate: Any) -> Any:
     parallel = replace(alone.packing.parallel, dp=1)
     alone.packing = replace(alone.packing, parallel=parallel, rows_multiple_of=None)
     return alone
-
-
-def _given_out(
-    turns: Iterator[Turn], positions: dict[int, ShardPosition]
-) -> Iterator[Batch | dict[str, Any]]:
-    for turn in turns:
-        if turn.shard is not None and turn.after is not None:
-            positions[turn.shard] = turn.after
-        if turn.has_batch:
-            yield turn.batch  # when the consumer gets it, the position is after it
-        del turn  # its batch would be held beside the next
 
 
 class Turn(NamedTuple):
@@ -340,24 +324,14 @@ class DividedStream:
         return shards if self.worker is None else shards[self.worker :: max(1, self.num_workers)]
 
     def beginning(self) -> dict[int, ShardPosition]:
-        """Return the positions at the beginning of a pass.
-
-        Raises:
-            ValueError: more workers than shards.
-        """
+        """Return the positions at the beginning of a pass; ValueError: more workers than shards."""
         return dict.fromkeys(self._shards, ShardPosition(self.stream.beginning))
 
     def start(self) -> dict[int, ShardPosition]:
-        """Return the positions of the state that the dataset has loaded, or the beginning.
-
-        Raises:
-            StateError: the state does not have these shards.
-        """
-        return (
-            self.beginning()
-            if self.saved is None
-            else positions_in(self.saved, self._all_settings(), self._shards)
-        )
+        """Return the positions of the state that the dataset has loaded, or the beginning."""
+        if self.saved is None:
+            return self.beginning()
+        return positions_in(self.saved, self._all_settings(), self._shards)
 
     def first_pass(self) -> int:
         """Return the number of the pass that ``start`` begins; 0 of a stream without shuffle."""
@@ -377,6 +351,17 @@ class DividedStream:
         of_worker = {"worker": worker.id, "num_workers": worker.num_workers}
         return in_rounds(self._shards, positions, read, **of_worker)
 
+    @staticmethod
+    def given_out(turns: Iterator[Any], positions: dict[int, ShardPosition]) -> Iterator[Any]:
+        """Yield the batches of turns; ``positions`` become those after each."""
+        for turn in turns:
+            if turn.after is not None:
+                positions[turn.shard] = turn.after
+            if turn.has_batch:
+                batch = [turn.batch]
+                del turn
+                yield batch.pop()  # when the consumer gets it, nothing here refers to it
+
     def state_at(
         self, positions: Mapping[int, ShardPosition], number: int | None, epoch: int | None
     ) -> dict[str, Any]:
@@ -385,11 +370,7 @@ class DividedStream:
         return state_of(self._all_settings() | of_pass | {"epoch": epoch}, positions)
 
     def positions_in(self, state: Mapping[str, Any]) -> dict[int, ShardPosition]:
-        """Return the positions of these shards.
-
-        Raises:
-            StateError: the state does not fit, or is damaged.
-        """
+        """Return the positions of these shards; StateError: the state does not fit."""
         positions = positions_in(state, self._all_settings(), self._shards)
         self.stream.check_weights(positions)
         return positions
@@ -445,9 +426,7 @@ def in_rounds(
         step += 1
 
 
-def _next_turn(
-    shard: int, live: dict[int, ShardPosition], batches: Iterator[tuple[Any, ShardPosition]]
-) -> Turn:
+def _next_turn(shard: int, live: dict[int, ShardPosition], batches: Iterator[Any]) -> Turn:
     batch, after = next(batches, (None, live[shard]._replace(has_ended=True)))
     live[shard] = after
     if after.has_ended:

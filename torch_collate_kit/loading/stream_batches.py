@@ -17,18 +17,14 @@ from torch_collate_kit.loading.mixed_streams import MixedStream, open_shard
 from torch_collate_kit.loading.shards import Stream
 from torch_collate_kit.loading.skipping import Skipped, SkipPolicy, collated, named
 from torch_collate_kit.loading.states import Place, ShardPosition
-from torch_collate_kit.loading.stream_entries import (
-    Entry,
-    LeftOut,
-    atoms_of,
-    check_start,
-)
+from torch_collate_kit.loading.stream_entries import Entry, LeftOut, atoms_of, check_start
 from torch_collate_kit.packing import PackingOptions, PackingPlan
 from torch_collate_kit.packing.planner import part_of, plan_rows
 from torch_collate_kit.packing.rank_plan import PlannedExamples
 from torch_collate_kit.packing.rows import Rows, running_sum
 from torch_collate_kit.packing.steps import num_rows_needed, num_that_fit, plan_window
 
+_Outcomes: TypeAlias = list[Skipped | None]
 Planned: TypeAlias = tuple[list[Entry], PackingPlan, Place | None]
 """Entries of a batch, their plan, and after the last batch of a window the place of the next."""
 
@@ -125,16 +121,11 @@ def joined_batches(
 class _Made(NamedTuple):
     batch: Batch | dict[str, Any]
     after: ShardPosition  # but for what was left out
-    outcomes: list[Skipped | None]  # of its examples, and of those that were left out before them
+    outcomes: _Outcomes  # of its examples, and of those that were left out before them
 
 
 class ShardBatches:
-    """Iterates once over the batches of a shard after ``position``, each with the one after it.
-
-    Raises:
-        DataError: an example is wrong, or too many are; the message names its position.
-        StateError: the position is not one of this source.
-    """
+    """Iterates once over the batches of a shard after ``position``, each with the one after it."""
 
     def __init__(
         self,
@@ -179,7 +170,7 @@ class ShardBatches:
     def _made(self) -> Generator[_Made, None, list[Skipped]]:
         """Yield the batches that are not empty; return what was left out after the last."""
         after = self._position
-        outcomes: list[Skipped | None] = []
+        outcomes: _Outcomes = []
         for entries, plan, next_window in self._not_given(after):
             batch, found = self._collated(entries, plan)
             outcomes += found
@@ -201,9 +192,13 @@ class ShardBatches:
         """Return a batch and the position after it: the end, if only ``rest`` follows."""
         outcomes = [*made.outcomes, *(rest or [])]
         after = self._counted(made.after, outcomes, has_ended=rest is not None)
-        if isinstance(made.batch, Batch):
-            self._describe(made.batch, after, {one.example for one in outcomes if one is not None})
-        return made.batch, after
+        if isinstance(batch := made.batch, Batch):
+            if skipped := {one.example for one in outcomes if one is not None}:
+                batch.metadata["skipped"] = sorted(skipped)
+            if self._stream.num_shards is not None:
+                batch.metadata |= {"shard": self._shard, "step": after.num_given - 1}
+                batch.metadata |= {} if self._epoch is None else {"epoch": self._epoch}
+        return batch, after
 
     def _nothing_left(self, rest: list[Skipped]) -> tuple[None, ShardPosition]:
         """Return the end of a shard that has no batch to name what was left out."""
@@ -220,18 +215,9 @@ class ShardBatches:
         self, after: ShardPosition, outcomes: Sequence[Skipped | None], *, has_ended: bool
     ) -> ShardPosition:
         before = self._position
-        counts = self._policy.counted(before.num_skipped, before.num_in_a_row, outcomes)
-        self._position = after._replace(
-            num_skipped=counts[0], num_in_a_row=counts[1], has_ended=has_ended
-        )
+        num, in_a_row = self._policy.counted(before.num_skipped, before.num_in_a_row, outcomes)
+        self._position = after._replace(num_skipped=num, num_in_a_row=in_a_row, has_ended=has_ended)
         return self._position
-
-    def _describe(self, batch: Batch, after: ShardPosition, skipped: set[int]) -> None:
-        if skipped:
-            batch.metadata["skipped"] = sorted(skipped)
-        if self._stream.num_shards is not None:
-            batch.metadata |= {"shard": self._shard, "step": after.num_given - 1}
-            batch.metadata |= {} if self._epoch is None else {"epoch": self._epoch}
 
     def _not_given(self, position: ShardPosition) -> Iterator[Planned]:
         """Yield the batches after the position, of its window and of all later ones."""
@@ -275,14 +261,11 @@ class ShardBatches:
             entries, packing, batch_rows=self._batch_rows, buffer_size=self._buffer_size
         )
 
-    def _collated(
-        self, entries: list[Entry], plan: PackingPlan
-    ) -> tuple[Any, list[Skipped | None]]:
+    def _collated(self, entries: list[Entry], plan: PackingPlan) -> tuple[Any, _Outcomes]:
         """Collate a batch without its wrong examples; None if all are wrong.
 
-        Returns:
-            The batch, and the outcome of each of its examples and of those that were left out
-            before them: None if it is in the batch. Empty where none may be left out.
+        Also returns the outcome of each of its examples and of those left out before them, None if
+        it is in the batch; nothing where none may be left out.
         """
         if not self._policy.skips:
             return self._collate(entries, plan), []
@@ -296,7 +279,7 @@ class ShardBatches:
         batch, failing = collated(collate_part, everything.tolist(), DataError)
         if failing and set(plan.example_indices.tolist()) <= failing.keys():
             batch = None  # what is left was dropped
-        outcomes: list[Skipped | None] = []
+        outcomes: _Outcomes = []
         for number, entry in enumerate(entries):
             error = failing.get(number)
             skipped = None if error is None else Skipped(entry.position, str(error))

@@ -59,11 +59,7 @@ class LeftOut:
         self.skipped: list[Skipped] = []
 
     def add(self, error: DataError, position: int) -> None:
-        """Leave out the example at ``position``, whose error this is.
-
-        Raises:
-            DataError: it may not be left out, or too many were one after the other.
-        """
+        """Leave out an example; DataError: it may not be, or too many were one after the other."""
         skipped = Skipped(position, str(named(error, [(position, self.where)])))
         if not self._policy.skips:
             raise DataError(skipped.reason) from error
@@ -77,11 +73,7 @@ class LeftOut:
 
 
 def atoms_of(entries: Sequence[Entry], packing: PackingOptions) -> Atoms:
-    """Return what is planned of entries.
-
-    Raises:
-        DataError: some examples are lists of segments, and others are not.
-    """
+    """Return what is planned of entries; DataError if only some are lists of segments."""
     lengths, offsets, depths = [entry.num_tokens for entry in entries], None, None
     are_lists = [entry.segments is not None for entry in entries]
     if any(are_lists):

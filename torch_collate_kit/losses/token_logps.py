@@ -15,9 +15,9 @@ from torch.autograd.function import once_differentiable
 
 from torch_collate_kit.batch import IGNORE_INDEX, Batch
 from torch_collate_kit.batch.context_shards import is_shard
+from torch_collate_kit.batch.dense import cells_of_rows
 from torch_collate_kit.batch.unpacking import (
     before_and_at,
-    cells_of_rows,
     in_rows,
     shares_prefixes,
     targets_of,

@@ -120,9 +120,7 @@ def kto(
     weights = torch.where(is_chosen, desirable_weight, undesirable_weight).to(ratios)
     loss = torch.where(is_label, weights * torch.sigmoid(-margin), torch.nan)
     rewards, margin = beta * rated.detach(), margin.detach()
-    chosen, rejected = (
-        torch.where(is_side, rewards, torch.nan) for is_side in (is_chosen, ~is_chosen)
-    )
+    chosen, rejected = (torch.where(of, rewards, torch.nan) for of in (is_chosen, ~is_chosen))
     return PreferenceLoss(loss, chosen, rejected, (margin > 0).to(margin), margin)
 
 

@@ -37,9 +37,7 @@ def read_preference(record: Mapping[str, Any]) -> PreferenceRecord:
     others = {name: given[name] for name in _OF_TEMPLATE if name in given}
     if "weight" in record:
         others["weight"] = record["weight"]  # checked with the record
-    sides = {
-        name: {**others, "prompt": prompt, "completion": answer} for name, answer in answers.items()
-    }
+    sides = {k: {**others, "prompt": prompt, "completion": answer} for k, answer in answers.items()}
     if names == PAIR:
         return PreferenceRecord(sides, {n: _number(n, record[n]) for n in NUMBERS if n in record})
     return PreferenceRecord(sides, {"label": _label(given["label"])})

@@ -54,38 +54,30 @@ def tokenize_preferences(
         dataset: pairs with the columns ``chosen`` and ``rejected``, or rows with ``prompt``,
             ``completion`` and ``label`` (KTO: True or 1 for a good answer, False or 0). Answers are
             strings, which no template renders (BOS as the tokenizer adds it, no EOS), or messages.
-            Without a column ``prompt`` it is what both sides of a pair begin with. All columns:
-            docs/chat.md, "Preference data".
+            Without a column ``prompt`` it is what both sides of a pair begin with.
         tokenizer: a transformers tokenizer, for messages one with a chat template.
         options: :class:`~torch_collate_kit.ChatOptions`. Trained are the assistant turns of the
-            answers, ``train_on="last"``: their last one. ``max_length`` limits each segment. Pairs
-            with a longer one are dropped, or with ``overflow="raise"`` refused.
+            answers, ``train_on="last"``: their last one. ``max_length`` limits each segment.
         keep: cut longer pairs in place of dropping them. "prompt_end" removes the start of the
-            prompt, the same tokens of both sides, and keeps answers whole; pairs whose answer
-            leaves no place for a token of the prompt are dropped. "answer_start" keeps the first
-            ``max_length`` tokens of each side; pairs with a side that trains none are dropped.
+            prompt, the same tokens of both sides; "answer_start" keeps the first ``max_length``
+            tokens of each side. Pairs without a prompt, or with nothing to train, are dropped.
         seed: of KTO rows decides which answer of another row is the second segment.
         num_proc: the number of processes; None for this one.
 
     Returns a new dataset of the kept examples, in order, and a Counter of the reasons why others
-    are skipped: "too_long", "bad_tool_arguments", "nothing_left_after_truncation", or of a side
-    "no_assistant_turn" and "no_trained_tokens" ("rejected_..."). The columns are ``input_ids``
-    (lists of lists of int32) and ``loss_mask`` (int8), or with ``labels=True`` ``labels`` (int32).
-    Segments of a pair are the chosen and the rejected side; of a KTO row its prompt with its own
-    answer, and with the answer of another row for the KL term, cut at ``max_length``. With ``keep``
-    the column ``num_cut_tokens`` (int64) says by how much a pair was cut. ``label`` (bool),
-    ``margin``, ``score_chosen``, ``score_rejected`` and ``weight`` (float32) are kept; other
-    columns are not. Warnings, progress and caching are as in
+    are skipped. The columns are ``input_ids`` (lists of lists of int32) and ``loss_mask`` (int8),
+    or with ``labels=True`` ``labels`` (int32), the numbers of the record (float32; ``label`` bool),
+    with ``keep`` ``num_cut_tokens`` (int64). Segments of a pair are the chosen and the rejected
+    side; of a KTO row its prompt with its own answer, and with that of another row for the KL term.
+    Columns, reasons and refusals: docs/chat.md, "Preference data"; caching as in
     :func:`~torch_collate_kit.tokenize_chat_dataset`.
 
     Raises:
-        DataError: as in ``tokenize_chat``, naming the index of the row and the side; a record is
-            neither a pair nor a labelled answer; a label, margin or score of another kind; sides
-            that differ before their answers, also because the chat template renders a prompt by
-            what follows it; every row is skipped; or KTO with a single row.
+        DataError: as in ``tokenize_chat``, naming row and side; a record is neither a pair nor a
+            labelled answer; sides differ before their answers; every row is skipped; or KTO with a
+            single row.
         ValueError: a wrong option; ``train_on="each"``; ``keep`` without ``max_length``.
         TypeError: not a ``datasets.Dataset``, or a processor: images are not read.
-        ImportError: datasets is not installed.
 
     >>> import datasets
     >>> from torch_collate_kit.chat.preview import byte_tokenizer  # a stand-in for AutoTokenizer
@@ -249,9 +241,8 @@ def _example(
     first = _first_kept(texts, num_prompt, setup, keep)
     if first is None:
         return _skipped("too_long")
-    part = slice(
-        first, None if setup.options.max_length is None else first + setup.options.max_length
-    )
+    limit = setup.options.max_length
+    part = slice(first, None if limit is None else first + limit)
     kept = [(text.input_ids[part], text.loss_mask[part]) for text in texts.values()]
     if not all(1 in mask[1:] for _, mask in kept):
         return _skipped("nothing_left_after_truncation")

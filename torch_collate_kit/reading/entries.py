@@ -290,7 +290,9 @@ class FieldColumn:
         if is_routes:
             return cast, entries
         is_bad = _is_lost(values, cast) if self.key is None else _is_outside(cast, self.most)
-        if is_bad is not None:
+        if is_bad is not None and self.key == "logprobs":  # NaN: the engine did not score the token
+            is_bad = is_bad & ~np.isnan(values)
+        if is_bad is not None and is_bad.any():
             is_wrong = is_bad.reshape(len(is_bad), -1).max(axis=1)  # any entry of a vector
             example, entry = first_bad(is_wrong, entries)
             place = (entry, *np.argwhere(is_bad)[0, 1:].tolist())
@@ -312,7 +314,7 @@ class FieldColumn:
             )
         hint = ""
         if self.key == "logprobs":
-            hint = "of a token that the policy did not sample give 0.0, or "
+            hint = "of a token that was not sampled give 0.0, of one without a score NaN, or "
         return DataError(f"{found}; it must be finite in float32: {hint}filter such rollouts out")
 
 

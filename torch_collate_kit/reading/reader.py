@@ -121,7 +121,7 @@ def _per_token(
     ids, num_actions = _rollout_ids(raw) if are_rollouts else _sft_ids(raw)
     table = _ROLLOUT_FIELDS if are_rollouts else _SFT_FIELDS
     own = {key: spec for key, spec in table.items() if key in raw and key not in declared}
-    if vision is not None:  # they follow from the ids
+    if vision is not None:
         own.pop("token_type_ids", None)
     if num_actions is not None:
         own["loss_mask"] = _ROLLOUT_FIELDS["loss_mask"]

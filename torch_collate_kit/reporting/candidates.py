@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice, product
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,8 @@ from torch_collate_kit.packing.planner import fitted, plan_rows
 from torch_collate_kit.packing.rows import Ints, row_sums
 from torch_collate_kit.ragged import Ragged
 
+_Candidate: TypeAlias = Mapping[str, Any]
+_Floats: TypeAlias = npt.NDArray[np.float64]
 _STRATEGIES: tuple[Strategy, ...] = ("best_fit_decreasing", "balanced", "sequential")
 PADDED, SHARED = "padded", "shared_prefixes"
 _MOST_PADDING = 0.02
@@ -122,9 +124,7 @@ def _packed(atoms: Atoms, packing: PackingOptions, batch_size: int | None) -> di
             num_rows=plan.num_rows,
             num_tokens=int(plan.lengths.sum()),
             num_cells=plan.num_rows * plan.width,
-            num_filled=int(
-                plan.atoms.cells.sum() if packing.share_prefixes else plan.lengths.sum()
-            ),
+            num_filled=int((plan.atoms.cells if packing.share_prefixes else plan.lengths).sum()),
             **_lost(plan),
         )
         of_pieces = plan.atoms.costs + plan.atoms.vision_costs
@@ -136,10 +136,7 @@ def _packed(atoms: Atoms, packing: PackingOptions, batch_size: int | None) -> di
 
 
 def _padded(
-    atoms: Atoms,
-    packing: PackingOptions,
-    batch_size: int,
-    segments: Ragged | None,
+    atoms: Atoms, packing: PackingOptions, batch_size: int, segments: Ragged | None
 ) -> dict[str, Any]:
     """Pad the examples that ``packing`` keeps, in their order, ``batch_size`` per rank and step.
 
@@ -214,7 +211,7 @@ def _max_over_mean(per_step: Ints) -> float:
     return slowest * per_step.shape[1] / total if total else 1.0
 
 
-def recommended(candidates: Sequence[Mapping[str, Any]], num_tokens: int) -> dict[str, Any]:
+def recommended(candidates: Sequence[_Candidate], num_tokens: int) -> dict[str, Any]:
     """Return the recommended ``max_tokens`` and ``strategy``, with the reason.
 
     ``num_tokens`` are those of all examples.
@@ -251,25 +248,23 @@ def recommended(candidates: Sequence[Mapping[str, Any]], num_tokens: int) -> dic
     }
 
 
-def _within(candidates: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def _within(candidates: Sequence[_Candidate]) -> list[_Candidate]:
     """Return those with the least padding, or nearly, in their order."""
     least = min(candidate["padding"] for candidate in candidates)
     return [c for c in candidates if c["padding"] <= least + _NEARLY]
 
 
-def _num_lost(candidate: Mapping[str, Any]) -> int:
+def _num_lost(candidate: _Candidate) -> int:
     """Return the number of dropped and cut examples."""
     return int(candidate["num_dropped"] + candidate["num_cut"])
 
 
-def _num_lost_tokens(candidate: Mapping[str, Any]) -> int:
+def _num_lost_tokens(candidate: _Candidate) -> int:
     """Return the number of lost tokens; examples that continue in another row lose none."""
     return int(candidate["num_dropped_tokens"] + candidate["num_cut_tokens"])
 
 
-def _notes(
-    packed: Sequence[Mapping[str, Any]], best: Mapping[str, Any], num_tokens: int
-) -> list[str]:
+def _notes(packed: Sequence[_Candidate], best: _Candidate, num_tokens: int) -> list[str]:
     """Return notes on what the recommended ``max_tokens`` loses, and a smaller one would."""
     notes = []
     if _num_lost(best):
@@ -284,7 +279,7 @@ def _notes(
     return notes
 
 
-def _notes_of_shared(candidates: Sequence[Mapping[str, Any]], limit: int) -> list[str]:
+def _notes_of_shared(candidates: Sequence[_Candidate], limit: int) -> list[str]:
     """Return a note about rows with ``share_prefixes``, if segments share anything."""
     return [
         f"note: share_prefixes=True makes {plural(c['num_rows'], 'row')}, of "
@@ -294,7 +289,7 @@ def _notes_of_shared(candidates: Sequence[Mapping[str, Any]], limit: int) -> lis
     ]
 
 
-def losses(candidate: Mapping[str, Any], num_tokens: int) -> str:
+def losses(candidate: _Candidate, num_tokens: int) -> str:
     """Describe what does not fit: "drops 3 examples (1.2% of the tokens lost)"; "" if all fits."""
     dropped, cut = candidate["num_dropped"], candidate["num_cut"]
     parts = [f"drops {plural(dropped, 'example')}"] if dropped else []
@@ -380,9 +375,7 @@ def steps_table(report: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     if options["dp"] > 1:
         columns["imbalance"] = [f"{step['imbalance']:.3f}" for step in steps]
         columns["99%"] = [f"{step['imbalance_99']:.3f}" for step in steps]
-    columns["unlike"] = [
-        f"{step['unlikeness']:.1f}" if step["unlikeness"] else "-" for step in steps
-    ]
+    columns["unlike"] = [f"{of['unlikeness']:.1f}" if of["unlikeness"] else "-" for of in steps]
     columns["time"] = [f"{step['time_per_token']:.3f}" for step in steps]
     return list(columns), [list(row) for row in zip(*columns.values(), strict=True)]
 
@@ -453,13 +446,11 @@ def _of_step(plan: PackingPlan, width: int) -> tuple[float, ...]:
     return int(plan.lengths.sum()), num_cells, slowest, time, ideal
 
 
-def _token_mean(values: npt.NDArray[np.float64], lengths: Ints) -> float:
+def _token_mean(values: _Floats, lengths: Ints) -> float:
     return float(np.average(values, weights=lengths)) if len(lengths) else 0.0
 
 
-def _unlikeness(
-    means: npt.NDArray[np.float64], sizes: Ints, tokens: Ints, lengths: Ints
-) -> float | None:
+def _unlikeness(means: _Floats, sizes: Ints, tokens: Ints, lengths: Ints) -> float | None:
     """Return the variance of the steps' ``means``, relative to steps drawn at random.
 
     ``sizes`` and ``tokens`` int64 [S], those of the example and those placed, of every piece.

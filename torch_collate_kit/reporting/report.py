@@ -146,9 +146,7 @@ class PackingReport(dict[str, Any]):
         names, rows = candidates_table(self)
         best = [self["recommended"][key] for key in ("max_tokens", "strategy")]
         found = [[c["max_tokens"], c["strategy"]] for c in self["candidates"]]
-        table = html_table(
-            names, rows, _LEFT, ["font-weight:bold" * (row == best) for row in found]
-        )
+        table = html_table(names, rows, _LEFT, ["font-weight:bold" * (of == best) for of in found])
         before = "<br>".join(map(escape, intro_lines(self, names)))
         after = "<br>".join(map(escape, recommendation_lines(self)))
         html = f"<p>{before}</p>{table}<p><b>{escape(headline(self))}</b><br>{after}</p>"
@@ -191,26 +189,23 @@ def packing_report(
 
     Args:
         data: lengths, a TokenizedDataset, a datasets.Dataset, the path of an Arrow or Parquet file,
-            or examples or columns with ``input_ids`` (or rollouts). Read are any
-            ``attention_mask``, to refuse padded examples, and the tokens of lists of segments.
+            or examples or columns with ``input_ids`` (or rollouts).
         max_tokens: one or several. None tries powers of two, and a few numbers between them, from
             the one that holds 99 of 100 examples to twice the one that holds all.
         strategies: of ``pack``. None: best fit, balanced and sequential, but balanced alone if
             ``max_tokens`` is None.
-        parallel: the layout; its ``dp`` ranks share rows, ``align`` pads examples, ``row_align``
-            rows.
+        parallel: the layout; its ``dp`` ranks share rows.
         overflow: for examples longer than a row: "drop" and "truncate" count what is lost, "split"
             counts the examples it cuts, "raise" raises.
         balance: as for ``pack``.
         cost: as for ``pack``; language and vision together.
         max_sequences_per_row: as for ``pack``.
-        patches: of examples with images, as for ``pack``; by default those of a TokenizedDataset
-            with ``vision``.
+        patches: as for ``pack``; by default those of a TokenizedDataset with ``vision``.
         max_patches: as for ``pack``.
-        batch_size: examples that are packed together, over all ranks: the batch of a collator.
-            None packs all of the data at once, as if it had been packed before training.
+        batch_size: examples that are packed together, over all ranks. None: all at once, as if they
+            had been packed before training.
         batch_rows: rows of a step over all ranks. A second table then compares steps by examples,
-            by rows and wrapped, at the recommended ``max_tokens``. None: no such table.
+            by rows and wrapped, at the recommended ``max_tokens``.
         padded_batch_size: examples that a rank pads together. None: ``batch_size`` divided by the
             ranks, or 8.
         model: the model or its config. A note says if rows padded on the left are wrong in it.
@@ -413,9 +408,8 @@ def _draw_padding(report: Mapping[str, Any], ax: Axes | None) -> Axes:
 def _draw_balance(report: Mapping[str, Any], ax: Axes | None) -> Axes:
     """Draw how far the heaviest rank of a step is above the mean, at the best ``max_tokens``."""
     best, ranks = report["recommended"], report["options"]["dp"]
-    found = {
-        c["strategy"]: c for c in report["candidates"] if c["max_tokens"] == best["max_tokens"]
-    }
+    limit = best["max_tokens"]
+    found = {c["strategy"]: c for c in report["candidates"] if c["max_tokens"] == limit}
     ax = axes_for(ax, 3.5 + 1.2 * len(found), 4.0)
     percent = {
         name: [100 * (c[f"{name}_max_over_mean"] - 1) for c in found.values()]
@@ -425,7 +419,7 @@ def _draw_balance(report: Mapping[str, Any], ax: Axes | None) -> Axes:
     costs = dict(zip(found, percent["cost"], strict=True))
     ax.set(
         ylim=(0, max(1.0, 1.2 * max(max(heights) for heights in percent.values()))),
-        xlabel=f"layout, at max_tokens={best['max_tokens']}",
+        xlabel=f"layout, at max_tokens={limit}",
         ylabel="heaviest rank of a step, over the mean (%)",
         title=(
             f"heaviest of {plural(ranks, 'rank')}: cost {costs[PADDED]:+.1f}% padded, "

@@ -204,7 +204,8 @@ def merge_steps(examples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
       between them what the later prompts added (tool output, the next user turn), where
       ``loss_mask``, ``rewards``, ``logprobs`` and ``advantages`` are 0.
     - ``rewards`` with one value per response token; a scalar is at the last token of its step.
-    - ``rollout_expert_indices``, where the route of a token is from the first step that has it.
+    - ``rollout_expert_indices``, where the route of a token is from the first step that has it. A
+      step's last token was sampled and not read, so its route is that of a later step, or a hole.
     - ``is_last_step`` and all other keys from the last step merged. (A key of your own with one
       entry per response token no longer fits.)
 
@@ -291,7 +292,7 @@ def _merged(
     for field in rollouts.fields:
         column = columns[field.name]
         if field.name == "rollout_expert_indices":
-            merged[field.name] = _joined_routes(column, chain)
+            merged[field.name] = _joined_routes(column, rollouts.lengths, chain)
         else:
             merged[str(field.key)] = _joined_responses(rollouts, column, chain)
     return merged
@@ -306,10 +307,13 @@ def _joined_responses(rollouts: ExampleColumns, field: Ragged, chain: Sequence[i
     return np.concatenate(parts, dtype=np.float32)
 
 
-def _joined_routes(routes: Ragged, chain: Sequence[int]) -> np.ndarray:
-    parts: list[np.ndarray] = []
-    covered = 0
-    for step in chain:
-        parts.append(routes[step][covered:])
-        covered = max(covered, len(routes[step]))
-    return np.concatenate(parts)
+def _joined_routes(routes: Ragged, lengths: np.ndarray, chain: Sequence[int]) -> np.ndarray:
+    """Join the routes of a chain; -1 where no step has one."""
+    # an engine that fills the row of the last sampled token, which it never read, fills a dummy
+    parts = [routes[step][: lengths[step] - (step != chain[-1])] for step in chain]
+    joined = np.full((max(map(len, parts)), *parts[0].shape[1:]), -1, dtype=np.int16)
+    for part in parts:
+        own = joined[: len(part)]
+        is_new = own[:, 0, 0] < 0
+        own[is_new] = part[is_new]
+    return joined.astype(routes.values.dtype)  # without holes in uint8: the longest part has none

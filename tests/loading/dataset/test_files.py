@@ -66,6 +66,7 @@ def test_brackets_in_strings_are_no_nesting(tmp_path: Path) -> None:
     assert read_records(path)["texts"][1] == texts
 
 
+@pytest.mark.skipif(not hasattr(datasets, "Json"), reason="older datasets read it as it is")
 def test_a_saved_dataset_without_rows_is_refused(tmp_path):
     datasets.Dataset.from_dict({"input_ids": []}).save_to_disk(tmp_path / "empty")
     with pytest.raises(DataError, match=r"empty: there are no rows in it \(0 examples\); give at"):

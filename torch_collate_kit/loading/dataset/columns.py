@@ -196,9 +196,7 @@ class VectorColumn:
 class NestedColumn:
     """Column of lists of segments: a column of all segments, and where those of a row begin."""
 
-    def __init__(
-        self, name: str, dtype: Any, chunks: Iterable[Any], *, of_vectors: bool = False
-    ) -> None:
+    def __init__(self, name: str, dtype: Any, chunks: Any, *, of_vectors: bool = False) -> None:
         self.name, self.dtype = name, np.dtype(dtype)
         inner, offsets, total = [], [np.zeros(1, dtype=np.int64)], 0
         nulls = []

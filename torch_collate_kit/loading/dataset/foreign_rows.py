@@ -15,6 +15,7 @@ from torch_collate_kit.batch import IGNORE_INDEX
 from torch_collate_kit.chat.dataset import bars_of_rank_0, check_is_dataset
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.loading.dataset.columns import plain
+from torch_collate_kit.ragged import span_indices
 from torch_collate_kit.reading.keys import MEDIA, TARGETS
 from torch_collate_kit.reading.source import is_a
 
@@ -35,6 +36,10 @@ _KINDS = (*_NUMBERS, *_POSITIONS, *_LENGTHS, *_STARTS)
 _REMOVED = {*_KINDS, "packing_params", "max_length_q", "max_length_k", "max_seqlen"}
 _COUNTS = ("padding", "untrained", "last_targets")
 _ROWS_AT_A_TIME = 256
+_SILENT = (
+    "attention_mask is 1 at all tokens, so nothing says where documents begin; if a token ends "
+    "each, pass end_id; rows of one document need no unpacking"
+)
 
 
 def unpack_dataset(
@@ -47,17 +52,14 @@ def unpack_dataset(
 ) -> Any:
     """Return the documents of rows that another tool has packed, an example each.
 
-    The inverse of TRL's ``pack_dataset``; the top-level ``unpack`` is for outputs of a model. All
-    forms, boundaries and refusals: docs/loading.md.
+    The inverse of TRL's ``pack_dataset``. All forms, boundaries and refusals: docs/loading.md.
 
     Args:
-        rows: a ``datasets.Dataset``; or a mapping of columns, or a ``pyarrow.Table``, as in
+        rows: a ``datasets.Dataset``; or columns, a mapping or a ``pyarrow.Table``, as in
             ``stream.map(partial(unpack_dataset, shifted=True), batched=True,
-            remove_columns=stream.column_names)``. ``tokens``, ``inputs``, ``targets`` and
-            ``loss_weight`` are read as ``input_ids``, ``labels`` and ``loss_mask``.
+            remove_columns=stream.column_names)``.
         shifted: whether entries of the loss target belong to the next token. None: labels are what
-            the ids show; masks are not shifted, but must be said with ``seq_start_id`` or
-            ``segment_ids``, whose writers shift them.
+            the ids show, masks are not shifted.
         end_id: a document also ends after each such token.
         pad_id: the token of which lengths may leave some over at the end of a row.
         num_proc: the number of processes; None for this one.
@@ -86,24 +88,37 @@ def unpack_dataset(
     if not isinstance(rows, Mapping) and not is_a(rows, "pyarrow", "Table"):
         check_is_dataset(rows, "unpack_dataset", ", or stream.map(unpack_dataset, batched=True)")
         return _of_dataset(rows.with_format("arrow"), shifted, ids, num_proc)
-    packed = _Packed(_table(rows), 0, ids)
-    packed.check_speaks(packed.speaks)
+    packed = _Packed(_table(rows) if isinstance(rows, Mapping) else rows, 0, ids)
+    if not packed.speaks:
+        raise DataError(_SILENT)
     found, counts = packed.documents(shifted)
     _logger.info("left out of packed rows: %s", dict(counts))
     return found.to_pydict() if isinstance(rows, Mapping) else found
 
 
+def _table(rows: Mapping[str, Any]) -> pa.Table:
+    pa = needed_package("pyarrow", "unpack_dataset")
+    try:
+        return pa.table(
+            {k: [of.tolist() if hasattr(of, "tolist") else of for of in rows[k]] for k in rows}
+        )
+    except (pa.ArrowException, TypeError) as error:
+        raise DataError(f"the columns do not hold one list of numbers per row: {error}") from error
+
+
 @bars_of_rank_0()
 def _of_dataset(rows: Any, shifted: bool | None, ids: Any, num_proc: int | None) -> Any:
-    speaks, start, is_shifted = False, 0, None
-    while start < len(rows) and (is_shifted is None or not speaks):
-        packed = _Packed(rows[start : start + _ROWS_AT_A_TIME], start, ids)
-        speaks = speaks or packed.speaks
-        is_shifted = packed.shift(shifted) if is_shifted is None else is_shifted
-        start += _ROWS_AT_A_TIME
-    if not start:
+    if not len(rows):
         raise DataError("the dataset is empty (0 rows); give at least one")
-    packed.check_speaks(speaks)
+    speaks, is_shifted = False, None
+    for start in range(0, len(rows), _ROWS_AT_A_TIME):
+        packed = _Packed(rows[start : start + _ROWS_AT_A_TIME], start, ids)
+        speaks |= packed.speaks
+        is_shifted = packed.shift(shifted) if is_shifted is None else is_shifted
+        if speaks and is_shifted is not None:
+            break
+    if not speaks:
+        raise DataError(_SILENT)
     mapped = rows.map(
         partial(_documents, shifted=is_shifted, ids=ids),
         with_indices=True,
@@ -132,31 +147,12 @@ def _documents(table: pa.Table, indices: list[int], *, shifted: bool | None, ids
     return found
 
 
-def _table(rows: Any) -> pa.Table:
-    pa = needed_package("pyarrow", "unpack_dataset")
-    try:
-        return pa.table(
-            {k: [of.tolist() if hasattr(of, "tolist") else of for of in rows[k]] for k in rows}
-            if isinstance(rows, Mapping)
-            else rows
-        )
-    except (pa.ArrowException, TypeError) as error:
-        raise DataError(f"the columns do not hold one list of numbers per row: {error}") from error
-
-
 class _Packed:
     """Packed rows end to end: which cells hold tokens, and at which of these documents begin."""
 
     def __init__(self, table: pa.Table, first_row: int, ids: Mapping[str, int | None]) -> None:
-        names = [_RENAMED.get(name, name) for name in table.column_names]
-        self._table, self._first_row, self._end_id = (
-            table.rename_columns(names),
-            first_row,
-            ids["end_id"],
-        )
-        self._kinds = [name for name in _KINDS if name in names]
-        if "seq_lens_padded" in names and "seq_lens" in names:  # they are read together
-            self._kinds.remove("seq_lens")
+        self._names = names = [_RENAMED.get(name, name) for name in table.column_names]
+        self._table, self._first_row = table.rename_columns(names), first_row
         targets = [name for name in TARGETS if name in names]
         wrong = [name for name in names if name in MEDIA or names.count(name) > 1] + targets[1:]
         if wrong or "input_ids" not in names:
@@ -164,35 +160,29 @@ class _Packed:
                 f"packed rows have input_ids, no images, at most one loss target, and each column "
                 f"once, got {table.column_names}; remove {wrong or 'what is not packed'}"
             )
-        if not self._kinds and self._end_id is None:
+        self._kinds = [name for name in _KINDS if name in names]
+        if "seq_lens_padded" in names and "seq_lens" in names:  # they are read together
+            self._kinds.remove("seq_lens")
+        if not self._kinds and ids["end_id"] is None:
             raise DataError(
                 f"nothing in the columns {names} says where documents begin; if a token ends each, "
                 "pass end_id, else pack the source again"
             )
         self._target = targets[0] if targets else ""
-        counts = self._array("input_ids").value_lengths().to_numpy(zero_copy_only=False)
-        self._lengths = counts.astype(np.int64)
+        self._lengths = self._lists("input_ids")[1]
         self._firsts = np.cumsum(self._lengths) - self._lengths
         self._row_of = np.repeat(np.arange(len(table), dtype=np.int32), self._lengths)
-        self._find_documents(ids["pad_id"])
-
-    def check_speaks(self, speaks: bool) -> None:
-        """Check that an attention_mask, which most rows have, is not the only boundary."""
-        if not speaks and self._kinds == ["attention_mask"]:
-            raise DataError(
-                "attention_mask is 1 at all tokens, so nothing says where documents begin; if a "
-                "token ends each, pass end_id; rows of one document need no unpacking"
-            )
-
-    def _cell(self, place: int) -> int:
-        return int(np.arange(len(self._row_of))[self._cells][place])
+        self._find_documents(**ids)
 
     def _fail(self, cell: int, text: str) -> NoReturn:
         row = int(self._row_of[cell])
         raise DataError(f"row {row + self._first_row}, token {cell - self._firsts[row]}: {text}")
 
-    def _array(self, name: str) -> Any:
-        """Return a column of lists of numbers or vectors as one Arrow array without nulls."""
+    def _cell(self, place: int) -> int:
+        return int(np.arange(len(self._row_of))[self._cells][place])
+
+    def _lists(self, name: str) -> tuple[Any, np.ndarray]:
+        """Return the entries of a column of lists end to end, in Arrow, and the length of each."""
         array = plain(self._table.column(name)).combine_chunks()
         if not hasattr(array, "value_lengths") or array.null_count or array.flatten().null_count:
             raise DataError(
@@ -200,18 +190,18 @@ class _Packed:
                 f"list of numbers in every row, but {array.type} with nulls or none; drop the "
                 "others, or the column"
             )
-        return array
+        lengths = array.value_lengths().to_numpy(zero_copy_only=False)
+        return array.flatten(), lengths.astype(np.int64)
 
     def _per_token(self, name: str) -> Any:
         """Return the entries of a column with one per token, end to end, in Arrow."""
-        array = self._array(name)
-        counts = array.value_lengths().to_numpy(zero_copy_only=False)
+        entries, counts = self._lists(name)
         if len(wrong := np.flatnonzero(counts != self._lengths)):
             raise DataError(
                 f"row {wrong[0] + self._first_row}: {name} has {counts[wrong[0]]} entries, "
                 f"input_ids has {self._lengths[wrong[0]]}; give each token one, or remove {name}"
             )
-        return array.flatten()
+        return entries
 
     def _numpy(self, name: str) -> np.ndarray:
         values: np.ndarray = self._per_token(name).to_numpy(zero_copy_only=False)
@@ -219,7 +209,7 @@ class _Packed:
             raise DataError(f"{name} holds {values.dtype}; it must hold numbers")
         return values
 
-    def _find_documents(self, pad_id: int | None) -> None:
+    def _find_documents(self, end_id: int | None, pad_id: int | None) -> None:
         ids = self._numpy("input_ids")
         is_pad, padded_by = np.zeros(len(ids), dtype=bool), ""
         begins = {name: np.zeros(len(ids), dtype=bool) for name in self._kinds}
@@ -234,23 +224,25 @@ class _Packed:
                         cell = int((pads != is_pad).argmax())
                         self._fail(cell, f"a pad by one of {padded_by} and {name} alone")
                     is_pad, padded_by = pads, name
-        may_be_left = is_pad if pad_id is None else is_pad | (ids == pad_id)
-        for name in [name for name in begins if name in (*_LENGTHS, *_STARTS)]:
-            self._read_lists(name, begins[name], is_pad, may_be_left)
+            else:
+                may_be_left = is_pad if pad_id is None else is_pad | (ids == pad_id)
+                self._read_lists(name, own, is_pad, may_be_left)
         has_pads = bool(is_pad.any())
         cells: Any = np.flatnonzero(~is_pad) if has_pads else slice(None)
         self._cells = cells
-        self._ids, self._rows = ids[self._cells], self._row_of[self._cells]
+        self._ids, self._rows = ids[cells], self._row_of[cells]
         opens_row = np.append(True, self._rows[1:] != self._rows[:-1])[: len(self._rows)]
-        self._begins = {name: own[self._cells] & ~opens_row for name, own in begins.items()}
+        self._begins = {name: own[cells] & ~opens_row for name, own in begins.items()}
         self._is_first = np.logical_or.reduce([opens_row, *self._begins.values()])
         if has_pads:
             self._is_first[1:] |= np.diff(cells) > 1
-        if self._end_id is not None:
-            self._is_first[1:] |= self._ids[:-1] == self._end_id
+        if end_id is not None:
+            self._is_first[1:] |= self._ids[:-1] == end_id
         self._starts = np.flatnonzero(self._is_first)
         self._sizes = np.diff(self._starts, append=len(self._ids))
-        self.speaks = self._end_id is not None or any(own.any() for own in self._begins.values())
+        # most rows have an attention_mask, so that it may be the one kind
+        is_one_mask = end_id is None and self._kinds == ["attention_mask"]
+        self.speaks = not is_one_mask or bool(self._begins["attention_mask"].any())
 
     def _checked_numbers(self, name: str, pad: int) -> np.ndarray:
         """Return the numbers of documents: they rise in a row, and a pad ends a document."""
@@ -271,30 +263,35 @@ class _Packed:
 
     def _read_lists(self, name: str, begins: Any, is_pad: Any, may_be_left: Any) -> None:
         """Mark where documents begin by a list per row, and the pads that it leaves."""
-        is_real = name == "seq_lens_padded" and "seq_lens" in self._table.column_names
-        own = self._array("seq_lens" if is_real else name)
-        given = zip(own.to_pylist(), self._array(name).to_pylist(), strict=True)
-        for row, (sizes, rooms) in enumerate(given):
+        of_real = "seq_lens" if name == "seq_lens_padded" and "seq_lens" in self._names else name
+        for column in (of_real, name):
+            self._lists(column)
+        given = (self._table.column(column).to_pylist() for column in (of_real, name))
+        for row, (sizes, rooms) in enumerate(zip(*given, strict=True)):
             first, length = self._firsts[row], self._lengths[row]
             is_wrong = len(sizes) != len(rooms)
             if name in _STARTS:
-                stops = rooms[1:] + ([length] if name == "seq_start_id" else [])
-                is_wrong |= rooms[:1] != [0] or len(stops) < 1 or stops[-1] != length
-                sizes = rooms = np.subtract(stops, rooms[: len(stops)]).tolist()
-            ends = np.cumsum([0, *rooms], dtype=np.int64)
+                is_wrong = rooms[:1] != [0]
+                sizes = rooms = np.diff([*rooms, length] if name == "seq_start_id" else rooms)
+                is_wrong |= sum(rooms) != length
+            sizes, rooms = np.array(sizes, np.int64), np.array(rooms, np.int64)
+            ends = np.append(0, np.cumsum(rooms))
             left = slice(first + min(ends[-1], length), first + length)
-            is_wrong |= min(sizes, default=0) < 0 or bool((np.array(sizes) > rooms).any())
-            if is_wrong or ends[-1] > length or not may_be_left[left].all():
+            if (
+                is_wrong
+                or not ((sizes >= 0) & (sizes <= rooms) & (rooms <= length)).all()
+                or ends[-1] > length
+                or not may_be_left[left].all()
+            ):
                 found = str(self._table.column(name)[row].as_py())
                 raise DataError(
                     f"row {row + self._first_row}: {name} is {found:.60}, which does not end at "
                     f"the row's {length} tokens; give all documents in order, and the token of "
                     "pads after them as pad_id"
                 )
-            begins[first + ends[:-1][np.array(rooms) > 0]] = True
+            begins[first + ends[:-1][rooms > 0]] = True
             is_pad[left] = True
-            for end, stop, size in zip(ends, ends[1:], sizes, strict=False) if is_real else ():
-                is_pad[first + end + size : first + stop] = True
+            is_pad[first + span_indices(ends[:-1] + sizes, rooms - sizes)] = True
 
     def shift(self, shifted: bool | None) -> bool | None:
         """Return whether the target is shifted, proved where it is labels; None: both fit."""
@@ -307,13 +304,13 @@ class _Packed:
                     "shifted=False"
                 )
             return bool(shifted)
-        labels = self._numpy("labels")[self._cells]
-        is_trained = labels != IGNORE_INDEX
-        is_inside = ~np.append(self._is_first[1:], True)[: len(labels)]
+        labels, ids = self._numpy("labels")[self._cells], self._ids
 
         def wrong(way: bool) -> np.ndarray:
-            after = np.append(self._ids[1:], 0)[: len(labels)] if way else self._ids
-            return is_trained & (labels != after) & (is_inside | (not way))
+            found = (labels != IGNORE_INDEX) & (labels != (np.roll(ids, -1) if way else ids))
+            if way:  # the last of a document has no next token
+                found &= ~np.roll(self._is_first, -1)
+            return found
 
         ways = (False, True) if shifted is None else (shifted,)
         fits = [way for way in ways if not wrong(way).any()]
@@ -343,7 +340,8 @@ class _Packed:
             if len(target):
                 is_trained = np.logical_or.reduceat(target != ignored, self._starts)
         self._check_agreement(is_trained)
-        counts = (len(self._row_of) - len(self._ids), int((~is_trained).sum()), last)
+        counts = Counter(padding=len(self._row_of) - len(self._ids), last_targets=last)
+        counts["untrained"] = int((~is_trained).sum())
         kept = slice(None) if is_trained.all() else np.repeat(is_trained, self._sizes)
         sizes, rows = self._sizes[is_trained], self._rows[self._starts[is_trained]]
         if len(sizes) < at_least:
@@ -351,9 +349,7 @@ class _Packed:
         changed = {"input_ids": self._ids[kept]}
         if target is not None:
             changed[self._target] = target[kept]
-        return self._cut(changed, sizes, rows, kept), +Counter(
-            dict(zip(_COUNTS, counts, strict=True))
-        )
+        return self._cut(changed, sizes, rows, kept), +counts
 
     def _check_agreement(self, is_trained: np.ndarray) -> None:
         """Check that a kind with a boundary in a row has all of the row's."""
@@ -371,15 +367,17 @@ class _Packed:
         """Return the columns of documents, of these sizes and rows."""
         import pyarrow as pa
 
-        offsets, found = pa.array(np.cumsum([0, *sizes]).astype(np.int32)), {}
-        for name in self._table.column_names:
+        offsets, found = pa.array(np.append(0, np.cumsum(sizes)).astype(np.int32)), {}
+        for name in self._names:
             column = self._table.column(name)
-            if name in changed:
-                found[name] = pa.ListArray.from_arrays(offsets, pa.array(changed[name]))
-            elif "list" not in str(column.type) or "string" in str(column.type):
+            kind = str(column.type)
+            if name in _REMOVED:
+                continue
+            if name not in changed and ("list" not in kind or "string" in kind):
                 found[name] = column.take(pa.array(rows))
-            elif name not in _REMOVED:
+                continue
+            if name not in changed:
                 cells = np.arange(len(self._row_of))[self._cells][kept]
-                values = self._per_token(name).take(pa.array(cells))
-                found[name] = pa.ListArray.from_arrays(offsets, values)
-        return pa.table(found).select([n for n in found if n not in _REMOVED])
+                changed[name] = self._per_token(name).take(pa.array(cells))
+            found[name] = pa.ListArray.from_arrays(offsets, pa.array(changed[name]))
+        return pa.table(found)

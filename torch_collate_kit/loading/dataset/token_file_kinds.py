@@ -14,7 +14,7 @@ import numpy as np
 
 from torch_collate_kit._checks import checked_int
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.loading.dataset.mapped_files import TokenFiles, mapped
+from torch_collate_kit.loading.dataset.sources import TokenFiles, mapped
 from torch_collate_kit.loading.dataset.tokenized import TokenizedDataset
 
 _MAGIC, _HEADER = b"MMIDIDX\x00\x00", 34  # of Megatron's index: magic, version, dtype, two counts
@@ -35,19 +35,17 @@ def token_files(
     """Open files of tokens as a dataset of their documents, which stay on the disk.
 
     Args:
-        paths: one or more files of one kind or several: Megatron's ``.bin`` with its ``.idx``
-            (sequences of a document are joined); ``.bin`` of llm.c or modded-nanogpt; ``.npy`` that
-            ``np.save`` wrote, 1-D; and files of nothing but tokens, as of nanoGPT (``.bin``) and
-            OLMo-core (``.npy``, the documents in ``.csv.gz``).
-        dtype: that of files of nothing but tokens, such as "uint16"; others are checked against it.
+        paths: one or more files: Megatron's ``.bin`` with its ``.idx`` (sequences of a document are
+            joined); ``.bin`` of llm.c, modded-nanogpt or nanoGPT; 1-D ``.npy`` that ``np.save``
+            wrote; ``.npy`` of OLMo-core with documents in ``.csv.gz``.
+        dtype: of files of nothing but tokens, such as "uint16"; others are checked against it.
         end_id: the token that ends each document, where no index says where they are.
-        start_id: the token that begins each document (llm.c); or that, not both.
+        start_id: the token that begins each document (llm.c), in place of ``end_id``.
         loss_masks: for each path a file of a byte per token, 1 where it is trained.
 
-    Returns a :class:`~torch_collate_kit.TokenizedDataset` in the order of the files, with the
-    column ``input_ids`` in their dtype, and ``loss_mask`` (bool) if there are masks. Empty
-    documents are left out. Files are checked and mapped, not copied; a pickle has paths and
-    offsets, and a worker maps the files again.
+    Returns a :class:`~torch_collate_kit.TokenizedDataset` in the order of the files: ``input_ids``
+    in their dtype, ``loss_mask`` (bool) if there are masks, no empty documents. Files are checked
+    and mapped, not copied; a worker gets paths and offsets, and maps them again.
 
     Raises:
         DataError: a file is missing, empty, damaged, of another dtype, or of a kind that is not
@@ -96,36 +94,30 @@ def _opened(
     """Return path, dtype and first byte of the tokens of a file, and offsets of its documents."""
     if path.suffix == ".idx":
         path = path.with_suffix(".bin")
-    offsets: Any
-    index, listed = path.with_suffix(".idx"), path.with_suffix(".csv.gz")
-    if path.suffix == ".bin" and index.exists():
+    first, offsets = 0, None
+    index = path.with_suffix(".csv.gz" if path.suffix == ".npy" else ".idx")
+    has_index = path.suffix in (".bin", ".npy") and index.exists()
+    if has_index and path.suffix == ".bin":
         own, offsets = _read_index(index)
-        place = (str(path), own, 0)
-        mapped(*place, int(offsets[-1]))
     else:
-        place = (str(path), *_header(path, dtype))
-        offsets = _read_list(listed) if path.suffix == ".npy" and listed.exists() else None
-        mapped(*place, None if offsets is None else int(offsets[-1]))
-    found = index if path.suffix == ".bin" and index.exists() else listed
-    ways = [str(found)] * (offsets is not None) + [f"{k}={of}" for k, of in marks.items()]
+        own, first = _header(path, dtype)
+        offsets = _read_list(index) if has_index else None
+    tokens = mapped(str(path), own, first, None if offsets is None else int(offsets[-1]))
+    ways = [str(index)] * has_index + [f"{name}={token}" for name, token in marks.items()]
     if len(ways) != 1:
         raise DataError(
             f"{path}: documents are marked by {' and '.join(ways) or 'nothing'}; keep one of them, "
             "or pass the token that ends each as end_id or begins each as start_id"
         )
-    if (
-        place[1].kind not in "iu"
-        or not place[1].isnative
-        or (dtype is not None and dtype != place[1])
-    ):
+    if own.kind not in "iu" or not own.isnative or dtype not in (None, own):
         wanted = "native integers" if dtype is None else f"dtype={dtype}"
-        raise DataError(f"{path}: holds {place[1]}, and tokens are {wanted}")
+        raise DataError(f"{path}: holds {own}, and tokens are {wanted}")
     if offsets is None:
-        offsets = _searched(path, mapped(*place), marks)
+        offsets = _searched(path, tokens, marks)
     offsets = offsets[np.append(True, np.diff(offsets) > 0)]
     if len(offsets) < 2:
         raise DataError(f"{path}: has no document that is not empty")
-    return *place, offsets
+    return str(path), own, first, offsets
 
 
 def _header(path: Path, dtype: np.dtype[Any] | None) -> tuple[np.dtype[Any], int]:
@@ -164,8 +156,8 @@ def _read_index(path: Path) -> tuple[np.dtype[Any], np.ndarray]:
         data = path.read_bytes()
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
-    head = np.frombuffer(data[9:_HEADER].ljust(25, b"\0"), "<u8,u1,<u8,<u8")[0].tolist()
-    version, code, n, num_ends = head
+    head = np.frombuffer(data[9:_HEADER].ljust(25, b"\0"), "<u8,u1,<u8,<u8")
+    version, code, n, num_ends = head[0].tolist()
     if data[:9] != _MAGIC or version != 1 or code not in _DTYPES:
         raise DataError(f"{path}: not an index of Megatron, version 1 with a known dtype")
     sizes = (_HEADER + 12 * n + 8 * num_ends, _HEADER + 13 * n + 8 * num_ends)
@@ -179,17 +171,14 @@ def _read_index(path: Path) -> tuple[np.dtype[Any], np.ndarray]:
     pointers = np.frombuffer(data, "<i8", n, _HEADER + 4 * n)
     ends = np.frombuffer(data, "<i8", num_ends, _HEADER + 12 * n)
     before = np.append(0, np.cumsum(lengths, dtype=np.int64))
-    wrong = {
-        "a negative length": (lengths < 0).any(),
-        "pointers that are not the running lengths": (
-            pointers != before[:-1] * dtype.itemsize
-        ).any(),
-        f"ends of documents that do not rise from 0 to {n:,}": ends[0] != 0
-        or ends[-1] != n
-        or (np.diff(ends) < 0).any(),
-        "modes of several kinds of data": any(data[sizes[0] :]),
-    }
-    for what, is_wrong in wrong.items():
+    is_elsewhere = pointers != before[:-1] * dtype.itemsize
+    is_falling = (np.diff(ends) < 0).any() or (ends[0], ends[-1]) != (0, n)
+    for what, is_wrong in (
+        ("a negative length", (lengths < 0).any()),
+        ("pointers that are not the running lengths", is_elsewhere.any()),
+        (f"ends of documents that do not rise from 0 to {n:,}", is_falling),
+        ("modes of several kinds of data", any(data[sizes[0] :])),
+    ):
         if is_wrong:
             raise DataError(f"{path}: has {what}; it is damaged, or not of text")
     return dtype, before[ends]

@@ -21,8 +21,7 @@ from torch_collate_kit.loading.dataset.columns import (
     plain,
 )
 from torch_collate_kit.loading.dataset.fingerprints import fingerprint_of
-from torch_collate_kit.loading.dataset.mapped_files import TokenFiles
-from torch_collate_kit.loading.dataset.sources import DatasetSource, kept_source
+from torch_collate_kit.loading.dataset.sources import DatasetSource, TokenFiles, kept_source
 from torch_collate_kit.packing import RankPlan
 from torch_collate_kit.packing.rank_plan import PlannedExamples
 from torch_collate_kit.packing.rows import running_sum
@@ -54,15 +53,11 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
     """Map-style dataset that passes whole columns to a DataLoader's collator.
 
     Args:
-        source: a ``datasets.Dataset``; a ``pyarrow.Table`` or ``RecordBatch``; a path, or a list of
-            paths, of Arrow or Parquet files, or a folder that ``save_to_disk`` or the command
-            ``tokenize`` wrote; or examples in memory (a list, a mapping of columns, a DataFrame,
-            another map-style dataset), which are copied into columns.
-        columns: the columns to keep, of lists of numbers, of lists of vectors (for fields with a
-            ``shape``) or of numbers. By default those that the collators know (``input_ids``,
-            ``num_actions``, ``attention_mask``, ``weight``, target forms), and
-            ``num_cut_tokens``, which ``audit`` reads. Columns of strings, for fields declared
-            ``PerExample(str)``, are kept where they are named.
+        source: a ``datasets.Dataset``; an Arrow table; paths of Arrow or Parquet files, or a folder
+            that ``save_to_disk`` or the command ``tokenize`` wrote; or examples in memory (a list,
+            a mapping of columns, a DataFrame, another dataset), which are copied into columns.
+        columns: the columns to keep, of lists of numbers or vectors, of numbers, or of strings. By
+            default those that the collators know, and ``num_cut_tokens``, which ``audit`` reads.
         train_all: every token of a source without a loss target is trained. Must be given if it has
             other columns than ``input_ids`` and ``attention_mask``, unless ``columns`` is given.
         vision: how images become tokens, for ``patches`` and to count loss tokens of a source with
@@ -215,26 +210,23 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
 
     def count_loss_tokens(self, targets: Targets) -> np.ndarray:
         """Return the trained tokens of every row with these targets: int64 [N], a new array."""
+        text = [k for k, of in self._columns.items() if not isinstance(of, ArrayColumn)]
+        image_token_id = None if self._vision is None else self._vision.image_token_id
         parts = [np.empty(0, dtype=np.int64)]
         for start in range(0, len(self), _ROWS_AT_A_TIME):
             stop = min(start + _ROWS_AT_A_TIME, len(self))
             try:
-                parts.append(self._num_loss_tokens(np.arange(start, stop), targets))
+                rows = self._take(np.arange(start, stop), text)
+                columns = read_columns(rows, train_all=self._train_all, targets=targets)
+                if self._vision is None and len(text) < len(self._columns):
+                    raise ValueError(
+                        "the source has images, whose tokens are not trained; pass "
+                        "vision=processor, which says which tokens these are"
+                    )
+                parts.append(columns.num_loss_tokens(image_token_id))
             except DataError as error:
                 raise DataError(f"rows {start} to {stop - 1}, counted from 0: {error}") from error
         return np.concatenate(parts)
-
-    def _num_loss_tokens(self, indices: np.ndarray, targets: Targets) -> np.ndarray:
-        text = [k for k, of in self._columns.items() if not isinstance(of, ArrayColumn)]
-        given = self._take(indices, text)
-        columns = read_columns(given, train_all=self._train_all, targets=targets)
-        if self._vision is None and len(text) < len(self._columns):
-            raise ValueError(
-                "the source has images, whose tokens are not trained; pass vision=processor, which "
-                "says which tokens these are"
-            )
-        vision = self._vision
-        return columns.num_loss_tokens(None if vision is None else vision.image_token_id)
 
     @property
     def vision(self) -> VisionLayout | None:

@@ -45,9 +45,7 @@ from torch_collate_kit.vision import VisionLayout
 
 # Findings of one severity are in this order
 _MODULES = (checks, token_checks, text_checks, group_checks)
-CHECKS = tuple(
-    found for module in _MODULES for found in vars(module).values() if isinstance(found, Check)
-)
+CHECKS = tuple(of for module in _MODULES for of in vars(module).values() if isinstance(of, Check))
 _LARGEST = 1 << 62  # no row is longer, and a place in the dataset added to it is still int64
 _NO_TARGET = "no loss target"
 _CUT = "num_cut_tokens"  # of examples that were cut when they were tokenized

@@ -436,9 +436,7 @@ class Turns:
             self.are_answers & (self.ends >= 0) & (num_trained != self.ends + 1 - self.expected)
         )
         which = np.flatnonzero(is_odd & ~np.logical_or(*columns.shifted_labels)[self.rows])
-        starts, ends, limits = (
-            places[which] for places in (self.expected, self.ends, self.row_ends)
-        )
+        starts, ends, limits = (of[which] for of in (self.expected, self.ends, self.row_ends))
         for distance in (*range(1, _FURTHEST + 1), *range(-1, -_FURTHEST - 1, -1)):
             begins, stops = starts + distance, np.minimum(ends + 1 + distance, limits)
             fits = (begins < stops) & (begins > columns.starts[self.rows[which]])

@@ -153,9 +153,7 @@ class AuditReport:
         return [f"without {what}: {', '.join(checks)}" for what, checks in names.items()]
 
     def _summary(self) -> str:
-        counts = {
-            severity: sum(f.severity == severity for f in self.findings) for severity in SEVERITIES
-        }
+        counts = {kind: sum(f.severity == kind for f in self.findings) for kind in SEVERITIES}
         found = [f"{n} {severity}{'s' * (n > 1)}" for severity, n in counts.items() if n]
         what = f"audit of {plural(self.num_rows, 'row')} ({plural(self.num_tokens, 'token')})"
         return f"{what}: {', '.join(found) or 'nothing found'}"

@@ -117,7 +117,7 @@ def uid_of_several_prompts(columns: AuditColumns) -> Found | None:
     )
     most = np.zeros(uids.max() + 1, dtype=np.int64)
     np.maximum.at(most, pairs[0], counts)
-    is_odd = counts[which] < most[uids]
+    is_odd = counts[which.reshape(-1)] < most[uids]  # NumPy 2.0 returns [1, N]
     if len(most) == 1 and pairs.shape[1] > 1:
         is_odd[:] = True
     elif is_odd.mean() > FEW:

@@ -204,9 +204,7 @@ def broken_tool_call(columns: AuditColumns) -> Found | None:
     places, turn = places[is_trained], turn[is_trained]
     following = np.append(places[1:], len(columns.ids))
     stops = np.minimum(following, turns.ends[turn])
-    spans = [
-        columns.ids[a:b].tolist() for a, b in zip(places.tolist(), stops.tolist(), strict=True)
-    ]
+    spans = [columns.ids[slice(*ends)].tolist() for ends in zip(places, stops, strict=True)]
     calls = [text.partition(tag)[2].strip() for text in vocabulary.texts(spans)]
     is_call = [call[:1] in ("{", "[") or "call" in tag.lower() for call in calls]
     known = {call: _is_json(call, close) for call in set(calls)}

@@ -263,9 +263,7 @@ def role_texts(template: ChatTemplate, bos: str, end: str) -> RoleTexts:
             return ""
 
     def talk(**turns: str) -> str:
-        return rendered(
-            [{"role": role.rstrip("_"), "content": text} for role, text in turns.items()]
-        )
+        return rendered([{"role": who.rstrip("_"), "content": text} for who, text in turns.items()])
 
     added = template.added_token
     whole = talk(user=_ASKED, assistant=_ANSWERED, user_=_NEXT)
