@@ -27,6 +27,7 @@ parser.add_argument("--packages", nargs="+", default=["numpy", "torch", "transfo
 parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 options = parser.parse_args()
 torch.manual_seed(0)
+torch.set_num_threads(1)  # so small a model is no work for more
 
 
 def pairs_of(path: Path) -> list[tuple[str, str]]:

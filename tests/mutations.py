@@ -208,7 +208,7 @@ FAULTS = [
     Fault("batch/storage.py", "mask * (before / divisor)", "mask / divisor", "rl test_batch.py test_batch_changes.py"),
     # losses
     Fault("losses/token_loss.py", "(torch.where(mask != 0, nll, 0) * mask.to(nll.dtype)).sum()", "(nll * mask.to(nll.dtype)).sum()", "test_losses.py"),
-    Fault("losses/token_logps.py", "(last + 1 - num_columns) + (last - num_columns)", "(last + 1 - num_columns) + (last - num_columns + 1)", "test_losses.py"),
+    Fault("losses/token_logps.py", "shift = more - (targets_of(batch) == \"next_token\")", "shift = more", "test_losses.py"),
     Fault("losses/token_logps.py", "return torch.float32 if dtype == torch.float16 else dtype", "return dtype", "test_losses_through_head.py"),
     Fault("losses/token_logps.py", "(loss_weights == 0)[:, None], 0)", "(loss_weights < 0)[:, None], 0)", "test_losses_through_head.py"),
     Fault("losses/token_logps.py", "slope.mul_(1 - capped * capped)", "slope.mul_(1 - capped)", "test_losses_through_head.py"),
@@ -468,6 +468,25 @@ FAULTS = [
     Fault("commands.py", "lengths[: options.limit]", "lengths", "test_command_line.py test_command_options.py"),
     Fault("commands.py", "min(80, shutil", "min(120, shutil", "test_command_line.py"),
     Fault("chat/dataset.py", "get(\"RANK\", \"0\") != \"0\"", "get(\"RANK\", \"0\") == \"0\"", "chat/test_dataset.py"),
+    # targets
+    Fault("losses/token_logps.py", "more - (targets_of(batch) == \"next_token\")", "more - 1", "test_targets.py"),
+    Fault("batch/unpacking.py", "return \"next_token\" if placement is None else cast(\"Targets\", placement.targets)", "return \"same_token\" if placement is None else cast(\"Targets\", placement.targets)", "test_targets.py"),
+    Fault("losses/segments.py", "tokens = firsts if how == \"first\" else firsts + lengths - 1", "tokens = firsts // token_width(batch) * token_width(batch)", "test_encoder_training.py"),
+    Fault("losses/segments.py", "values = torch.where(weights != 0, values, 0) * weights", "values = values * weights", "test_targets.py"),
+    Fault("reading/examples.py", "before = running_sum(target != untrained)", "before = running_sum(np.append(target[1:], untrained) != untrained)", "test_targets.py"),
+    Fault("reading/examples.py", "        if self.targets == \"same_token\":\n            target = self._given(pieces)\n", "        if self.targets == \"same_token\":\n            target = self._given(pieces)\n            target[np.cumsum(pieces.lengths) - pieces.lengths] = untrained\n", "test_targets.py"),
+    Fault("collators/padded.py", "longest = width if self.targets == \"same_token\" else longest", "pass", "test_targets.py"),
+    Fault("batch/row_changes.py", "most = width - (before.targets == \"next_token\")", "most = width - 1", "test_targets.py"),
+    Fault("batch/row_changes.py", "if of_both[0] != of_both[1]:", "if False:", "test_targets.py"),
+    Fault("loading/example_sizes.py", "return int(self._collate.targets == \"next_token\")", "return 1", "test_targets.py"),
+    Fault("loading/packed_sampler.py", "firsts * sizes.num_firsts", "firsts", "test_targets.py"),
+    Fault("loading/stream.py", "\"targets\": None if collator.targets == \"next_token\" else str(collator.targets)", "\"targets\": None", "test_targets.py"),
+    Fault("losses/token_loss.py", "elif return_per_token_outputs:\n        targets", "if return_per_token_outputs:\n        targets", "test_targets.py"),
+    Fault("losses/token_logps.py", "return torch.where(is_none, 0, logps) if is_same else logps", "return logps", "test_targets.py"),
+    Fault("loading/skipping.py", "indices = copy.copy(indices)  # with its epoch", "indices = list(indices)", "loading/sampler/test_epoch_of_parts.py"),
+    Fault("loading/sampler.py", "part.epoch = self.epoch\n", "part.epoch = self.sampler.epoch\n", "loading/sampler/test_epoch_of_parts.py"),
+    Fault("batch/model_kind.py", "if is_packed and is_of_rows:", "if False:", "test_encoder_training.py"),
+    Fault("batch/model_kind.py", "if shifts and targets == \"same_token\":", "if False:", "test_encoder_training.py"),
 ]  # fmt: skip
 
 

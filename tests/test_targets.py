@@ -25,6 +25,7 @@ from torch_collate_kit import (
     PerExample,
     StateError,
     TokenizedDataset,
+    audit,
     token_logps,
     token_loss,
     unpack,
@@ -44,6 +45,12 @@ WORKED = [{"input_ids": [5, 6, 7], "labels": [2, -100, 1]}, {"input_ids": [8], "
 CLASSES = [{"input_ids": [5, 6, 7], "label": 2}, {"input_ids": [8], "label": 0}]
 LABEL = {"label": PerExample(torch.int64)}
 ROLLOUT = {"prompt_ids": [5], "response_ids": [6], "rewards": 1.0, "loss_mask": [1]}
+
+
+class Ends:
+    """A tokenizer, as far as collators ask it."""
+
+    pad_token_id, eos_token_id = 0, 9
 
 
 def same(**options: Any) -> PackedCollator:
@@ -256,16 +263,13 @@ def test_wrapped_rows_of_labels_count_every_token_that_has_one() -> None:
     rows = [{"input_ids": [5, 5, 9], "labels": [1, 2, 0]}, {"input_ids": [6, 9], "labels": [1, 0]}]
     data = TokenizedDataset(rows)
 
-    class Tokenizer:
-        pad_token_id, eos_token_id = 0, 9
-
     two = ParallelLayout(dp=2)
     collate = PackedCollator(
-        Tokenizer(), max_tokens=2, strategy="wrapped", parallel=two, targets="same_token"
+        Ends(), max_tokens=2, strategy="wrapped", parallel=two, targets="same_token"
     )
     for isolate in (True, False):
         collate = PackedCollator(
-            Tokenizer(), max_tokens=2, strategy="wrapped", isolate=isolate, parallel=two,
+            Ends(), max_tokens=2, strategy="wrapped", isolate=isolate, parallel=two,
             targets="same_token",
         )  # fmt: skip
         parts = [
@@ -388,7 +392,7 @@ BAD = {
     "train_all, padded": (lambda: PaddedCollator(0, targets=None, train_all=True), ValueError, "and targets=None"),
     "shared": (lambda: same(share_prefixes=True), ValueError, "a label of its own .* remove share_prefixes"),
     "split": (lambda: nothing(overflow="split"), ValueError, "overflow='split' cuts an example .*targets=None"),
-    "wrapped": (lambda: nothing(strategy="wrapped", tokenizer=None), TypeError, ""),
+    "wrapped": (lambda: PackedCollator(Ends(), max_tokens=4, strategy="wrapped", targets=None), ValueError, "strategy='wrapped' cuts an example"),
     "rollouts": (lambda: same()([ROLLOUT]), ValueError, "rollouts train the next tokens .* remove targets"),
     "rollouts, None": (lambda: nothing(fields=None)([ROLLOUT]), ValueError, "targets=None is for examples with input_ids"),
     "a mask": (lambda: same()([{**IDS, "labels": [1, 2]}, {**IDS, "labels": [1, 2]} | {"loss_mask": [1, 1]}]), DataError, "differ in loss_mask"),
@@ -457,3 +461,23 @@ def test_a_head_behind_other_layers_is_not_taken_for_the_whole() -> None:
     trained = ModelWithLoss(transformers.BertForMaskedLM(config))
     with pytest.raises(ValueError, match="layers of ForMaskedLM before it"):
         trained(same()(WORKED), num_loss_tokens=3)
+
+
+def test_an_audit_checks_what_holds_for_these_targets() -> None:
+    rows: list[dict[str, Any]] = [{"input_ids": [5, 6, 7, 8], "labels": [1, -100, 1, 1]}] * 2
+    rows.append({"input_ids": [5, 6], "labels": [-100, -100]})
+    report = audit(rows, targets="same_token", max_tokens=3)
+    found = ["text_longer_than_positions", "one_class", "no_trained_token", "duplicates"]
+    assert report.names == found
+    assert report["text_longer_than_positions"].rows.tolist() == [0, 1]
+    assert report.not_checked["labels_not_input_ids"] == "targets='next_token'"
+    classes: list[dict[str, Any]] = [{"input_ids": [5, n], "label": n % 2} for n in range(4)]
+    assert audit(classes, targets=None, max_tokens=2).ok
+    report = audit([*classes, {"input_ids": [5, 9]}], targets=None)
+    assert "the others have no loss target, label" in report["refused"].example
+    data = TokenizedDataset(classes[::2], columns=["input_ids", "label"])
+    assert audit(data, targets=None).names == ["one_class"]
+    with pytest.raises(
+        ValueError, match="targets=None is for examples with input_ids, and the rows"
+    ):
+        audit([ROLLOUT], targets=None)

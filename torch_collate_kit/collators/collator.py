@@ -61,6 +61,11 @@ class Collator:
     def __repr__(self) -> str:
         return call_repr(self, str(self.pad_token_id), **changed_settings(self))
 
+    @property
+    def reading(self) -> dict[str, Any]:
+        """The options of ``read_columns``, also for streams."""
+        return {name: getattr(self, name) for name in ("train_all", "fields", "vision", "targets")}
+
     def _batch(
         self,
         placed: RowColumns,

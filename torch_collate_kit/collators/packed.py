@@ -181,14 +181,7 @@ class PackedCollator(Collator, ForTrainer):
         return self._place(columns, part)
 
     def _read(self, examples: Examples, *, rollouts: bool | None = False) -> ExampleColumns:
-        columns = read_columns(
-            examples,
-            rollouts=rollouts,
-            train_all=self.train_all,
-            fields=self.fields,
-            vision=self.vision,
-            targets=self.targets,
-        )
+        columns = read_columns(examples, rollouts=rollouts, **self.reading)
         if columns.are_rollouts:
             if self.targets != "next_token":
                 raise ValueError(

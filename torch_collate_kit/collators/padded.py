@@ -72,6 +72,7 @@ class _OneExamplePerRow(Collator):
         num_actions = placed.counts["responses"]
         longest = int(np.where(num_actions > 0, num_actions + pads, 0).max())
         longest = width if self.targets == "same_token" else longest
+        where = (width, longest, self.pad_token_id, False)
         segments = padded(placed.counts, width, padding_side=side)
         metadata: dict[str, Any] = {"num_examples": len(examples.example_lengths)}
         per_row, in_order = dict[str, Any](), examples.per_segment
@@ -85,10 +86,7 @@ class _OneExamplePerRow(Collator):
         metadata |= counts_by_source(given, placed.examples, pieces.lengths)
         return self._batch(
             placed,
-            Placement(
-                *(width, longest, self.pad_token_id, False, segments, self.vision),
-                targets=self.targets,
-            ),
+            Placement(*where, segments, self.vision, targets=self.targets),
             names,
             row_metadata=per_row,
             metadata={**metadata, "num_dummy_rows": 0},
@@ -204,13 +202,7 @@ class PaddedCollator(_OneExamplePerRow, ForTrainer):
 
     def make_batch(self, examples: Any, *, for_trainer: bool = False) -> Batch:
         """Return the Batch of the examples; for ``transformers.Trainer`` with its checks."""
-        columns = read_columns(
-            examples,
-            train_all=self.train_all,
-            fields=self.fields,
-            vision=self.vision,
-            targets=self.targets,
-        )
+        columns = read_columns(examples, **self.reading)
         if for_trainer:
             check_targets(columns, self.train_all)
         names = (*_FIELDS, *self._of_images, *columns.names)

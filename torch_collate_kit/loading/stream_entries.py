@@ -222,8 +222,7 @@ def _as_arrays(example: Any, collator: PackedCollator) -> Example:
 
 def _check(collator: PackedCollator, examples: Any) -> None:
     """Raise DataError if an example is wrong, however long."""
-    options = {name: getattr(collator, name) for name in ("train_all", "fields", "vision")}
-    read_columns(examples, targets=collator.targets, **options)
+    read_columns(examples, **collator.reading)
 
 
 def check_start(place: Place, position: int = -1, num_tokens: int = 0) -> None:

@@ -87,13 +87,9 @@ def read_columns(
     targets: Targets = "next_token",
 ) -> ExampleColumns:
     """Check the examples, and return their columns."""
+    options: dict[str, Any] = {"train_all": train_all, "fields": fields or {}, "targets": targets}
     raw, are_rollouts, token_types = raw_columns(
-        examples,
-        rollouts=rollouts,
-        train_all=train_all,
-        fields=fields or {},
-        vision=vision,
-        targets=targets,
+        examples, rollouts=rollouts, vision=vision, **options
     )
     declared = {**(fields or {}), **token_types}
     per_example: dict[str, list[Any]] = {}

@@ -353,14 +353,8 @@ class _BlockReader:
         elif "input_ids" in names and _are_pairs(examples):
             self._has_label |= "label" in names
             fields |= {name: PerExample(torch.float64) for name in _OF_PAIRS if name in names}
-        return read_columns(
-            examples,
-            rollouts=None,
-            train_all=self.train_all,
-            fields=fields,
-            vision=vision,
-            targets=self.targets,
-        )
+        options: dict[str, Any] = {"train_all": self.train_all, "targets": self.targets}
+        return read_columns(examples, rollouts=None, fields=fields, vision=vision, **options)
 
     def _is_of_images(self, examples: Any) -> bool:
         """Return whether an example that was refused is accepted without its images."""
