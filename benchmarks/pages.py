@@ -139,6 +139,7 @@ def _overview(all_results: Mapping[str, Results]) -> Rows:
         ("chat", "How much longer"),
         ("hybrids", "What does packing a hybrid"),
         ("hybrids", "What does isolate_mixers"),
+        ("encoders", "What does packing an encoder"),
         ("trees", "What do shared prefixes"),
         ("preference", "What does packing preference"),
         ("preference", "What does it cost to keep pairs"),

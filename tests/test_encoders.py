@@ -135,6 +135,12 @@ def test_the_windows_of_a_mask() -> None:
     ]  # fmt: skip
 
 
+def test_torch_varlen_of_a_decoder_made_two_way_is_its_sdpa() -> None:
+    model, masked = (encoder_model("Qwen3Model", name) for name in ("torch_varlen", "sdpa"))
+    examples = texts(model)
+    assert max(compared(model, packed(model, examples), examples, masked)) < 1e-10
+
+
 # --- positions -----------------------------------------------------------------------------------
 
 
