@@ -1,11 +1,11 @@
-# `make sft`, `make dpo`, `make grpo` and `make vlm` train the examples, `make notebooks` executes
+# `make sft`, `make dpo`, `make grpo`, `make vlm` and `make encoder` train the examples, `make notebooks` executes
 # the notebooks and writes their outputs, `make test` runs the whole suite; all set up .venv first.
 # `make dropin` runs the scripts of examples/dropin in an environment with Lightning, Ray and TRL.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: venv sft dpo grpo vlm kills chains notebooks test test-bare test-oldest test-newest test-sdist dropin dist why bench gpu docs check format clean
+.PHONY: venv sft dpo grpo vlm encoder kills chains notebooks test test-bare test-oldest test-newest test-sdist dropin dist why bench gpu docs check format clean
 
 # Launched once per GPU, or once on a CPU; all options are given, or the launcher prints a page about its defaults.
 GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c GPU)
@@ -34,6 +34,9 @@ grpo: $(VENV)/.installed
 
 vlm: $(VENV)/.installed
 	$(LAUNCH) examples/vlm_sft.py $(ARGS)
+
+encoder: $(VENV)/.installed
+	$(BIN)/python examples/encoder.py $(ARGS)
 
 # Before a release: the tests that take long, on up to four ranks, and two-rank runs of sft.py that are
 # killed twenty times, half of them while they save, and resumed.
@@ -118,7 +121,7 @@ why: build/bench/.installed
 	build/bench/bin/python benchmarks/why.py $(ARGS)
 
 bench: build/bench/.installed
-	for name in sources packing balance steps vision_plan collate loader rollout skyrl stream hybrids encoders preference trees context chat vision scale elastic audit; do build/bench/bin/python benchmarks/bench_$$name.py $(ARGS) || exit 1; done
+	for name in sources shapes packing balance steps vision_plan collate loader rollout skyrl stream hybrids encoders preference trees windows agents context chat vision scale elastic audit; do build/bench/bin/python benchmarks/bench_$$name.py $(ARGS) || exit 1; done
 	build/bench/bin/python benchmarks/pages.py
 
 # On a machine with a CUDA GPU, in .venv if it is there, else with its own Python: it installs nothing.

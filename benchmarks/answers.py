@@ -269,6 +269,34 @@ def _trees(r: Results) -> dict[str, str]:
     }
 
 
+def _windows(r: Results) -> dict[str, str]:
+    def of(row: str, column: str) -> str:
+        return cell(r, "What is kept, and at what cost", row, column)
+
+    lost = "truncate: trained, ends, rows cut in an answer"
+    return {
+        "What is kept of airline traces cut at 4,096 tokens?": (
+            f"by truncation {of('plain, 4,096', lost)} (trained tokens, ends, rows cut in an "
+            f"answer); by windows {of('plain, 4,096', 'windows: trained')} of the trained tokens, "
+            f"in {of('plain, 4,096', 'cells')} times the tokens of the traces, as a tree "
+            f"{of('plain, 4,096', 'tree')}"
+        ),
+    }
+
+
+def _agents(r: Results) -> dict[str, str]:
+    tokens, branches, cells = (
+        cell(r, "Rewritten histories", "1% tokenized again", column)
+        for column in ("tokens: a sample per step", "a sample per branch", "tree: cells")
+    )
+    return {
+        "What do an agent's steps cost where 1% of the sampled pieces are tokenized again?": (
+            f"{tokens} tokens as samples, {branches} as a sample per branch, {cells} cells as a "
+            "tree of branches (167 steps of 12 airline dialogues)"
+        ),
+    }
+
+
 def _audit(r: Results) -> dict[str, str]:
     def speed(of: str) -> str:
         found = cell(r, "From columns", of, "million tokens/s")
@@ -322,6 +350,7 @@ def _preference(r: Results) -> dict[str, str]:
 
 ANSWERS: dict[str, Callable[[Results], dict[str, str]]] = {
     **PLAN_ANSWERS,
+    "agents": _agents,
     "audit": _audit,
     "chat": _chat,
     "collate": _collate,
@@ -336,4 +365,5 @@ ANSWERS: dict[str, Callable[[Results], dict[str, str]]] = {
     "trees": _trees,
     "stream": _stream,
     "vision": _vision,
+    "windows": _windows,
 }

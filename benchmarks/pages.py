@@ -137,10 +137,12 @@ def _overview(all_results: Mapping[str, Results]) -> Rows:
         ("balance", "How even are"),
         ("steps", "How full and even is"),
         ("chat", "How much longer"),
+        ("windows", "What is kept"),
         ("hybrids", "What does packing a hybrid"),
         ("hybrids", "What does isolate_mixers"),
         ("encoders", "What does packing an encoder"),
         ("trees", "What do shared prefixes"),
+        ("agents", "What do an agent's steps"),
         ("preference", "What does packing preference"),
         ("preference", "What does it cost to keep pairs"),
     ]

@@ -19,6 +19,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--prompts-per-mini-batch", type=int, default=8, help="an optimizer step, over all ranks")
     add("--rows-per-micro-batch", type=int, default=64, help="turns at a time, on each rank")
     add("--merge-steps", action="store_true", help="a trajectory is one row, not one a turn")
+    choices = ["split", "branch"]
+    add("--rewritten", default="split", choices=choices, help="branch: a trajectory is a tree")
     add("--learning-rate", type=float, default=3e-4, help="of AdamW, constant")
     add("--loss", default="ppo", choices=["ppo", "grpo", "gspo"], help="see policy_loss")
     add("--clip", type=float, default=0.2, help="how far a ratio may move from 1")
@@ -177,8 +180,8 @@ def warm_start(model: Any, tokenizer: Any, accelerator: Accelerator, args: Any) 
 
 def stage(steps: list[dict], tokenizer: Any, num_ranks: int, args: Any) -> list[list[kit.Batch]]:
     """Return mini-batches with advantages, [mini_batch][rank]; all ranks make all of them."""
-    if args.merge_steps:
-        steps = rl.merge_steps(steps)
+    if args.merge_steps or args.rewritten == "branch":
+        steps = rl.merge_steps(steps, rewritten=args.rewritten)
     batch = kit.RolloutCollator(tokenizer)(steps)
     uids = batch.row_metadata["uids"]
     advantages = rl.compute_advantages(
@@ -194,7 +197,30 @@ def stage(steps: list[dict], tokenizer: Any, num_ranks: int, args: Any) -> list[
         advantages, batch["loss_mask"], boundaries, reduction=reduction
     )
     batch = batch.with_fields(advantages=advantages)
+    if args.rewritten == "branch":
+        return trees(steps, batch, tokenizer, num_ranks, args)
     return rl.stage_mini_batches(batch, boundaries, num_ranks, balance="tokens")
+
+
+def trees(
+    rollouts: list[dict], batch: kit.Batch, tokenizer: Any, num_ranks: int, args: Any
+) -> list[list[kit.Batch]]:
+    """Pack the branches of each rollout as a tree: what they share is computed once.
+
+    A turn whose prompt does not begin with all tokens before it, since its history was rendered or
+    cut anew, is a branch. `batch` has a row for each, and their advantages.
+    """
+    of_branches = iter(rl.response_values(batch["advantages"], batch))
+    rollouts = [
+        one | {"advantages": [next(of_branches) for _ in one["response_ids"]]} for one in rollouts
+    ]
+    longest = max(sum(map(len, one["prompt_ids"] + one["response_ids"])) for one in rollouts)
+    layout = kit.ParallelLayout(dp=num_ranks)
+    options = {"parallel": layout, "share_prefixes": True, "normalize_loss": False}
+    collate = kit.PackedCollator(tokenizer, max_tokens=max(1024, longest), **options)
+    uids = [one["uid"] for one in rollouts]
+    bounds = pairwise(rl.mini_batch_boundaries(uids, args.prompts_per_mini_batch))
+    return [collate(rollouts[first:stop]).chunk(num_ranks) for first, stop in bounds]
 
 
 def response_log_probs(model: Any, batch: kit.Batch) -> torch.Tensor:
@@ -208,20 +234,18 @@ def policy_loss(model: Any, batch: kit.Batch, args: Any) -> tuple[torch.Tensor, 
     """Return PPO's clipped loss, and [loss, clipped, divergence, number, largest |ratio - 1|].
 
     Ratios are of tokens, whose mean is taken over the mini-batch (ppo) or over each response first
-    (grpo), or there is one per response, their geometric mean (gspo). It is a plain sum:
+    (grpo), or each is the geometric mean of its response (gspo). It is a plain sum:
     `normalize_advantages` has divided.
     """
     names = ("rollout_logprobs", "advantages")
     sampled, advantages = (trained_values(batch[name], batch) for name in names)
-    log_ratio = response_log_probs(model, batch) - sampled
-    if args.loss == "gspo":
-        log_ratio = kit.segment_sums(log_ratio, batch, mean=True)
-        advantages = kit.segment_sums(advantages, batch)
-    ratio, clip = log_ratio.exp(), args.clip
+    logps = response_log_probs(model, batch)
+    level = "geometric" if args.loss == "gspo" else "token"
+    ratio, clip = rl.log_ratios(logps, sampled, batch, level=level).exp(), args.clip
     loss = -torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages).sum()
     with torch.no_grad():
         moved = (ratio - 1).abs()
-        divergence = (ratio - 1 - log_ratio).sum()  # an estimate of KL(rollout || policy)
+        divergence = rl.kl_estimates(sampled, logps).sum()  # of KL(rollout || policy)
         clipped, number = (moved > clip).sum().float(), loss.new_tensor(len(ratio))
         largest = moved.max() if len(moved) else number  # added rows alone: 0
     return loss, torch.stack([loss.detach(), clipped, divergence, number, largest])
@@ -280,14 +304,16 @@ def train(model: Any, tokenizer: Any, optimizer: Any, accelerator: Accelerator, 
         seconds = dict(zip(SECONDS, np.diff(times).tolist(), strict=True))
         rewards.append(sum(step["rewards"] for step in steps) / num_games)
         means = {name: float(np.mean([u[name] for u in updates])) for name in updates[0]}
+        counts = [parts[0].step for parts in staged]
+        num_cells = sum(step.num_cells for step in counts)
         record = {
             **{"iteration": iteration + 1, "mean_reward": rewards[-1], "updates": len(updates)},
             **{"mean_turns": len(steps) / num_games, **means},
             # until the first update the policy is the one that sampled, and all ratios are 1
             "max_ratio_error": updates[0]["max_ratio_error"],
             "rows": sum(len(part) for parts in staged for part in parts),
-            "tokens": (tokens := sum(parts[0].step.num_tokens for parts in staged)),
-            "padding": 1 - tokens / sum(parts[0].step.num_cells for parts in staged),
+            "tokens": sum(step.num_tokens for step in counts),
+            "padding": sum(s.padding * s.num_cells for s in counts) / num_cells,
         } | seconds
         took.update(seconds | {"updates": len(updates)})
         bar.set_postfix_str(

@@ -32,6 +32,7 @@ import turns
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from checkpoints import fail
+from example_log import ExampleLog
 from options import argument_parser, parse_arguments
 from torch.utils.data import DataLoader
 
@@ -149,7 +150,10 @@ def train_step(
     for part in parts:
         synchronize = part.metadata["is_last_part"]
         with contextlib.nullcontext() if synchronize else accelerator.no_sync(model):
-            loss = model(part, part.metadata["num_loss_tokens"])  # of all parts and ranks
+            if args.example_log:
+                loss = args.example_log.loss(model, part)
+            else:
+                loss = model(part, part.metadata["num_loss_tokens"])  # of all parts and ranks
             accelerator.backward(loss * accelerator.num_processes)  # DDP averages over ranks
         total += loss.detach()
     grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm)
@@ -187,6 +191,8 @@ def train(
             done = step + 1
             run_log.check_finite(done, loss, grad_norm, batch, args)
             log.step(done, parts, loss, rate, grad_norm)
+            if args.example_log:
+                args.example_log.step(done, batch)
             every = args.checkpoint_every
             is_due = every and (done % every == 0 or done == args.num_steps)
             if is_due or must_stop:
@@ -194,6 +200,8 @@ def train(
             if must_stop:
                 accelerator.print(f"stopped by SIGTERM: step {done} is saved, --resume goes on")
                 return None
+    if args.example_log:
+        args.example_log.print_worst()
     return log.summary()
 
 
@@ -202,7 +210,7 @@ def padded_line(
 ) -> str:
     """Train the first steps again on padded rows, without keeping it; one line to compare with."""
     size = args.batch_size or round(len(examples) / len(args.sampler))  # as many on average
-    changed = {"no_packing": True, "compile": False, "batch_size": size}
+    changed = {"no_packing": True, "compile": False, "batch_size": size, "example_log": None}
     padded = argparse.Namespace(**vars(args) | changed)
     alone = copy.deepcopy(model)
     alone.set_attn_implementation("sdpa")
@@ -297,6 +305,7 @@ def run(args: argparse.Namespace, accelerator: Accelerator) -> None:
     two = two_examples(examples, tokenizer, collate, args)
     num_tokens = turns.num_tokens(examples).sum()
     model, optimizer = prepare(model, two, num_tokens, loader, accelerator, args)
+    args.example_log = ExampleLog(examples, tokenizer, args) if args.log_examples else None
     summary = train(model, loader, optimizer, accelerator, args)
     if summary is None:
         return
@@ -333,9 +342,13 @@ def leave(accelerator: Accelerator) -> None:
 def main() -> None:
     parser = argument_parser()
     parser.add_argument("--loss-per", metavar="COLUMN", help="also the held-out loss of its values")
+    of_each = "also write the loss of each conversation, and print the worst of each epoch"
+    parser.add_argument("--log-examples", action="store_true", help=of_each)
     turns.add_options(parser)
     args = parse_arguments(parser, from_scratch=3e-3)
     turns.check(args)
+    if args.log_examples and args.context_parallel > 1:
+        fail("--log-examples: a context rank has parts of conversations; omit --context-parallel")
     accelerator = start(args)
     run(args, accelerator)
     leave(accelerator)

@@ -17,7 +17,7 @@ from torch_collate_kit import (
 )
 
 _PACKING = {field.name for field in fields(PackingOptions)}
-_COLLATOR = {"fixed_width", "normalize_loss", "train_all", "fields", "vision"}
+_COLLATOR = {"fixed_width", "normalize_loss", "train_all", "fields", "vision", "targets"}
 
 
 def split_options(

@@ -33,16 +33,23 @@ class Plan(Protocol):
 
 
 class Segment:
-    """One piece of one example with its targets; its first token predicts from nothing."""
+    """One piece of one example with its targets; nothing predicts its first token as a next one."""
 
-    def __init__(self, example: Mapping[str, Any], start: int, length: int) -> None:
+    def __init__(
+        self, example: Mapping[str, Any], start: int, length: int, targets: Any = "next_token"
+    ) -> None:
         weights, labels = example_weights(example)
         self.ids = [int(token) for token in example["input_ids"]][start : start + length]
         self.weights = weights[start : start + length]
         self.labels = labels[start : start + length]
-        self.weights[0] = 0.0
-        self.labels[0] = IGNORE
-        self.num_actions = _num_actions(example, start, len(self.ids))
+        self.num_actions = len(self.ids)
+        if targets == "next_token":
+            self.weights[0] = 0.0
+            self.labels[0] = IGNORE
+            self.num_actions = _num_actions(example, start, len(self.ids))
+        elif targets is None:
+            self.weights = [0.0] * len(self.ids)
+            self.num_actions = 0
         self.num_trained = sum(1 for weight in self.weights if np.float32(weight) != 0)
 
 
@@ -97,6 +104,7 @@ def padded_batch(
     max_length: int | None = None,
     overflow: str = "raise",
     normalize_loss: bool = True,
+    targets: Any = "next_token",
 ) -> dict[str, Any]:
     """One example a row, positions 0 at pads; none longer than `max_length`."""
     kept, lost, segments = [], [], []
@@ -108,7 +116,7 @@ def padded_batch(
             length = max_length
         if index not in lost or overflow == "truncate":
             kept.append(index)
-            segments.append(Segment(example, 0, length))
+            segments.append(Segment(example, 0, length, targets))
     width = max(len(segment.ids) for segment in segments)
     while pad_to_multiple_of is not None and width % pad_to_multiple_of != 0:
         width += 1
@@ -123,7 +131,9 @@ def padded_batch(
         pads_behind = 0 if padding_side == "left" else width - len(segment.ids)
         if segment.num_actions > 0:
             num_columns = max(num_columns, segment.num_actions + pads_behind)
-    batch = _stack(rows, width, num_columns, normalize_loss)
+    if targets == "same_token":
+        num_columns = width
+    batch = _without_targets(_stack(rows, width, num_columns, normalize_loss), targets)
     batch["sub_seq_lengths"] = [[len(segment.ids)] for segment in segments]
     batch["metadata"] |= {
         "num_examples": len(examples),
@@ -151,6 +161,7 @@ def packed_batch(
     row_align: int | None = None,
     fixed_width: bool = False,
     normalize_loss: bool = True,
+    targets: Any = "next_token",
 ) -> dict[str, Any]:
     """The rows of `plan`, cell by cell; a row is aligned segments and then one segment of pads."""
     pieces = rows_of(plan)
@@ -176,7 +187,7 @@ def packed_batch(
         num_actions = []
         num_trained = []
         for index, start, length in row_pieces:
-            segment = Segment(examples[index], start, length)
+            segment = Segment(examples[index], start, length, targets)
             _write(row, boundaries[-1], segment)
             for gap in range(length, _aligned(length, align)):  # a gap continues its segment
                 row["position_ids"][boundaries[-1] + gap] = gap
@@ -193,7 +204,8 @@ def packed_batch(
         fields["example_indices"].append([index for index, _, _ in row_pieces])
         fields["num_actions"].append(num_actions)
         fields["num_trained"].append(num_trained)
-    batch = _stack(rows, width, width - 1, normalize_loss)
+    num_columns = {"next_token": width - 1, "same_token": width, None: 0}[targets]
+    batch = _without_targets(_stack(rows, width, num_columns, normalize_loss), targets)
     batch["sub_seq_lengths"] = fields["sub_seq_lengths"]
     batch["cu_seq_lens"] = fields["cu_seq_lens"]
     batch["metadata"] |= {
@@ -400,8 +412,9 @@ def _write_response(row: dict[str, list[Any]], first: int, rollout: Mapping[str,
     for token in range(num_tokens):
         row["response_mask"][response + token] = 1
     for token, route in enumerate(rollout.get("rollout_expert_indices", [])):
-        row["routes"][first + token] = route
-        row["is_pad"][first + token] = False
+        if any(expert != -1 for layer in route for expert in layer):  # else a hole
+            row["routes"][first + token] = route
+            row["is_pad"][first + token] = False
 
 
 def _stack_responses(
@@ -503,7 +516,7 @@ def context_cells(batch: Mapping[str, Any], rank: int, size: int, layout: str) -
     rows = []
     for row in range(len(batch["input_ids"])):
         runs = [(0, width)]
-        if layout == "zigzag":
+        if layout == "zigzag" and "cu_seq_lens" in batch:  # one rank has rows of any layout
             runs = list(itertools.pairwise(batch["cu_seq_lens"][row]))
         columns = []
         for begin, end in runs:
@@ -519,11 +532,18 @@ def context_cells(batch: Mapping[str, Any], rank: int, size: int, layout: str) -
 
 
 def context_shard(
-    batch: Mapping[str, Any], rank: int, size: int, layout: str, pads: Mapping[str, float]
+    batch: Mapping[str, Any],
+    rank: int,
+    size: int,
+    layout: str,
+    pads: Mapping[str, float],
+    depth: int = 1,
+    pad_token_id: int = 9,
 ) -> dict[str, Any]:
     """The cells of a context rank; what is not an input of the model is where it is predicted.
 
-    `pads` names the declared fields, which have the shape of `input_ids` or of `loss_mask`.
+    `pads` names the declared fields, which have the shape of `input_ids` or of `loss_mask`. At a
+    depth k a cell predicts the k-th token after its own, and reads the one before that.
     """
     width = batch["input_ids"].shape[1]
     first_column = width - batch["loss_mask"].shape[1]
@@ -533,7 +553,7 @@ def context_shard(
         weights = torch.zeros(batch["input_ids"].shape)
         weights[:, first_column:] = batch["loss_mask"]
         labels = torch.where(weights != 0, batch["input_ids"], IGNORE)
-    predicts = _predicts(batch)
+    predicts, reads = _predicts(batch, depth), _predicts(batch, depth - 1)
     shard: dict[str, Any] = {"cells": []}
     for row, columns in enumerate(rows):
         shard["cells"] += [row * width + column for column in columns]
@@ -541,6 +561,11 @@ def context_shard(
         if name in batch:
             values = [[batch[name][r][c].item() for c in row] for r, row in enumerate(rows)]
             shard[name] = torch.tensor(values, dtype=batch[name].dtype)
+    if depth > 1:
+        for r, row in enumerate(rows):
+            for i, c in enumerate(row):
+                read = batch["input_ids"][r][c + depth - 1] if reads[r][c] else pad_token_id
+                shard["input_ids"][r][i] = read
     pads = {"targets": IGNORE, "loss_mask": 0, "response_mask": 0, **pads}
     pads |= dict.fromkeys(_RESPONSE_FIELDS.values(), 0)
     for name, pad in pads.items():
@@ -552,7 +577,7 @@ def context_shard(
         for r, row in enumerate(rows):
             values.append([])
             for c in row:
-                token = c + 1
+                token = c + depth
                 is_there = predicts[r][c] and token >= hidden
                 values[-1].append(field[r][token - hidden].tolist() if is_there else None)
         empty = torch.full(field.shape[2:], pad, dtype=field.dtype).tolist()
@@ -561,8 +586,8 @@ def context_shard(
     return shard
 
 
-def _predicts(batch: Mapping[str, Any]) -> list[list[bool]]:
-    """Whether each cell holds a token of a segment that is not its last one."""
+def _predicts(batch: Mapping[str, Any], depth: int) -> list[list[bool]]:
+    """Whether each cell holds a token of a segment that has so many after it."""
     width = batch["input_ids"].shape[1]
     rows = []
     for row, lengths in enumerate(batch["sub_seq_lengths"]):
@@ -572,7 +597,7 @@ def _predicts(batch: Mapping[str, Any]) -> list[list[bool]]:
                 first = batch["cu_seq_lens"][row][number]
             else:
                 first = batch["attention_mask"][row].tolist().index(1)
-            for token in range(length - 1):
+            for token in range(length - depth):
                 cells[first + token] = True
         rows.append(cells)
     return rows
@@ -623,6 +648,61 @@ def _stack(
         "loss_mask_divisor": divisor,
     }
     return batch
+
+
+def _without_targets(batch: dict[str, Any], targets: Any) -> dict[str, Any]:
+    """The batch, and with `targets=None` without what says which tokens are trained."""
+    if targets is None:
+        for name in ("labels", "loss_mask"):
+            del batch[name]
+        for name in ("num_loss_tokens", "loss_mask_divisor"):
+            del batch["metadata"][name]
+    return batch
+
+
+def token_losses(log_probs: torch.Tensor, batch: Mapping[str, Any], targets: str) -> torch.Tensor:
+    """The sum of weighted losses, one cell after the other; `log_probs` [R, W, V].
+
+    >>> batch = {"labels": torch.tensor([[-100, 2]]), "loss_mask": torch.tensor([[0.5]])}
+    >>> token_losses(torch.tensor([[[0.0, 0.0, -3.0], [0.0, 0.0, -7.0]]]), batch, "next_token")
+    tensor(1.5000)
+    >>> batch["loss_mask"] = torch.tensor([[0.0, 0.5]])
+    >>> token_losses(torch.tensor([[[0.0, 0.0, -3.0], [0.0, 0.0, -7.0]]]), batch, "same_token")
+    tensor(3.5000)
+    """
+    total = log_probs.new_zeros(())
+    num_rows, width = batch["labels"].shape
+    hidden = width - batch["loss_mask"].shape[1]
+    for row in range(num_rows):
+        for cell in range(hidden, width):
+            weight = batch["loss_mask"][row, cell - hidden]
+            if weight != 0:
+                predicts = cell if targets == "same_token" else cell - 1
+                total = total - weight * log_probs[row, predicts, batch["labels"][row, cell]]
+    return total
+
+
+def pooled(
+    hidden: torch.Tensor, batch: Mapping[str, Any], how: str, weights: Any = None
+) -> torch.Tensor:
+    """A vector per segment; `hidden` [R, W, H], `weights` [R, W]."""
+    found = []
+    for row, lengths in enumerate(batch["sub_seq_lengths"]):
+        if "cu_seq_lens" in batch:
+            starts = list(batch["cu_seq_lens"][row])
+        else:
+            starts = [int(batch["attention_mask"][row].tolist().index(1))]
+        for start, length in zip(starts, lengths, strict=False):  # a tail has none
+            cells = range(start, start + length)
+            if how == "first":
+                found.append(hidden[row, cells[0]])
+            elif how == "last":
+                found.append(hidden[row, cells[-1]])
+            else:
+                factors = [1.0 if weights is None else float(weights[row, cell]) for cell in cells]
+                total = sum(f * hidden[row, cell] for f, cell in zip(factors, cells, strict=True))
+                found.append(total / (sum(factors) or 1))
+    return torch.stack(found) if found else hidden.new_zeros(0, hidden.shape[-1])
 
 
 def _aligned(length: int, align: int) -> int:

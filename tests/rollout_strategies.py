@@ -251,6 +251,8 @@ def _routes(draw: st.DrawFn, lengths: list[int]) -> list[tuple[Any, Any]]:
         count = draw(st.sampled_from((0, 1, length - 1, length, length)))
         routes = (np.arange(count * layers * top_k) + i) % 100 + first
         routes = routes.reshape(count, layers, top_k)
+        if "uint8" not in kind:  # which holds no -1
+            routes[list(draw(st.sets(st.integers(0, 9), max_size=3)) & set(range(count)))] = -1
         if count:
             entries.append((_ROUTES[kind](routes), routes.tolist()))
         else:  # a list of no tokens has no layers

@@ -126,8 +126,7 @@ def test_a_padded_batch_keeps_its_own_mask() -> None:
     [
         ({"mask": "blocks"}, ValueError, "mask='blocks' is unknown; use .block"),
         ({"mask": True}, ValueError, "mask=True is unknown"),
-        ({"model": "torch_varlen"}, ValueError, '"sdpa" and "eager", got .torch_varlen.'),
-        ({"model": "flex_attention"}, ValueError, "flex_attention takes none"),
+        ({"model": "torch_varlen"}, ValueError, 'and "flex_attention", got .torch_varlen.'),
         ({"mask": None, "sliding_window": 4}, ValueError, 'sliding_window=4 without mask="b'),
         ({"sliding_window": 0}, ValueError, "at least 1, got 0; it counts the token itself"),
         ({"sliding_window": 4.0}, TypeError, r"must be an int, got 4.0 .*model\.config\.sliding_w"),

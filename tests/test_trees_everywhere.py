@@ -135,6 +135,7 @@ MEMBERS: dict[str, Callable[[Batch], Any]] = {
     "values": lambda b: [v.shape[0] for v in b.values() if isinstance(v, Tensor)][:5],
     "num_tokens": lambda b: b.num_tokens,
     "step": lambda b: b.step.num_tokens,
+    "targets": lambda b: tuple(b.targets(2)[1:]),
     "explain": lambda b: [{**one, "cell": 0, "segment": 0} for one in b.explain(1).records()],
     "plot": lambda b: b.plot().get_title().split(" tokens")[0][-2:],
 }

@@ -98,6 +98,7 @@ CELLS = (
     Cell("hybrids", "hybrids", "hybrids:families", seconds=40, reads=_PACKED_HELPERS),
     Cell("hybrids-0.8B", "hybrids", "hybrids:compare_layouts", seconds=120, limit=360),
     Cell("launches", "launch", "launches:launch_delay", seconds=35),
+    Cell("captured", "speed", "graphs:captured_step", seconds=40, in_tiny=False),
     _peers("trainers-0.6B", "0.6B", _PEERS, 80, in_tiny=True),
     _speed("compiled-1.7B", "1.7B", [_FIXED, _COMPILED], 90, in_tiny=True, **_WIDE),
     _speed("padding-4B", "4B", [_OURS, _PADDED], 130, steps=3),

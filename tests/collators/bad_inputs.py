@@ -19,6 +19,12 @@ GOOD = {"input_ids": IDS}
 PAIR = {"input_ids": [IDS, [5, 6, 8]], "loss_mask": [[0, 0, 1], [0, 0, 1]]}
 LABELLED = {**GOOD, "labels": IDS}
 ROLLOUT = {"prompt_ids": [5, 6], "response_ids": [7, 8, 9], "rewards": 1.0, "loss_mask": [1, 1, 1]}
+BRANCHED = {
+    "prompt_ids": [[5, 6], [5]],
+    "response_ids": [[7], [8, 9]],
+    "loss_mask": [[1], [1, 1]],
+    "rewards": 1.0,
+}
 COLUMNS = {
     "prompt_ids": [[5, 6], [5]],
     "response_ids": [[7], [8]],
@@ -74,6 +80,11 @@ def _rollout(**keys: Any) -> Callable[[], Any]:
     good |= {"rollout_expert_indices": ROUTES, "trajectory_id": "t", **IMAGE}
     first = {**ROLLOUT, **{key: good[key] for key in keys if key in good}}
     return _rollouts(first, {**ROLLOUT, **keys})
+
+
+def _branched(**keys: Any) -> Callable[[], Any]:
+    """A good rollout of two segments, then one of which these entries are wrong."""
+    return _rollouts(BRANCHED, {**BRANCHED, **keys})
 
 
 def _without(*keys: str) -> Callable[[], Any]:
@@ -162,6 +173,7 @@ ROLLOUT_INPUTS = [
         "routes without experts", _rollouts({**ROLLOUT, "rollout_expert_indices": ROUTES[:, :, :0]})
     ),
     BadInput("an expert over int16", _rollout(rollout_expert_indices=ROUTES + 40_000)),
+    BadInput("a route of some layers", _rollout(rollout_expert_indices=ROUTES - 1)),
     BadInput("pixels without a grid", _rollouts({**ROLLOUT, "pixel_values": np.ones((4, 3))})),
     BadInput("a grid that is None", _rollout(**{**IMAGE, "image_grid_thw": None})),
     BadInput("3-D pixels", _rollout(**{**IMAGE, "pixel_values": np.ones((1, 4, 3))})),
@@ -189,6 +201,21 @@ ROLLOUT_INPUTS = [
     ),
     BadInput("packed rollouts over a row", _packed_rollouts({**ROLLOUT, "prompt_ids": [5] * 9})),
     BadInput("packed rollouts without `prompt_ids`", _packed_rollouts({"response_ids": [5]})),
+    BadInput("a prompt of two responses", _branched(prompt_ids=[5, 6])),
+    BadInput("a response too many", _branched(response_ids=[[7], [8, 9], [4]])),
+    BadInput("a flat mask of two responses", _branched(loss_mask=[1, 1, 1])),
+    BadInput("a short mask of a response", _branched(loss_mask=[[1], [1]])),
+    BadInput("rewards of three segments", _branched(rewards=[0.0, 0.0, 1.0])),
+    BadInput("a reward of a segment that is None", _branched(rewards=[None, 1.0])),
+    BadInput("a reward of segments that is None", _branched(rewards=None)),
+    BadInput("a rollout without segments", _branched(response_ids=[])),
+    BadInput("a segment without response", _branched(response_ids=[[7], []])),
+    BadInput("segments beside a flat rollout", _rollouts(BRANCHED, ROLLOUT)),
+    BadInput("a flat rollout beside segments", _rollouts(ROLLOUT, BRANCHED)),
+    BadInput("a rollout of segments over `max_length`", _rollouts(BRANCHED, max_length=5)),
+    BadInput("a rollout of segments over a row", _packed_rollouts(BRANCHED, max_tokens=5)),
+    BadInput("a rollout of segments to truncate", _packed_rollouts(BRANCHED, overflow="truncate")),
+    BadInput("rows cut within a rollout", lambda: RolloutCollator(0)([BRANCHED])[:1]),
 ]
 
 BAD_INPUTS = [

@@ -79,6 +79,29 @@ def test_routes_by_hand() -> None:
 
 
 @pytest.mark.parametrize("kind", ["block", "packed"])
+def test_a_hole_is_a_token_without_a_route_everywhere(kind: str) -> None:
+    """Marked are pads, tokens behind the routes, and holes; after every change of the rows, too."""
+    hole = [[-1, -1]] * 2
+    routes = [[[[3, 1], [0, 4]], hole, [[30, 2], [5, 6]]], [hole] * 2, [[[7, 8], [9, 10]]] * 3]
+    examples = [rollout(1, 3, rollout_expert_indices=own) for own in routes]
+    collate: Any = RolloutCollator(0) if kind == "block" else PackedCollator(0, max_tokens=4)
+    batch = collate(examples)
+    parts = [batch, Batch.cat([batch[:1], batch[1:]]), batch.select([0, 1, 2])]
+    parts += [batch.pad_rows(multiple_of=2)[:3], Batch.cat(stage_mini_batches(batch, [0, 3], 3)[0])]
+    for rows in parts:
+        order = [rows.row_metadata["example_indices"].tolist().index([i]) for i in range(3)]
+        marked = rows["router_padding_mask"][order].tolist()
+        assert marked == [[0, 1, 0, 1], [1, 1, 1, 1], [0, 0, 0, 1]]
+        found = rows["rollout_expert_indices"][order]
+        assert found[0, [0, 2]].tolist() == [routes[0][0], routes[0][2]]
+        assert (found[rows["router_padding_mask"][order]] == torch.arange(2)).all()
+    for rank in range(2):
+        shard = batch.context_shard(rank, 2, layout="head_tail")
+        expected = batch["router_padding_mask"].flatten()[shard.cells]
+        assert torch.equal(shard["router_padding_mask"].flatten(), expected)
+
+
+@pytest.mark.parametrize("kind", ["block", "packed"])
 def test_the_routes_of_an_added_row_are_those_of_a_pad(kind: str) -> None:
     """They were row 0's, not marked as padding: a router counted them as tokens of the batch."""
     collate: Any = RolloutCollator(0) if kind == "block" else PackedCollator(0, max_tokens=5)
@@ -173,3 +196,24 @@ def test_a_pad_id_outside_the_vocabulary_is_never_looked_up() -> None:
     logits = torch.zeros(*batch["input_ids"].shape, 7)
     loss = token_loss(logits, batch, num_loss_tokens=batch.metadata["num_loss_tokens"])
     assert loss.item() == pytest.approx(np.log(7))
+
+
+def test_routes_of_segments_that_share_cells_are_refused() -> None:
+    one = rollout(1, 2, rollout_expert_indices=np.ones((3, 1, 1), int))
+    keys = ("prompt_ids", "response_ids", "loss_mask", "rewards", "rollout_expert_indices")
+    examples = [{**one, **{key: [one[key]] * n for key in keys}} for n in (1, 2)]
+    routes = PackedCollator(0, max_tokens=9)(examples)["rollout_expert_indices"]
+    assert routes.flatten().tolist() == [1] * 9
+    with pytest.raises(DataError, match=r"^example 1 has rollout_expert_indices in 2 seg"):
+        PackedCollator(0, max_tokens=9, share_prefixes=True)(examples)
+
+
+def test_a_log_prob_may_be_nan_where_the_engine_did_not_score_the_token() -> None:
+    given = rollout(1, 3, logprobs=[-1.0, np.nan, -0.5])
+    for collate in (RolloutCollator(0), PackedCollator(0, max_tokens=8)):
+        found = collate([given])["rollout_logprobs"]
+        assert found.isnan().tolist() == [[False, True, False]]
+        with pytest.raises(DataError, match="example 0: logprobs is -inf at response token 2; it"):
+            collate([rollout(1, 3, logprobs=[-1.0, np.nan, -np.inf])])
+        with pytest.raises(DataError, match=r"logprobs is 0\.5 at response token 0; a log-prob"):
+            collate([rollout(1, 3, logprobs=[0.5, np.nan, -1.0])])

@@ -88,7 +88,9 @@ def test_the_seed_decides_everything(played: tuple[Results, Path], tmp_path: Pat
     assert game.make_games(8, 0) != game.make_games(8, 1)
 
 
-@pytest.mark.parametrize("option", ["--merge-steps", "--rows-per-micro-batch 1000"])
+@pytest.mark.parametrize(
+    "option", ["--merge-steps", "--rows-per-micro-batch 1000", "--rewritten branch"]
+)
 def test_layout_does_not_change_the_gradient(
     played: tuple[Results, Path], tmp_path: Path, option: str
 ) -> None:
@@ -101,6 +103,7 @@ def test_layout_does_not_change_the_gradient(
         assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-7)
     if option == "--merge-steps":
         assert found["rows"] == 32
+    if "micro" not in option:
         assert found["tokens"] < expected["tokens"]
 
 
@@ -162,8 +165,9 @@ def steps(tokenizer: Any) -> list[dict]:
 @pytest.mark.parametrize("loss", ["ppo", "grpo", "gspo"])
 def test_two_ranks_have_the_loss_of_one(tokenizer: Any, steps: list[dict], loss: str) -> None:
     model = make_small_model(tokenizer).eval()
-    for merge in (False, True):
+    for merge, rewritten in ((False, "split"), (True, "split"), (False, "branch")):
         args = SimpleNamespace(merge_steps=merge, prompts_per_mini_batch=3, loss=loss, clip=0.2)
+        args.rewritten = rewritten
         one, two = (grpo.stage(steps, tokenizer, ranks, args) for ranks in (1, 2))
         for [whole], parts in zip(one, two, strict=True):
             total, found = grpo.policy_loss(model, whole, args)
@@ -172,6 +176,27 @@ def test_two_ranks_have_the_loss_of_one(tokenizer: Any, steps: list[dict], loss:
             assert sum(o[0] for o in others).item() == pytest.approx(total.item(), rel=1e-4)
             assert sum(o[1][1] for o in others) == found[1]
             assert sum(o[1][3] for o in others) == found[3]
+
+
+def test_a_tree_of_rewritten_turns_has_the_loss_of_the_turns(
+    tokenizer: Any, steps: list[dict]
+) -> None:
+    """Where a turn's history was changed at its second token, and where it was not."""
+    model = make_small_model(tokenizer).eval()
+    changed = [
+        s | {"prompt_ids": [s["prompt_ids"][0], 5, *s["prompt_ids"][2:]]} if i % 3 else s
+        for i, s in enumerate(steps)
+    ]
+    totals, computed = [], []
+    for rewritten in ("split", "branch"):
+        args: Any = SimpleNamespace(merge_steps=False, rewritten=rewritten, loss="ppo", clip=0.2)
+        args.prompts_per_mini_batch = 3
+        batches = [part for [part] in grpo.stage(changed, tokenizer, 1, args)]
+        totals.append([grpo.policy_loss(model, batch, args)[0].item() for batch in batches])
+        computed.append(sum(batch.num_cells for batch in batches))
+    assert totals[1] == pytest.approx(totals[0], rel=1e-4)
+    assert max(map(abs, totals[0])) > 1e-3
+    assert computed[1] < computed[0]
 
 
 def clipped(ratio: float, advantage: float) -> float:
@@ -202,13 +227,14 @@ def test_clipped_loss(monkeypatch: pytest.MonkeyPatch, loss: str) -> None:
     total.backward()
     of_rows = [(of, advantage) for of, (_, _, advantage) in zip(trained, rows, strict=True)]
     if loss == "gspo":
-        of_rows = [([float(np.exp(np.mean(np.log(of))))], a) for of, a in of_rows]
+        of_rows = [([float(np.exp(np.mean(np.log(of))))] * len(of), a) for of, a in of_rows]
     losses = [[clipped(ratio, a) for ratio in of] for of, a in of_rows]
     means = [np.mean(of) for of in losses]
     expected = np.mean([of for row in losses for of in row]) if loss == "ppo" else np.mean(means)
     assert total.item() == pytest.approx(expected)
     ratios = np.array([ratio for of, _ in of_rows for ratio in of])
-    divergence = (ratios - 1 - np.log(ratios)).sum()
+    of_tokens = np.array([ratio for of in trained for ratio in of])
+    divergence = (of_tokens - 1 - np.log(of_tokens)).sum()
     moved = np.abs(ratios - 1)
     wanted = [expected, (moved > 0.2).sum(), divergence, len(ratios), moved.max()]
     assert found.tolist() == pytest.approx(wanted)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pytest
 import sft
 import synthetic_chat
@@ -202,3 +203,44 @@ def test_a_model_without_a_chat_template(base: Path, tmp_path: Path) -> None:
     (tmp_path / "model" / "chat_template.jinja").unlink()
     message = refusal(f"{TINY} --model {tmp_path / 'model'}", tmp_path / "out")
     assert "has no chat template; take its chat version" in message
+
+
+def test_the_losses_of_conversations_are_written_and_the_highest_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loss = sft.ExampleLog.loss
+
+    def compared(self: Any, model: Any, part: Any) -> torch.Tensor:
+        expected = model(part, part.metadata["num_loss_tokens"])
+        torch.testing.assert_close(found := loss(self, model, part), expected)
+        return found
+
+    monkeypatch.setattr(sft.ExampleLog, "loss", compared)
+    records = synthetic_chat.make_corpus(13, 0)
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(of) + "\n" for of in records))
+    options = f"--dataset {tmp_path / 'chats.jsonl'} --num-held-out 1 --batch-size 6 --max-steps 3"
+    options += (
+        " --epochs 2 --max-tokens 256 --rows-per-micro-batch 1 --cpu --threads 1 --log-examples"
+    )
+    found = run(options, tmp_path / "run")  # two steps are an epoch
+    printed, path = capsys.readouterr().out, tmp_path / "run" / "examples.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(line["step"], line["epoch"]) for line in lines] == [(1, 0), (2, 0), (3, 1)]
+    for line, loss_of_step in zip(lines, found.losses, strict=True):
+        assert sum(line["loss"]) / sum(line["tokens"]) == pytest.approx(loss_of_step, rel=1e-5)
+    assert sorted(lines[0]["example"] + lines[1]["example"]) == list(range(12))
+    means = np.array(lines[2]["loss"]) / lines[2]["tokens"]
+    _, of_first, of_second = printed.split("the highest losses of epoch ")
+    for epoch, shown, number in ((0, of_first, 10), (1, of_second, 6)):  # at most ten
+        assert shown.startswith(f"{epoch}:\n")
+        assert len([line for line in shown.splitlines() if ", example " in line]) == number
+    worst = lines[2]["example"][means.argmax()]
+    first = of_second.splitlines()[1]
+    assert first.startswith(f"  {means.max():.2f} in ")
+    assert f" tokens, example {worst}: '" in first
+    assert "user" in first
+
+
+def test_conversations_have_no_loss_on_a_context_rank(tmp_path: Path) -> None:
+    message = "--log-examples: a context rank has parts of conversations; omit --context-parallel"
+    assert refusal(f"{TINY} --log-examples --context-parallel 2", tmp_path) == message

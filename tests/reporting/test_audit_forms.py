@@ -12,6 +12,7 @@ import torch
 from tests.reporting.audit_words import TEMPLATE, chat, rows_like, word_tokenizer
 from tests.vision.families import FAMILIES
 from torch_collate_kit import ChatOptions, DataError, TokenizedDataset, audit
+from torch_collate_kit.chat import windows
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.vision import VisionLayout
 
@@ -79,6 +80,52 @@ def test_rows_that_were_cut_before(tokenizer: Any) -> None:
         report = audit(data, tokenizer)
         assert serious(report) == {"eos_truncated": [2]}
         assert "so they teach the model not to stop" in report["eos_truncated"].message
+
+
+def test_windows_that_end_inside_an_answer(tokenizer: Any) -> None:
+    """``is_continued`` tells them from rows that stop; nothing is lost, so it is a note."""
+    import datasets
+
+    answer = {"input_ids": [3, 33, 8, 2, 4, *range(20, 29), 2], "loss_mask": [0] * 5 + [1] * 10}
+    whole = [{**row, "is_continued": False} for row in rows_like()]
+    rows = whole + windows(answer, 10)
+    assert [row["is_continued"] for row in rows[6:]] == [True, True, False]
+    stopped = {**chat([30], [31, 34, 35], eos=False), "is_continued": False}
+    for data in (rows, datasets.Dataset.from_list(rows), TokenizedDataset(rows)):
+        found = audit(data, tokenizer)["eos_truncated"]
+        assert (found.severity, found.rows.tolist()) == ("note", [6, 7])
+        assert (
+            "2 of 9 rows lose the end of their answer, which another window has (2), so nothi"
+            in (found.message)
+        )
+    assert audit(rows, tokenizer).ok
+    found = audit([*rows, stopped], tokenizer)["eos_truncated"]
+    assert (found.severity, found.rows.tolist()) == ("warning", [6, 7, 9])
+    assert (
+        "as they stop without EOS or which another window has (2), so they teach" in found.message
+    )
+    other = {**answer, "input_ids": [*answer["input_ids"][:10], 34, 35, 36, 37, 2]}
+    report = audit([*rows, *windows(other, 10)], tokenizer)  # goes on otherwise after one token
+    assert report.names == ["duplicates", "eos_truncated"]
+    segments = [windows(row, 10, as_segments=True) for row in (*rows_like(), answer)]
+    found = audit(segments, tokenizer)["eos_truncated"]
+    assert (found.severity, found.rows.tolist()) == ("note", [6])
+
+
+def test_a_template_that_writes_no_end_after_the_last_answer() -> None:
+    """As GLM-4.5, whose next role ends an answer: half of the rows need not show it."""
+    tokenizer = word_tokenizer(TEMPLATE.replace(" <eos> ", " "))
+    rows = []
+    for i in range(6):
+        ids = [3, 7, 4, 20 + i, 3, 8, 4, 30 + i, 9]
+        rows.append({"input_ids": ids, "loss_mask": [0, 0, 0, 1, 1, 0, 0, 1, 1]})
+    found = audit(rows, tokenizer)["eos_truncated"]
+    assert (found.severity, found.rows.tolist()) == ("warning", [*range(6)])
+    assert "as the chat template writes none, and tokenize_chat does (6), so they" in found.message
+    ended = [{"input_ids": [*r["input_ids"], 3], "loss_mask": [*r["loss_mask"], 1]} for r in rows]
+    assert "eos_truncated" not in audit(ended, tokenizer).names
+    documents = [{"input_ids": [10 + i, 11, 12], "loss_mask": [0, 1, 1]} for i in range(6)]
+    assert "eos_truncated" not in audit(documents, tokenizer).names
 
 
 def test_many_rows_are_read_in_parts(tokenizer: Any) -> None:

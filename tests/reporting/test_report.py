@@ -114,6 +114,7 @@ def test_what_is_printed(capsys):
         "padding 67.3% -> 23.4% at max_tokens=32",
         "recommended: max_tokens=32, best_fit_decreasing",
         "  the least padding of those that drop and cut nothing",
+        "  segments per row: 2.5, at most 3; max_sequences_per_row=4 promises one shape",
     ]
 
 

@@ -97,7 +97,7 @@ def advantages(
     assert not trajectories.pop()
     for uid in {uids[rows[0]] for rows in trajectories}:
         group = [rows for rows in trajectories if uids[rows[0]] == uid]
-        scores = [math.fsum(rewards[rows[-1]]) for rows in group]
+        scores = [math.fsum(math.fsum(rewards[i]) for i in rows) for rows in group]
         found = outcome(scores, estimator, epsilon, group_of_one)
         for rows, advantage in zip(group, found, strict=True):
             for i in rows:
@@ -180,9 +180,13 @@ def merged(examples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             for key in columns:
                 joined[key].append(step[key][k])
         if "rollout_expert_indices" in step:
-            routes = list(previous["rollout_expert_indices"])
-            while len(routes) < len(step["rollout_expert_indices"]):
-                routes.append(step["rollout_expert_indices"][len(routes)])
+            # the row of the last token is a dummy: it was sampled and not read
+            routes = previous["rollout_expert_indices"][: len(tokens) - 1]
+            for t, route in enumerate(step["rollout_expert_indices"]):
+                if t == len(routes):
+                    routes.append(route)
+                elif all(expert == -1 for layer in routes[t] for expert in layer):
+                    routes[t] = route
             joined["rollout_expert_indices"] = routes
         result[-1] = {
             **step,
@@ -204,9 +208,94 @@ def _continues(previous: Mapping[str, Any], step: Mapping[str, Any]) -> bool:
     return step["prompt_ids"][: len(tokens)] == tokens
 
 
+def branched(
+    steps: Sequence[Mapping[str, Any]], per_token: Sequence[str] = ("loss_mask", "logprobs")
+) -> list[list[dict[str, Any]]]:
+    """The branches of every trajectory, a dict each; ``per_token`` keys are 0 between responses.
+
+    A step is added to the longest branch whose tokens its prompt begins with, of several equal
+    ones to that which was added to last.
+    """
+    trajectories: list[list[dict[str, Any]]] = []
+    ended = True
+    for number, step in enumerate(steps):
+        if ended or step["uid"] != steps[number - 1]["uid"]:
+            trajectories.append([])
+        ended, best = step["is_last_step"], None
+        for branch in trajectories[-1]:
+            tokens = branch["prompt_ids"] + branch["response_ids"]
+            if step["prompt_ids"][: len(tokens)] == tokens:
+                key = len(tokens), branch["steps"][-1]
+                if best is None or key > best[0]:
+                    best = key, branch
+        if best is None:
+            branch = {"prompt_ids": list(step["prompt_ids"]), "response_ids": [], "steps": []}
+            trajectories[-1].append(branch | {key: [] for key in per_token})
+        branch = trajectories[-1][-1] if best is None else best[1]
+        known = len(branch["prompt_ids"]) + len(branch["response_ids"])
+        for token in step["prompt_ids"][known:]:
+            branch["response_ids"].append(token)
+            for key in per_token:
+                branch[key].append(0)
+        for k, token in enumerate(step["response_ids"]):
+            branch["response_ids"].append(token)
+            for key in per_token:
+                branch[key].append(step[key][k])
+        branch["steps"].append(number)
+    return trajectories
+
+
 def response_values(values: Grid, mask: Grid) -> list[list[float]]:
     result = []
     for row, valid in zip(values, mask, strict=True):
         count = sum(1 for v in valid if v)
         result.append([float(row[len(row) - count + k]) for k in range(count)])
+    return result
+
+
+def log_ratios(new: Grid, old: Grid, level: str) -> list[list[float]]:
+    """Of segments of trained tokens; NaN of the old policy: the ratio is 1."""
+    result = []
+    for logps, old_logps in zip(new, old, strict=True):
+        pairs = zip(logps, old_logps, strict=True)
+        ratios = [0.0 if math.isnan(b) else a - b for a, b in pairs]
+        if level != "token":
+            count = max(len(ratios), 1) if level == "geometric" else 1
+            ratios = [math.fsum(ratios) / count] * len(ratios)
+        result.append([min(max(ratio, -20.0), 20.0) for ratio in ratios])
+    return result
+
+
+def importance_weights(ratios: Grid, low: float, high: float, outside: str) -> list[list[float]]:
+    def weight(ratio: float) -> float:
+        given = math.exp(ratio)
+        if low <= given <= high:
+            return given
+        return 0.0 if outside == "zero" else low if given < low else high
+
+    return [[weight(ratio) for ratio in row] for row in ratios]
+
+
+def kl_estimate(logp: float, ref: float, kind: str) -> float:
+    d = 0.0 if math.isnan(ref) else ref - logp
+    if kind == "k3":
+        d = min(d, 20.0)
+        return math.exp(d) - 1 - d
+    return -d if kind == "k1" else d * d / 2
+
+
+def rejected(ratios: Grid, rule: str, low: float, high: float) -> list[bool]:
+    """What verl's ``rollout_rs`` drops, by its definition: of each token."""
+    where, _, kind = rule.rpartition("_")
+    result = []
+    for row in ratios:
+        k = [{"k1": -r, "k2": r * r / 2, "k3": math.exp(r) - 1 - r}[kind] for r in row]
+        of = {
+            "token": k,
+            "seq_sum": [math.fsum(k)] * len(k),
+            "seq_mean": [math.fsum(k) / max(len(k), 1)] * len(k),
+            "seq_max": [max(k, default=0.0)] * len(k),
+        }[where]
+        least, most = (math.log(low), math.log(high)) if kind == "k1" else (-math.inf, high)
+        result += [not least <= value <= most for value in of]
     return result

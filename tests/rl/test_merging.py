@@ -46,8 +46,10 @@ def rollouts(draw: st.DrawFn) -> list[dict[str, Any]]:
                 example["logprobs"] = [-0.5 - step] * n
             if "routes" in extras:
                 covered = draw(st.integers(0, len(history)))
+                holes = draw(st.sets(st.integers(0, 9), max_size=2))
                 example["rollout_expert_indices"] = [
-                    [[100 * step + t, 7], [t, 8]] for t in range(covered)
+                    [[-1, -1]] * 2 if t in holes else [[100 * step + t, 7], [t, 8]]
+                    for t in range(covered)
                 ]
             if "images" in extras:
                 images = images + [[float(draw(token))] * 2] * draw(st.integers(0, 1))
@@ -112,6 +114,23 @@ def step(prompt: list[int], response: list[int], **changes: Any) -> dict[str, An
         "rewards": 0,
         **changes,
     }
+
+
+def test_the_route_of_a_last_token_is_that_of_the_next_step() -> None:
+    """An engine fills the row of the token that it sampled last; only the next step reads it."""
+    rows = {"dummy": [[0, 1]], "hole": [[-1, -1]], "none": None}
+    for first in rows.values():
+        given = [[[10, 11]], [[20, 21]], *([] if first is None else [first])]
+        steps = [step([1, 2], [3], rollout_expert_indices=given)]
+        following = [[[30 + t, 40 + t]] for t in range(4)]
+        steps += [step([1, 2, 3, 4], [5], rollout_expert_indices=[*following, [[8, 9]]])]
+        [merged] = merge_steps(steps)
+        routes = merged["rollout_expert_indices"]
+        assert routes.tolist() == [*given[:2], [[32, 42]], [[33, 43]], [[8, 9]]]
+        assert routes.dtype == (np.int16 if first == rows["hole"] else np.uint8)
+        steps[1]["rollout_expert_indices"] = np.zeros((0, 1, 2), dtype=int)  # none has it
+        [merged] = merge_steps(steps)
+        assert RolloutCollator(0)([merged])["router_padding_mask"].tolist() == [[0, 0, 1, 1, 1]]
 
 
 def test_a_prompt_that_ends_within_the_step_before_is_not_merged() -> None:

@@ -194,6 +194,9 @@ def test_conversations_and_rows_have_an_overflow_of_their_own() -> None:
     for name, value in (("train_on", "each"), ("labels", True), ("pixels", False)):
         with pytest.raises(ValueError, match=f"{name}={value!r} is not for this collator"):
             VisionLanguageCollator(processor, chat=ChatOptions(**{name: value}))
+    windows = ChatOptions(max_length=limit, overflow="windows")
+    with pytest.raises(ValueError, match="overflow='windows' is for text, whose segments can"):
+        VisionLanguageCollator(processor, chat=windows)
 
 
 def test_a_batch_says_what_came_from_which_source() -> None:

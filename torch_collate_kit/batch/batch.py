@@ -25,6 +25,7 @@ from torch_collate_kit.batch.showing.drawing import described, html_of
 from torch_collate_kit.batch.showing.explanation import Explanation, explained
 from torch_collate_kit.batch.showing.plot import draw_rows
 from torch_collate_kit.batch.storage import Columns, Storage, tensor_of, version_of
+from torch_collate_kit.batch.targets import Targets, pairs_of
 from torch_collate_kit.ragged import Ragged, row_indices
 
 if TYPE_CHECKING:
@@ -185,7 +186,8 @@ class Batch(Counted, Mapping[str, Field]):
         if isinstance(field, Ragged) or isinstance(made, Ragged) or placement is None:
             return  # else entries of another width would be read as other tokens
         shapes: list[tuple[int, ...]] = [made.shape]
-        if name == "loss_mask" and placement.shard is None:  # or of all predicted tokens
+        is_next = placement.targets == "next_token" and placement.shard is None
+        if name == "loss_mask" and is_next:  # or of all predicted tokens
             shapes += [(len(made), placement.response_length), (len(made), placement.width - 1)]
         is_more = name in ("attention_mask", "position_ids") and field.ndim > made.ndim
         if field.shape not in shapes and not (is_more and field.shape[-1] == made.shape[-1]):
@@ -361,6 +363,7 @@ class Batch(Counted, Mapping[str, Field]):
         cp_size: int,
         *,
         layout: Literal["zigzag", "contiguous", "head_tail"] = "zigzag",
+        depth: int = 1,
     ) -> Batch:
         """Return the cells of each row that one of ``cp_size`` context ranks computes: a copy.
 
@@ -380,9 +383,15 @@ class Batch(Counted, Mapping[str, Field]):
         segments of the batch flat over its rows, ``"cu_seq_lens_local"`` their parts in the shard.
         :attr:`cells` says which cells these are. Cut rows before, not after: a shard has no slices.
 
+        At ``depth`` k (multi-token prediction, draft heads) the cell of a token has the target,
+        ``loss_mask`` and fields of the k-th token after it in its segment, and reads the one before
+        that, the pad id past the end; positions stay. Divide by ``global_num_loss_tokens(shard)``:
+        ``"num_loss_tokens"`` is of depth 1. With ``cp_size=1``, of any rows, ``model_inputs`` are
+        those of the whole batch.
+
         Raises:
             ValueError: segments or rows that the ranks do not divide; a batch that is a shard, was
-                built from tensors, or whose segments share prefixes.
+                built from tensors, or whose segments share prefixes; images at a depth above 1.
 
         >>> from torch_collate_kit import PackedCollator, ParallelLayout
         >>> collate = PackedCollator(0, max_tokens=8, parallel=ParallelLayout(cp=2))
@@ -393,7 +402,27 @@ class Batch(Counted, Mapping[str, Field]):
         >>> shard["targets"].tolist(), shard.cells.tolist()
         ([[7, 8, 9, -100]], [1, 2, 5, 6])
         """
-        return self.of_storage(shard_of(self.stored(), cp_rank, cp_size, layout))
+        return self.of_storage(shard_of(self.stored(), cp_rank, cp_size, layout, depth))
+
+    def targets(self, depth: int = 1) -> Targets:
+        """Return what cells predict ``depth`` tokens on in their segment, as flat pairs: copies.
+
+        One pair for each trained token with that many before it in its segment, or in its piece
+        after a split: the cell, ``row * W + column``, that predicts it, its label and its weight.
+        Divide their loss by the number of pairs of that depth, over all ranks and micro-batches:
+        weights are not divided, as ``loss_mask`` may be. It waits for the device, for their number.
+
+        Raises:
+            ValueError: a depth below 1; a shard; other ``targets``; a batch built from tensors.
+
+        >>> from torch_collate_kit import PackedCollator
+        >>> collate = PackedCollator(0, max_tokens=8)
+        >>> batch = collate([{"input_ids": [5, 6, 7, 8]}, {"input_ids": [3, 4, 9]}])
+        >>> cells, ids, weights = batch.targets(depth=2)
+        >>> cells.tolist(), ids.tolist(), weights.tolist()
+        ([0, 1, 4], [7, 8, 9], [1.0, 1.0, 1.0])
+        """
+        return pairs_of(self, self.stored(), depth)
 
     @property
     def cells(self) -> Tensor:

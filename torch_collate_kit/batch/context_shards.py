@@ -52,7 +52,7 @@ def slices_of_rank(bounds: np.ndarray, num_rows: int, rank: int, size: int, layo
     if layout != "zigzag":
         whole = np.arange(num_rows + 1) * (int(whole[-1]) // max(num_rows, 1))
     lengths = np.diff(whole)
-    parts = _num_parts(size, layout)
+    parts = size if layout == "contiguous" or size == 1 else 2 * size  # one rank has all
     _check_divides(lengths, parts, layout, size)
     part = per_run = lengths // parts
     taken = [rank] if parts == size else [rank, parts - 1 - rank]
@@ -65,11 +65,6 @@ def slices_of_rank(bounds: np.ndarray, num_rows: int, rank: int, size: int, layo
     kept = ends > begins
     begins, ends = begins[kept], ends[kept]
     return Slices(np.searchsorted(bounds, begins, side="right") - 1, begins, ends)
-
-
-def _num_parts(size: int, layout: str) -> int:
-    """Return how many parts a segment or row is cut into: none for one rank, which has all."""
-    return size if layout == "contiguous" or size == 1 else 2 * size
 
 
 def _check_divides(lengths: np.ndarray, parts: int, layout: str, size: int) -> None:
@@ -106,12 +101,13 @@ def local_bounds(segments: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     return np.append(before[is_first], sizes.sum())
 
 
-_DROPPED = ("labels", "sub_seq_lengths", "cu_seq_lens", "mrope_position_ids")
+_DROPPED = ("cu_seq_lens", "labels", "sub_seq_lengths", "mrope_position_ids")
 _INPUTS = {
     *("input_ids", "position_ids", "attention_mask", "inputs_embeds", "router_padding_mask"),
     *("token_type_ids", "mm_token_type_ids", "rollout_expert_indices"),
 }
 """Inputs stay in their cell; targets move to the cell that predicts them."""
+_ADDED = ("input_ids", "inputs_embeds")  # but at a depth above 1 these are of later tokens
 
 
 def is_shard(batch: Any) -> bool:
@@ -120,16 +116,17 @@ def is_shard(batch: Any) -> bool:
     return placement is not None and placement.shard is not None
 
 
-def shard_of(storage: Storage, rank: int, size: int, layout: str) -> Storage:
+def shard_of(storage: Storage, rank: int, size: int, layout: str, depth: int) -> Storage:
     """Return the content of ``Batch.context_shard``: copies of a rank's entries."""
-    _check(storage, rank, size)
+    _check(storage, rank, size, depth)
     placement = storage.columns.placement
-    slices = _ShardSlices.of(placement, storage.num_rows, rank, size, layout)
+    slices = _ShardSlices.of(placement, storage.num_rows, rank, size, layout, depth)
     columns = _columns_of(storage, slices)
     given = _given_of(storage, slices)
     if "mrope_position_ids" in storage.names and "mrope_position_ids" not in given:
         whole: Any = make_field("mrope_position_ids", storage.columns, {}, storage.metadata)
         given["mrope_position_ids"] = _cells_of(whole, slices, of_axis=2)
+    trained = columns.is_trained()
     shard = Shard(
         rank,
         size,
@@ -137,8 +134,9 @@ def shard_of(storage: Storage, rank: int, size: int, layout: str) -> Storage:
         placement.width,
         tuple(slices.bounds.tolist()),
         _checksum(storage),
-        None if "loss_mask" in given else _num_trained(columns),
+        None if "loss_mask" in given or not trained.is_cpu else int(trained.count_nonzero()),
         placement.has_left_pads,
+        depth,
     )
     columns = replace(columns, placement=replace(columns.placement, shard=shard))
     row_metadata = {k: v for k, v in storage.row_metadata.items() if k != "num_trained"}
@@ -147,31 +145,49 @@ def shard_of(storage: Storage, rank: int, size: int, layout: str) -> Storage:
         "cu_seq_lens_local": torch.from_numpy(slices.local.astype(np.int32)),
     }
     metadata = {**storage.metadata, **boundaries, "response_length": slices.width}
+    if depth > 1:  # whose number is another: none is better than a wrong one
+        metadata.pop("num_loss_tokens", None)
     return Storage(columns, given, row_metadata, metadata)
 
 
-def _check(storage: Storage, rank: int, size: int) -> None:
+def _check(storage: Storage, rank: int, size: int, depth: int) -> None:
     checked_int("cp_size", size)
     if not 0 <= checked_int("cp_rank", rank, minimum=0) < size:
         raise ValueError(
             f"cp_rank must be 0 to {size - 1}, got {rank}; layout.place(rank) returns that of a "
             "process, with layout=ParallelLayout(dp=..., cp=...)"
         )
-    if not storage.columns:
-        raise ValueError(
-            "the batch was built from tensors, which do not say where its segments lie; cut the "
-            "Batch that the collator returned"
-        )
-    refuse_shard(storage, "cut", "cut the whole batch, once for each rank")
+    check_whole(storage, depth, "cut", "cut", "cut the whole batch, once for each rank")
     if storage.columns.placement.tree_width:
         raise ValueError(
             "segments of the batch share prefixes (share_prefixes), and a shared prefix has no "
             "one place among its ranks; collate without share_prefixes"
         )
+    if depth > 1 and storage.columns.placement.vision is not None:
+        raise ValueError(
+            f"depth={depth} moves ids away from the features of their images; move embeddings "
+            "yourself, by the cells of batch.targets(depth)"
+        )
     if "cu_seq_lens" in storage.given:
         raise ValueError(
             "cu_seq_lens were replaced, and shards follow from where segments were collated; cut "
             "the batch first"
+        )
+
+
+def check_whole(storage: Storage, depth: int, wanted: str, what: str, way_out: str) -> None:
+    """Refuse all but a whole batch that a collator made, with next tokens as targets."""
+    checked_int("depth", depth, hint="1 is the next token, 2 the one after it")
+    if not storage.columns:
+        raise ValueError(
+            "the batch was built from tensors, which do not say where its segments lie; "
+            f"{wanted} the Batch that the collator returned"
+        )
+    refuse_shard(storage, what, way_out)
+    if (targets := storage.columns.placement.targets) != "next_token":
+        raise ValueError(
+            f"the batch has targets={targets!r}, and depths and shards of context ranks have them "
+            'in the cells that predict them, as causal models do; collate with targets="next_token"'
         )
 
 
@@ -212,22 +228,25 @@ class _ShardSlices(NamedTuple):
     """The tokens of the segment before the slice."""
     tokens: np.ndarray
     targets: np.ndarray
+    inputs: np.ndarray
+    """How many cells have an input id: fewer than tokens at a depth above 1."""
     responses: np.ndarray
     """How many of the targets, the last ones, are the response."""
     starts: np.ndarray
     """The first cell with a token or target, in its row of the shard."""
     width: int
     """Cells of a row of the shard."""
+    depth: int
 
     @classmethod
     def of(
-        cls, placement: Placement, num_rows: int, rank: int, size: int, layout: str
+        cls, placement: Placement, num_rows: int, rank: int, size: int, layout: str, depth: int
     ) -> _ShardSlices:
         width = placement.width
         firsts, lengths = placement.first_cells(), _count(placement, "lengths")
         edges = firsts if placement.is_packed else np.arange(num_rows) * width
         bounds = np.append(edges, num_rows * width)
-        if layout == "zigzag" and not placement.is_packed:
+        if layout == "zigzag" and size > 1 and not placement.is_packed:
             raise ValueError(
                 'layout="zigzag" cuts the segments of packed rows, and these are padded; use '
                 'layout="head_tail", which cuts rows in the same way'
@@ -236,9 +255,9 @@ class _ShardSlices(NamedTuple):
         first, length = firsts[owners], lengths[owners]
         begin = np.clip(first, begins, ends)  # where tokens may begin
         last = np.clip(first + length, begin, ends)
-        predicting = np.clip(first + length - 1, begin, ends)
+        predicting = np.clip(first + length - depth, begin, ends)
         responses = _count(placement, "responses")[owners]
-        of_response = np.clip(first + length - responses - 1, begin, predicting)
+        of_response = np.clip(first + length - responses - depth, begin, predicting)
         rows = begins // max(width, 1)
         sizes = ends - begins
         places = np.cumsum(sizes) - sizes + begin - begins  # in the flat shard
@@ -252,10 +271,16 @@ class _ShardSlices(NamedTuple):
             begin - first,
             last - begin,
             predicting - begin,
+            np.clip(first + length - depth + 1, begin, ends) - begin,
             predicting - of_response,
             places - rows * (width // size),
             width // size,
+            depth,
         )
+
+    def reading(self) -> _ShardSlices:
+        """Return the slices whose targets are what the cells read: those of a depth less."""
+        return self._replace(depth=self.depth - 1, targets=self.inputs)
 
     def picks(self, placement: Placement, count: str) -> tuple[np.ndarray, np.ndarray]:
         """Return where the entries of a column begin that each slice has, and how many."""
@@ -265,9 +290,9 @@ class _ShardSlices(NamedTuple):
         if count == "lengths":
             return before + self.skipped, self.tokens
         if count == "targets":
-            return before + self.skipped + 1, self.targets
+            return before + self.skipped + self.depth, self.targets
         if count == "responses":
-            skipped = self.skipped + 1 + self.targets - self.responses
+            skipped = self.skipped + self.depth + self.targets - self.responses
             hidden = (_count(placement, "lengths") - total)[self.owners]
             return before + skipped - hidden, self.responses
         return before + self.skipped, np.clip(total[self.owners] - self.skipped, 0, self.tokens)
@@ -295,6 +320,10 @@ def _columns_of(storage: Storage, slices: _ShardSlices) -> Columns:
         if isinstance(spec, PerToken) and name not in inputs:
             specs[name] = PerTarget(spec.dtype, spec.pad, spec.shape)
         values[name] = _picked(column.values, slices, placement, specs[name].count, offsets)
+    if slices.depth > 1:
+        pad, ids = placement.pad_token_id, columns.values["input_ids"].values
+        specs["input_ids"] = PerTarget(torch.int64, pad, count="inputs")
+        values["input_ids"] = _picked(ids, slices.reading(), placement, "targets", offsets)
     _add_targets(columns, slices, specs, values)
     names = [_TARGETS_FOR.get(name, name) for name in columns.names]
     if "targets" not in names:
@@ -304,7 +333,8 @@ def _columns_of(storage: Storage, slices: _ShardSlices) -> Columns:
         names.append("target_ids")
         specs["target_ids"] = PerTarget(torch.int64)
         values["target_ids"] = _picked(ids, slices, placement, "targets", offsets)
-    kept = tuple(name for name in dict.fromkeys(names) if name not in _DROPPED)
+    dropped = _DROPPED[slices.width == placement.width :]  # whose boundaries are its own
+    kept = tuple(name for name in dict.fromkeys(names) if name not in dropped)
     local = _placement_of(storage, slices, offsets)
     return Columns.of(values, specs, kept, local, device=columns.segments["num_segments"].device)
 
@@ -322,10 +352,7 @@ def _picked(
 
 
 def _add_targets(
-    columns: Columns,
-    slices: _ShardSlices,
-    specs: dict[str, Any],
-    values: dict[str, Any],
+    columns: Columns, slices: _ShardSlices, specs: dict[str, Any], values: dict[str, Any]
 ) -> None:
     """Add the ids that cells predict, -100 where that is not trained, and their weights."""
     if "labels" in values:
@@ -360,6 +387,8 @@ def _placement_of(storage: Storage, slices: _ShardSlices, offsets: np.ndarray) -
         "columns": slices.begins - slices.rows * placement.width,
         "cells": slices.sizes,
     }
+    if slices.depth > 1:
+        counts["inputs"] = slices.inputs
     if "routed" in placement.segments:
         counts["routed"] = slices.picks(placement, "routed")[1]
     segments = {name: Ragged(numbers.astype(np.int32), offsets) for name, numbers in counts.items()}
@@ -379,6 +408,9 @@ def _given_of(storage: Storage, slices: _ShardSlices) -> dict[str, Any]:
             continue
         elif isinstance(field, Ragged) or field.ndim < 2:
             given[name] = field
+        elif name in _ADDED and slices.depth > 1:
+            pad = getattr(specs.get(name), "pad", 0)
+            given[name] = _with_predicting(field, slices.reading(), pad, placement)
         elif name in inputs:
             given[name] = _cells_of(field, slices, of_axis=1)
         elif field.shape[1] in (placement.width, placement.response_length):
@@ -396,9 +428,7 @@ def _cells_of(field: Tensor, slices: _ShardSlices, *, of_axis: int) -> Tensor:
     index = index.to(field.device, non_blocking=True)
     shape = [len(field), *[1] * (field.ndim - 1)]
     shape[of_axis] = slices.width
-    sizes = list(field.shape)
-    sizes[of_axis] = slices.width
-    return field.gather(of_axis, index.view(shape).expand(sizes))
+    return field.take_along_dim(index.view(shape), dim=of_axis)
 
 
 def _with_predicting(
@@ -406,7 +436,8 @@ def _with_predicting(
 ) -> Tensor:
     """Return a field ``[R, C, ...]``, right-aligned, where each entry is with what predicts it."""
     hidden = placement.width - field.shape[1]
-    columns = slices.skipped + placement.segments["starts"].values[slices.owners] + 1 - hidden
+    columns = slices.skipped + placement.segments["starts"].values[slices.owners] - hidden
+    columns += slices.depth
     missing = np.clip(-columns, 0, slices.targets)  # before the first column
     counts = slices.targets - missing
     begins = slices.rows * field.shape[1] + columns + missing
@@ -422,17 +453,9 @@ def _checksum(storage: Storage) -> int:
     """Return a checksum of where segments lie, what is trained and, in host memory, of the ids."""
     found = 0
     counts = [storage.columns.placement.segments[name] for name in ("starts", "lengths")]
-    counts += [
-        column
-        for column in (storage.row_metadata.get("num_trained"),)
-        if isinstance(column, Ragged)
-    ]
+    trained = storage.row_metadata.get("num_trained")
+    counts += [trained] if isinstance(trained, Ragged) else []
     for column in counts:
         found = zlib.crc32(np.asarray(column.values).tobytes(), found)
     ids = storage.columns.values["input_ids"].values
     return zlib.crc32(ids.numpy().tobytes(), found) if ids.device.type == "cpu" else found
-
-
-def _num_trained(columns: Columns) -> int | None:
-    trained = columns.is_trained()
-    return int(trained.count_nonzero()) if trained.device.type == "cpu" else None

@@ -60,6 +60,21 @@ def cells_of_tokens(columns: Columns) -> Tensor:
     return first + column.values
 
 
+def cells_of_rows(batch: Any) -> Tensor:
+    """Return the cell of every token, int64 [R, U] over all rows of cells; 0 at pads."""
+    made: dict[str, Tensor] = batch._shared
+    if "cells of tokens" not in made:
+        columns: Columns = batch.stored().columns
+        placement = columns.placement
+        with torch.inference_mode(False):
+            places = torch.from_numpy(placement.cells("lengths"))
+            cells = cells_of_tokens(columns)
+            dense = cells.new_zeros(columns.num_rows * placement.width)
+            dense.scatter_(0, places.to(cells.device, non_blocking=True), cells)
+        made["cells of tokens"] = dense.view(columns.num_rows, placement.width)
+    return made["cells of tokens"]
+
+
 class _Maker:
     """Dense fields of a batch: those without a column are methods of their names."""
 
@@ -160,13 +175,15 @@ class _Maker:
                 return self.in_cells(values, spec.pad)
             return self.dense(values, "lengths", spec.pad, spec.dtype)
         if isinstance(spec, PerTarget):
-            return self.dense(values, "targets", spec.pad, spec.dtype)
+            return self.dense(values, str(spec.count), spec.pad, spec.dtype)
         if isinstance(spec, PerResponseToken):
             return self.dense(values, "responses", spec.pad, spec.dtype, hidden=self.hidden)
         if isinstance(spec, PerRoutedToken):
             shape = (self.num_rows * self.width, *values.shape[1:])
             experts = torch.arange(shape[-1], dtype=spec.dtype, device=self.device)
             dense = experts.expand(shape).clone()
+            if values.dtype.is_signed:  # uint8 has no holes
+                values = torch.where(values < 0, experts, values)
             dense.index_copy_(0, self.cells("routed"), _as(values, spec.dtype))
             return dense.view(self.num_rows, self.width, *shape[1:])
         # a copy of grids: positions follow from them, so a change must not reach the column
@@ -186,7 +203,8 @@ class _Maker:
         lengths = self.per_segment["lengths"]
         before = torch.cumsum(lengths, 0) - lengths
         shifts = self.per_segment.get("depths", 0) - before
-        return self.in_cells(_counted_up(shifts, before, len(self.flat["input_ids"])), 0)
+        num_tokens = int(self.placement.segments["lengths"].values.sum())
+        return self.in_cells(_counted_up(shifts, before, num_tokens), 0)
 
     def cells_of_batch(self) -> Tensor:
         """Return the cell of the batch, over its rows, of each cell of a shard: int64 [R * W]."""
@@ -244,7 +262,9 @@ class _Maker:
         return self.dense(1, "responses", 0, torch.int64, hidden=self.hidden)
 
     def router_padding_mask(self) -> Tensor:
-        return self.dense(False, "routed", True, torch.bool)
+        routes = self.flat["rollout_expert_indices"]
+        is_hole = routes[:, 0, 0] < 0 if routes.dtype.is_signed else False
+        return self.dense(is_hole, "routed", True, torch.bool)
 
     def sub_seq_lengths(self) -> Ragged:
         segments = self.placement.segments

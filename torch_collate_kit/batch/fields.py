@@ -83,7 +83,8 @@ class PerRoutedToken:
     """Expert routes ``[layers, top_k]`` of the first tokens: dense ``[R, W, layers, top_k]``.
 
     Cells without a route hold the experts ``0, ..., top_k - 1``, distinct because a router that
-    scatters routes into a table loses an expert that is named twice.
+    scatters routes into a table loses an expert that is named twice. So do holes, which are -1 in
+    all layers in the column.
     """
 
     dtype: torch.dtype
@@ -107,13 +108,13 @@ class PerImage:
 class PerTarget:
     """A field of a context shard with one entry per predicted token: dense ``[R, W]``.
 
-    An entry is in the cell that predicts its token.
+    An entry is in the cell that predicts its token, or with the count "inputs" reads it.
     """
 
     dtype: torch.dtype
     pad: float = 0
     shape: tuple[int, ...] = ()
-    count: ClassVar[str | None] = "targets"
+    count: str | None = "targets"
 
 
 FieldSpec = PerToken | PerResponseToken | PerExample | PerRoutedToken | PerImage | PerTarget

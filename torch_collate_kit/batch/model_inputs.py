@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torch_collate_kit._checks import checked_bool, checked_int
+from torch_collate_kit.batch.block_masks import document_masks
 from torch_collate_kit.batch.model_kind import ModelKind
 from torch_collate_kit.batch.paths import shard_inputs, tree_inputs
 from torch_collate_kit.batch.placement import MAX_WIDTH, Placement
 from torch_collate_kit.batch.storage import Storage
 from torch_collate_kit.ragged import Ragged
+
+_logger = logging.getLogger(__name__)
 
 
 def model_inputs(
@@ -30,7 +35,8 @@ def model_inputs(
 ) -> dict[str, Any]:
     """Return ``Batch.model_inputs`` of its dense fields and its content."""
     checked_bool("labels", labels)
-    if stored.columns and stored.columns.placement.shard is not None:
+    shard = stored.columns.placement.shard if stored.columns else None
+    if shard is not None and (shard.size > 1 or context_group is not None):
         kind = ModelKind.of("torch_varlen" if model is None else model)
         _token_types(batch, stored, kind)
         if mask is not None or sliding_window is not None:
@@ -44,6 +50,12 @@ def model_inputs(
             "context_group is for the shard of a context rank, and this is a whole batch; cut it "
             "with batch.context_shard(cp_rank, cp_size)"
         )
+    targets = stored.columns.placement.targets
+    if targets != "next_token" and not isinstance(model, ModelKind | nn.Module):
+        raise ValueError(
+            f"the batch has targets={targets!r}, as two-way models are trained, and the name of an "
+            "attention does not say which way a model looks; pass the model: model_inputs(model)"
+        )
     is_tree = bool(stored.columns) and stored.columns.placement.tree_width > 0
     if is_tree and model is None:  # another attention would ignore the paths in silence
         raise ValueError(
@@ -54,13 +66,17 @@ def model_inputs(
     types = _token_types(batch, stored, kind)
     if is_tree:
         if mask is not None or sliding_window is not None:
-            _refuse_unknown_mask(kind, "block" if mask is None else mask, sliding_window)
+            given = "block" if mask is None else mask
+            _refuse_unknown_mask(kind, given, sliding_window, kind.takes_mask)
         return tree_inputs(batch, stored.columns, kind, sliding_window)
-    _refuse_unknown_mask(kind, mask, sliding_window)
     is_packed, has_image_blocks = "cu_seq_lens" in batch, needs_image_blocks(batch, stored)
+    is_flex = kind.attention == "flex_attention" and not has_image_blocks
+    _refuse_unknown_mask(kind, mask, sliding_window, kind.takes_mask or is_flex)
     is_blind = kind.is_known and (has_image_blocks or kind.family.blind_mask or kind.is_two_way)
-    if mask is None and is_packed and is_blind and kind.takes_mask:
+    if mask is None and is_packed and is_blind and (kind.takes_mask or is_flex):
         mask, sliding_window = "block", kind.window
+    elif mask is not None and is_flex and sliding_window is None:
+        sliding_window = kind.window
     inputs = {"input_ids": batch["input_ids"], **_positions_and_images(batch, stored), **types}
     if kind.first_position or kind.num_positions is not None:
         inputs["position_ids"] = _positions_of_model(batch, stored, kind)
@@ -162,13 +178,20 @@ def _boundaries(
     if mask is not None or "seq_idx" in kind.keywords:
         cells = torch.arange(shape.numel(), device=flat.device, dtype=flat.dtype)
         segments = torch.searchsorted(flat[1:], cells, right=True, out_int32=True).view(shape)
-    if mask is not None:
+    if mask is not None and kind.attention == "flex_attention":
+        masks: Any = document_masks(flat, segments, window=window, two_way=kind.is_two_way)
+        is_one = isinstance(masks, dict) and kind.all_slide  # such a model may take no dict
+        found["attention_mask"] = masks["sliding_attention"] if is_one else masks
+    elif mask is not None:
         images = _images_of_cells(batch, stored)
         found["attention_mask"] = block_mask(
             segments, kind.attention, window=window, images_RW=images, two_way=kind.is_two_way
         )
         if kind.is_two_way and kind.all_slide and window is not None:
             found["attention_mask"] = found["attention_mask"]["sliding_attention"]
+    most = stored.metadata.get("max_segments_per_row")
+    if most is not None and _takes_empty_segments(kind):
+        flat, longest = _with_room(flat, len(per_row), most), shape.numel() // len(per_row)
     for keyword in kind.keywords:
         if keyword == "cu_seq_lens":
             found |= {"cu_seq_lens_q": flat, "cu_seq_lens_k": flat}
@@ -178,6 +201,34 @@ def _boundaries(
         else:
             found[keyword] = segments if keyword == "seq_idx" else flat
     return found
+
+
+def _with_room(flat: Tensor, num_rows: int, most: int) -> Tensor:
+    """Repeat the last boundary, for as many segments as the rows may have: int32 [R * most + 1]."""
+    missing = num_rows * most + 1 - len(flat)
+    if missing < 0:
+        raise ValueError(
+            f"cu_seq_lens has {len(flat) - 1} segments, more than the {num_rows * most} of "
+            f"{num_rows} rows with metadata['max_segments_per_row']={most}; replace it by fewer, "
+            "or collate with a larger max_sequences_per_row"
+        )
+    return torch.cat([flat, flat[-1:].expand(missing)])
+
+
+def _takes_empty_segments(kind: ModelKind) -> bool:
+    """Return whether segments without cells are safe, and static; warn once if they are not."""
+    if "cu_seqlens_cpu" in kind.keywords:
+        _warn(f"the mixers of {kind.family.name} models size their work by the segments")
+    elif torch.version.hip and kind.attention == "flash_attention_2":
+        _warn("gradients of flash-attention on ROCm were NaN before its pull request 2421")
+    else:
+        return True
+    return False
+
+
+@cache
+def _warn(reason: str) -> None:
+    _logger.warning("cu_seq_lens stays ragged here, whatever max_sequences_per_row: %s", reason)
 
 
 def _on_host(flat: Tensor, stored: Storage) -> Tensor:
@@ -246,13 +297,14 @@ def _images_of_cells(batch: Mapping[str, Any], stored: Storage) -> Tensor | None
     return torch.where(is_image == 1, number, -1).view(batch["token_type_ids"].shape)
 
 
-def _refuse_unknown_mask(kind: ModelKind, mask: Any, sliding_window: Any) -> None:
+def _refuse_unknown_mask(kind: ModelKind, mask: Any, sliding_window: Any, takes_mask: bool) -> None:
     if mask not in (None, "block"):
         raise ValueError(f'mask={mask!r} is unknown; use "block", or None for no mask')
-    if mask is not None and not kind.takes_mask:
+    if mask is not None and not takes_mask:
         raise ValueError(
-            f'mask="block" is for attention "sdpa" and "eager", got {kind.attention!r}; '
-            "attention that reads boundaries needs no mask, flex_attention takes none of this kind"
+            'mask="block" is for attention "sdpa", "eager" and "flex_attention", got '
+            f"{kind.attention!r}; attention that reads boundaries needs no mask, flex_attention "
+            "takes none of image blocks or shared prefixes"
         )
     if sliding_window is None:
         return

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from torch_collate_kit.batch.placement import Targets
 from torch_collate_kit.errors import IsolationError
 from torch_collate_kit.families import (
     ISOLATED,
@@ -34,6 +35,15 @@ _HEADS_OF_CELL_0 = (
     "ForSequenceClassification",
     "ForMultipleChoice",
 )
+_HEADS: tuple[tuple[str, ...], ...] = (
+    (
+        *("ForSequenceClassification", "ForMultipleChoice", "ForQuestionAnswering"),
+        "ForNextSentencePrediction",
+    ),
+    ("ForTokenClassification", "ForMaskedLM"),
+    ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"),
+)
+"""Names of heads whose loss is of a row, of a token's own label, and of the next token's."""
 _SECOND_POSITION = ("mra", "nystromformer", "yoso")
 _PAD_ON_THE_RIGHT = 'use PaddedCollator(..., padding_side="right")'
 
@@ -56,6 +66,8 @@ class ModelKind:
     """Dropout of its attention in training."""
     odd_layers: tuple[str, ...] = ()
     """Kinds of attention layers other than full and sliding ones."""
+    head: str = ""
+    """Class of the model, which ends in the name of its head."""
     is_two_way: bool = False
     """Whether tokens see later ones, too."""
     first_position: int = 0
@@ -101,6 +113,7 @@ class ModelKind:
             all_slide=all_slide,
             dropout=attention_dropout(config),
             odd_layers=odd_layers(config),
+            head=type(inside(model)).__name__,
             is_two_way=two_way,
             **_positions_of(config, model),
             num_token_types=int(getattr(text_config(config), "type_vocab_size", None) or 0),
@@ -135,6 +148,32 @@ class ModelKind:
             raise IsolationError(
                 f"packed rows are not isolated in {family.name} models: {family.needs_isolation}; "
                 f"call isolate_mixers(model), or {_PAD_ON_THE_RIGHT}"
+            )
+
+    def check_head(self, targets: Targets, *, is_packed: bool) -> None:
+        """Check that the model's own loss, as of a Trainer, is that of a batch's labels."""
+        is_of_rows, is_of_tokens, shifts = map(self.head.endswith, _HEADS)
+        if is_packed and is_of_rows:
+            raise IsolationError(
+                f"{self.head} reads one cell of a row, and a packed row holds several examples; "
+                "train with the Batch: targets=None, losses.segment_pool and your own loss"
+            )
+        if targets is None:
+            raise ValueError(
+                "for_trainer() passes on labels, and with targets=None a batch has none; train "
+                "with the Batch: losses.segment_pool and losses.global_num_examples"
+            )
+        if targets == "same_token" and not self.is_known:
+            raise ValueError('targets="same_token" follows the model: pass for_trainer(model)')
+        if shifts and targets == "same_token":
+            raise ValueError(
+                f'the loss of {self.head} shifts labels by a token, and with targets="same_token" '
+                "they stay; take the Batch and token_loss"
+            )
+        if (is_of_tokens or self.is_two_way) and targets == "next_token":
+            raise ValueError(
+                f"{self.head} is trained on labels of the tokens themselves (a two-way model sees "
+                'the next ones); pass targets="same_token" to the collator'
             )
 
     def refuse_missing(self, inputs: Mapping[str, Any]) -> None:
@@ -215,6 +254,8 @@ def _refusal(
         exact = tuple(name for name in exact if name != "flash")
         reason = "its flash attention has a window of one cell less"
     if (attention if is_masked or attention == "torch_varlen" else "flash") in exact:
+        return ""
+    if attention == "flex_attention" and {"sdpa", "torch_varlen"} <= {*exact}:
         return ""
     return (
         f"attention {attention!r} is wrong there ({reason}), load it with "

@@ -49,7 +49,7 @@ def check_one_batch(contents: list[list[int]]) -> None:
 
 def content_of(shard: Shard) -> list[int]:
     """Return integers that are equal on all ranks that cut the same batch in the same way."""
-    return [shard.content, LAYOUTS.index(shard.layout)]
+    return [shard.content, LAYOUTS.index(shard.layout), shard.depth]
 
 
 def gathered_ints(values: list[int], group: Any) -> list[list[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -11,6 +12,7 @@ from torch_collate_kit.packing.rows import Pieces
 from torch_collate_kit.ragged import SHORT_SPAN, Ragged, span_indices, unchecked
 from torch_collate_kit.vision import VisionLayout
 
+Targets = Literal["next_token", "same_token"] | None
 MAX_WIDTH = int(np.iinfo(np.int32).max)  # cells of a row; places there are int32
 
 
@@ -37,6 +39,8 @@ class Shard:
     """Trained targets of the shard; None if that needs a wait for the device."""
     has_left_pads: bool
     """Whether a row of the batch begins with pads."""
+    depth: int = 1
+    """How many tokens on in its segment the target of a cell is."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +62,9 @@ class Placement:
       many of these there are; only where segments share prefixes;
     - ``"targets"``: how many tokens its first cells predict; ``"depths"``: the position of its
       first token; ``"columns"`` and ``"cells"``: its first cell in its row of the batch, and how
-      many it has. Only in shards, whose segments are runs of cells of a segment of the batch, and
-      of whose targets the last ones are ``"responses"``.
+      many it has; at a depth above 1 ``"inputs"``: how many read a token. Only in shards, whose
+      segments are runs of cells of a segment of the batch, and of whose targets the last ones are
+      ``"responses"``.
     """
 
     width: int
@@ -74,6 +79,8 @@ class Placement:
     of which several may be in one cell, and the column ``tree_cells`` has the cell of each."""
     shard: Shard | None = None
     """The part of a batch that these rows are, of those of all context ranks."""
+    targets: Targets = "next_token"
+    """What labels are of, as the collator was told; its readers never ask a width."""
     num_token_types: int = 0
     """The types of tokens in ``token_type_ids`` of the examples, 0 to one less; 0 without them."""
 

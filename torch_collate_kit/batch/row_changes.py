@@ -93,6 +93,12 @@ def _check_fields(index: int, part: Storage, first: Storage) -> None:
             f"batch {index} has fields {list(part.names)}, batch 0 has {list(first.names)}"
         )
     if part.columns and first.columns:
+        of_both = [storage.columns.placement.targets for storage in (first, part)]
+        if of_both[0] != of_both[1]:
+            raise ValueError(
+                f"batch {index} was collated with targets={of_both[1]!r}, batch 0 with "
+                f"{of_both[0]!r}; collate both with the same"
+            )
         mine, theirs = first.columns.placement.vision, part.columns.placement.vision
         if mine != theirs:  # images become tokens, and pixels a dtype, in one way
             raise ValueError(
@@ -251,7 +257,7 @@ def _padded_row_metadata(key: str, value: Any, added: int) -> Any:
     return repeated
 
 
-def changed_rows(storage: Storage, change: Callable[[Any], Any]) -> Storage:
+def changed_rows(storage: Storage, change: Callable[[Any], Any], divides: bool = False) -> Storage:
     """Return other rows of a batch; refuse those in which segments of an example are missing.
 
     Raises:
@@ -262,7 +268,7 @@ def changed_rows(storage: Storage, change: Callable[[Any], Any]) -> Storage:
     numbers, examples = (
         storage.row_metadata.get(key) for key in ("segment_numbers", "example_indices")
     )
-    counts = storage.metadata.get("num_segments")
+    counts = None if divides else storage.metadata.get("num_segments")
     if not isinstance(numbers, Ragged) or not isinstance(examples, Ragged) or counts is None:
         return storage
     columns = storage.columns
@@ -317,7 +323,8 @@ def trimmed(storage: Storage, *, multiple_of: int = 1) -> Storage:
     longest = stop - int(begins.min(initial=stop - 1))
     if "loss_mask" in storage.given:  # it may train more than the responses
         longest = width
-    response_length = max(0, min(longest, kept, width - 1))  # nothing predicts the first cell
+    most = width - (before.targets == "next_token")  # then nothing predicts the first cell
+    response_length = max(0, min(longest, kept, most))
 
     def moved(name: str, value: Any) -> Any:
         return Ragged(value.values - first, value.offsets) if name == "starts" else value

@@ -386,7 +386,7 @@ class Storage:
 
     def num_loss_tokens(self) -> np.ndarray | None:
         """Return the trained cells of each row, int64 [R]; reads the device."""
-        if self.columns and "loss_mask" not in self.given:
+        if "loss_mask" in self.columns.names and "loss_mask" not in self.given:
             return self.columns.num_trained()
         mask: Any = self.given.get("loss_mask")
         return None if mask is None else (mask != 0).flatten(1).sum(dim=1).cpu().numpy()

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from torch_collate_kit.batch.batch import Batch
 from torch_collate_kit.batch.context_shards import refuse_shard
-from torch_collate_kit.batch.dense import cells_of_responses, cells_of_tokens
+from torch_collate_kit.batch.dense import cells_of_responses, cells_of_rows
+from torch_collate_kit.batch.placement import Targets
 from torch_collate_kit.ragged import Ragged, span_indices
 
 Count = Literal["responses", "tokens", "predicted"]
@@ -58,7 +59,7 @@ def unpack(values: Values, batch: Batch) -> list[Values]:
     values = in_rows(values, len(batch), batch["input_ids"].shape[1])
     if batch.placement is not None and batch.placement.tree_width:
         values = _of_tokens(values, batch)
-    _check_shape(values, len(batch), width)
+    _check_shape(values, batch, width)
     count: Count = "tokens" if values.shape[1] == width else "predicted"
     cells = cells_of_every_example(batch, values.shape[1], count)
     flat: Any = values.reshape(-1, *values.shape[2:])
@@ -103,13 +104,16 @@ def in_rows(values: Values, num_rows: int, width: int) -> Values:
     return cast("Values", given)
 
 
-def _check_shape(values: Any, num_rows: int, width: int) -> None:
-    if values.ndim < 2 or len(values) != num_rows or width - values.shape[1] not in (0, 1):
+def _check_shape(values: Any, batch: Batch, width: int) -> None:
+    num_rows, most = len(batch), int(targets_of(batch) == "next_token")
+    if values.ndim < 2 or len(values) != num_rows or width - values.shape[1] not in (0, most):
+        predicted = (
+            f", or [{num_rows}, {width - 1}, ...], one per predicted token (of response tokens "
+            "[R, A] take rl.response_values)"
+        )
         raise ValueError(
             f"values have shape {list(values.shape)}, the batch has {num_rows} rows of {width} "
-            f"cells; give [{num_rows}, {width}, ...], one entry per cell, or "
-            f"[{num_rows}, {width - 1}, ...], one per predicted token (of response tokens [R, A] "
-            "take rl.response_values)"
+            f"cells; give [{num_rows}, {width}, ...], one entry per cell{predicted * most}"
         )
 
 
@@ -224,6 +228,12 @@ def response_cells(batch: Batch) -> Tensor | None:
     return cells_of_responses(stored.columns, batch._shared)
 
 
+def targets_of(batch: Any) -> Targets:
+    """Return what the labels of a batch are of; of one built from tensors the next tokens."""
+    placement = getattr(batch, "placement", None)
+    return "next_token" if placement is None else cast("Targets", placement.targets)
+
+
 def shares_prefixes(batch: Any) -> bool:
     """Return whether rows of the batch have fewer cells than tokens, since segments share them."""
     placement = getattr(batch, "placement", None)
@@ -279,24 +289,11 @@ def token_width(batch: Batch) -> int:
     if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] >= max(width, 1):
         raise ValueError(
             f"loss_mask has {mask.shape[1]} columns, rows have {width} cells: of rows that share "
-            "prefixes (share_prefixes) tensors alone do not say where tokens lie; pass the Batch "
-            f"that the collator returned, otherwise a loss_mask of at most {width - 1} columns"
+            'prefixes (share_prefixes), and of targets="same_token", tensors alone do not say what '
+            "a column is of; pass the Batch that the collator returned, otherwise a loss_mask of "
+            f"at most {width - 1} columns, for next tokens"
         )
     return width
-
-
-def cells_of_rows(batch: Batch) -> Tensor:
-    """Return the cell of every token, int64 [R, U] over all rows of cells; 0 at pads."""
-    made, stored = batch._shared, batch.stored()
-    if "cells of tokens" not in made:
-        placement = stored.columns.placement
-        with torch.inference_mode(False):
-            places = torch.from_numpy(placement.cells("lengths"))
-            cells = cells_of_tokens(stored.columns)
-            dense = cells.new_zeros(stored.num_rows * placement.width)
-            dense.scatter_(0, places.to(cells.device, non_blocking=True), cells)
-        made["cells of tokens"] = dense.view(stored.num_rows, placement.width)
-    return made["cells of tokens"]
 
 
 def before_and_at(batch: Batch, tokens: Tensor) -> tuple[Tensor, Tensor]:

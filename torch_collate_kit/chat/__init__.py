@@ -5,6 +5,7 @@ from torch_collate_kit.chat.documents import tokenize_documents
 from torch_collate_kit.chat.options import ChatOptions
 from torch_collate_kit.chat.tokenize import tokenize_chat
 from torch_collate_kit.chat.traces import trace_paths
+from torch_collate_kit.chat.windows import windows
 
 __all__ = [
     "ChatOptions",
@@ -12,4 +13,5 @@ __all__ = [
     "tokenize_chat_dataset",
     "tokenize_documents",
     "trace_paths",
+    "windows",
 ]

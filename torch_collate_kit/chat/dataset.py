@@ -14,7 +14,7 @@ from torch_collate_kit._checks import needed_package, plural
 from torch_collate_kit.chat.cache_keys import cache_key, fingerprint
 from torch_collate_kit.chat.options import DEFAULT_OPTIONS, ChatOptions, ChatSetup
 from torch_collate_kit.chat.records import BadArguments
-from torch_collate_kit.chat.tokenize import grouped, tokenize_records
+from torch_collate_kit.chat.tokenize import COUNTS, grouped, tokenize_records
 from torch_collate_kit.errors import DataError
 
 if TYPE_CHECKING:
@@ -51,8 +51,10 @@ def tokenize_chat_dataset(
     the others, which is also logged ("bad_tool_arguments": not a JSON object). The columns are
     ``input_ids`` (int32) and ``loss_mask`` (int8), or with ``labels=True`` ``labels`` (int32);
     ``weight`` (float32) is kept, other columns are not. ``overflow="truncate"`` adds
-    ``num_cut_tokens`` (int64, 0 for whole examples), and ``train_on="each"`` the ``record_index``
-    (int64) that an example is from. With ``group_turns`` an example is a conversation,
+    ``num_cut_tokens`` (int64, 0 for whole examples), ``train_on="each"`` and windows the
+    ``record_index`` (int64) that an example is from, and windows ``is_continued`` (bool); a line of
+    the log has the share of trained tokens that truncation would have lost, and "prompt_too_long"
+    is a ``skip_reason``. With ``group_turns`` an example is a conversation,
     ``input_ids`` and the target are lists of lists with an entry per segment, and segments that are
     left out are counted one by one. With a processor the vision fields are lists of lists (float32,
     int64), None in rows without an image; ``with_format("numpy")`` reads them as arrays.
@@ -86,6 +88,13 @@ def tokenize_chat_dataset(
     setup = ChatSetup(tokenizer, options, overflow="drop")
     tokenized = _map(dataset, setup, num_proc)
     removed = [] if options.train_on == "each" else ["record_index"]
+    if setup.overflow == "windows":
+        removed = [COUNTS]
+        if counts := [count for count in tokenized[COUNTS][:] if count]:
+            windows, trained, lost = map(sum, zip(*counts, strict=True))
+            made = f"{plural(len(counts), 'row')} became {plural(windows, 'window')}"
+            gone = f"truncation would have lost {lost / trained:.1%} of the trained tokens"
+            _logger.warning("%s; %s", made, gone)
     removed += [] if setup.overflow == "truncate" else ["num_cut_tokens"]
     return without_skipped(
         tokenized,
@@ -217,6 +226,9 @@ def _features(setup: ChatSetup) -> Any:
         found[name] = datasets.Value(str(field.dtype))
         for _ in range(field.ndim):  # lists of lists, because a null of Array2D is read as NaN
             found[name] = datasets.Sequence(found[name])
+    if setup.overflow == "windows":
+        found["is_continued"] = datasets.Value("bool")
+        found[COUNTS] = datasets.Sequence(datasets.Value("int64"))
     others = {"record_index": "int64", "num_cut_tokens": "int64", "skip_reason": "string"}
     return datasets.Features(found | {name: datasets.Value(kind) for name, kind in others.items()})
 

@@ -21,7 +21,8 @@ class ChatOptions:
 
     Raises:
         ValueError: an unknown choice; a ``max_length`` below 2; ``group_turns`` without
-            ``train_on="each"``; a ``chat_template`` among the ``chat_template_kwargs``.
+            ``train_on="each"`` or windows; windows with "each" or without ``max_length``; a
+            ``chat_template`` among the ``chat_template_kwargs``.
         TypeError: a number that is not an int, a flag that is not a bool.
 
     >>> ChatOptions(train_on="last", max_length=4096)
@@ -32,13 +33,14 @@ class ChatOptions:
     """Trained turns: "all" assistant turns in one example; only the "last"; or "each" in the
     context that the model sees at inference, in as few examples as the template allows."""
     group_turns: bool = False
-    """With ``train_on="each"``, make one example of a conversation, of a segment for each of these,
-    so that ``PackedCollator(share_prefixes=True)`` computes what they begin with once."""
+    """With ``train_on="each"`` or windows, make one example of a conversation, with a segment for
+    each, so that ``PackedCollator(share_prefixes=True)`` computes what they begin with once."""
     max_length: int | None = None
     """The most tokens of an example; None for no limit."""
-    overflow: Literal["raise", "truncate", "drop"] | None = None
+    overflow: Literal["raise", "truncate", "drop", "windows"] | None = None
     """Treatment of a longer example: "raise"; "truncate" keeps its first ``max_length`` tokens, so
-    that its last answer may have no end; "drop" skips it. None: "drop" for a whole dataset, so
+    that its last answer may have no end; "drop" skips it; "windows" makes examples of its prompt
+    and a run of what follows, which train each answer once. None: "drop" for a whole dataset, so
     that one long chat does not stop it, and "raise" otherwise."""
     allow_empty: bool = False
     """Train answers without text and tool calls, which teach the model to say nothing. They are
@@ -64,7 +66,7 @@ class ChatOptions:
 
     def __post_init__(self) -> None:
         checked_choice("train_on", self.train_on, ("all", "last", "each"))
-        checked_choice("overflow", self.overflow, ("raise", "truncate", "drop", None))
+        checked_choice("overflow", self.overflow, ("raise", "truncate", "drop", "windows", None))
         if self.max_length is not None:
             limit = checked_int(
                 "max_length", self.max_length, minimum=2, hint="None means no limit"
@@ -72,7 +74,12 @@ class ChatOptions:
             object.__setattr__(self, "max_length", limit)
         for name in ("group_turns", "allow_empty", "labels", "pixels"):
             checked_bool(name, getattr(self, name))
-        if self.group_turns and self.train_on != "each":
+        if self.overflow == "windows" and (self.train_on == "each" or self.max_length is None):
+            raise ValueError(
+                "overflow='windows' cuts one example of a conversation into windows of max_length, "
+                f"got {self!r}; give max_length, and train_on='all' or 'last'"
+            )
+        if self.group_turns and self.train_on != "each" and self.overflow != "windows":
             raise ValueError(
                 "group_turns=True puts the examples of a conversation together, and "
                 f'train_on="{self.train_on}" makes one; pass train_on="each", or leave group_turns '
@@ -115,10 +122,11 @@ class ChatSetup:
             )
         self.images: ImageProcessing | None = None
         if hasattr(tokenizer, "image_processor"):
-            if options.group_turns:
+            if options.group_turns or options.overflow == "windows":
+                given = "group_turns=True" if options.group_turns else "overflow='windows'"
                 raise ValueError(
-                    "group_turns=True is for text, whose segments can share what they begin with; "
-                    "leave it out for conversations with images, or pass the processor's tokenizer"
+                    f"{given} is for text, whose segments can share what they begin with; leave it "
+                    "out for conversations with images, or pass the processor's tokenizer"
                 )
             files = image_files(options.image_root, options.max_pixels)
             self.images = image_processing(tokenizer, files, options.pixels)

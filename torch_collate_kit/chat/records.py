@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -49,6 +50,20 @@ class Conversation:
     """One for each image part of ``messages``, in order."""
     placeholder: str = ""
     """The text that the template writes for an image part; "" if it is not known."""
+
+    def around(self, reason: str) -> Conversation:
+        """Return the system messages and the turns around the message that ``reason`` names."""
+        messages, trained = self.messages, self.trained
+        named = re.search(r"messages\[(\d+)\]", reason)
+        middle = sum(turn < int(named[1]) for turn in trained) if named else 0
+        kept = trained[max(middle - 1, 0) : middle + 2]
+        heads = ("system", "developer")
+        head = next((i for i, m in enumerate(messages) if m["role"] not in heads), 0)
+        asked = (i for i in range(kept[0], head, -1) if messages[i]["role"] == "user")
+        start = next(asked, head)
+        part = messages[:head] + messages[start : kept[-1] + 1]
+        turns, images = [turn - start + head for turn in kept], self.images[: num_images(part)]
+        return replace(self, messages=part, trained=turns, images=images)
 
 
 def read_record(example: Mapping[str, Any], setup: ChatSetup, from_arrow: bool) -> Conversation:

@@ -22,6 +22,7 @@ from torch_collate_kit.chat.records import ROLES, Conversation, read_record, wit
 from torch_collate_kit.chat.rendering import Rendering, render_conversation
 from torch_collate_kit.chat.template import ChatTemplate, Refusal, Spans, num_shared
 from torch_collate_kit.chat.turns import ANY_TOOL, leaves_out, turn_spans
+from torch_collate_kit.chat.windows import windows
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.vision.expansion import Expansion
 from torch_collate_kit.vision.families import num_kept
@@ -47,6 +48,7 @@ _CURES = (
 # Of a record of more turns only those around the refused one are tried, and the advice says "try":
 # each turn may be a rendering of its own, and a refusal must not cost more than the record.
 _MAX_TURNS = 8
+COUNTS = "_counts"  # of a record: windows, trained tokens, and those that truncation would lose
 
 
 def tokenize_chat(
@@ -74,8 +76,9 @@ def tokenize_chat(
     its loss weights, the example has it, too. With ``train_on="each"`` a list of such dicts, at
     least one. With ``group_turns`` one dict of all of these: ``input_ids`` and ``loss_mask`` are
     lists of lists, ``num_cut_tokens`` is a sum, and ``skipped_segments`` has the ``skip_reason`` of
-    those that are left out. If there are images, also the processor's vision fields, as NumPy
-    arrays without padding.
+    those that are left out. With ``overflow="windows"`` a list, or segments, as
+    :func:`~torch_collate_kit.chat.windows` makes them, or "prompt_too_long". If there are images,
+    also the processor's vision fields, as NumPy arrays without padding.
 
     Raises:
         DataError: the record has another form, is preference data, has an empty answer, or is too
@@ -101,10 +104,11 @@ def tokenize_chat(
     [results] = tokenize_records([record], ChatSetup(tokenizer, options), from_arrow=False)
     if isinstance(results, DataError):
         raise results
+    results[0].pop(COUNTS, None)
     if options.group_turns:
         example, *skipped = grouped(results)
         return example | {"skipped_segments": [row["skip_reason"] for row in skipped]}
-    return results if options.train_on == "each" else results[0]
+    return results if options.train_on == "each" or options.overflow == "windows" else results[0]
 
 
 def tokenize_records(
@@ -122,7 +126,7 @@ def tokenize_records(
             rows = [_result(setup, skip_reason=entries)]
         else:
             try:
-                rows = [_fitted(entry, setup) for entry in entries]
+                rows = [row for entry in entries for row in _fitted(entry, setup)]
             except DataError as error:  # too long
                 results.append(error)
                 continue
@@ -140,6 +144,8 @@ def grouped(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     targets = (name for name in ("input_ids", "loss_mask", "labels") if name in kept[0])
     example = kept[0] | {name: [row[name] for row in kept] for name in targets}
     example["num_cut_tokens"] = sum(row["num_cut_tokens"] for row in kept)
+    if "is_continued" in example:
+        example["is_continued"] = any(row["is_continued"] for row in kept)
     return [example, *(row for row in rows if row["skip_reason"])]
 
 
@@ -236,17 +242,25 @@ def _marked(
     return MarkedText(example, input_ids, loss_mask, places)
 
 
-def _fitted(marked: MarkedText, setup: ChatSetup) -> dict[str, Any]:
-    """Return a text as an example of at most ``max_length`` tokens, or why it is skipped."""
+def _fitted(marked: MarkedText, setup: ChatSetup) -> list[dict[str, Any]]:
+    """Return a text as examples of at most ``max_length`` tokens, or why it is skipped."""
     example, input_ids, loss_mask, places = marked
     if 1 not in loss_mask[1:]:
-        return _result(setup, skip_reason="no_trained_tokens")
+        return [_result(setup, skip_reason="no_trained_tokens")]
     length, limit = len(input_ids), setup.options.max_length
+    if limit is not None and setup.overflow == "windows":
+        try:
+            found = windows({"input_ids": input_ids, "loss_mask": loss_mask}, limit)
+        except DataError:
+            return [_result(setup, skip_reason="prompt_too_long")]
+        rows = [_result(setup, row.pop("input_ids"), row.pop("loss_mask")) | row for row in found]
+        rows[0][COUNTS] = [len(rows), sum(loss_mask[1:]), sum(loss_mask[limit:])]
+        return rows
     kept = length if limit is None else min(length, limit)
     if kept < length and setup.overflow == "raise":
         raise too_long("the text", length, setup, "'drop' or 'truncate'")
     if kept < length and setup.overflow == "drop":
-        return _result(setup, skip_reason="too_long")
+        return [_result(setup, skip_reason="too_long")]
     fields: dict[str, Any] = {}
     images = example.expansion
     if images and places:
@@ -256,8 +270,8 @@ def _fitted(marked: MarkedText, setup: ChatSetup) -> dict[str, Any]:
             kept = min(kept, places[num_images][0])
         fields = images.first(num_images)
     if 1 not in loss_mask[1:kept]:
-        return _result(setup, skip_reason="nothing_left_after_truncation")
-    return {**_result(setup, input_ids[:kept], loss_mask[:kept], length - kept), **fields}
+        return [_result(setup, skip_reason="nothing_left_after_truncation")]
+    return [{**_result(setup, input_ids[:kept], loss_mask[:kept], length - kept), **fields}]
 
 
 def too_long(what: str, length: int, setup: ChatSetup, others: str) -> DataError:
@@ -449,7 +463,7 @@ def _way_out(
         return None
     part = conversation
     if len(conversation.trained) > _MAX_TURNS and train_on != "last":
-        part = _around(conversation, refusal.reason)
+        part = conversation.around(refusal.reason)
         again = refused(part, train_on)
         if again is None or again.rendered != refusal.rendered:
             return None
@@ -473,22 +487,3 @@ def _way_out(
         if may_split and refused(cured, "each") is None:
             return f"{advice} and train_on='each'"
     return None
-
-
-def _around(conversation: Conversation, reason: str) -> Conversation:
-    """Return the system messages and the turns around the message that ``reason`` names."""
-    messages, trained = conversation.messages, conversation.trained
-    named = re.search(r"messages\[(\d+)\]", reason)
-    middle = sum(turn < int(named[1]) for turn in trained) if named else 0
-    kept = trained[max(middle - 1, 0) : middle + 2]
-    heads = ("system", "developer")
-    head = next((i for i, m in enumerate(messages) if m["role"] not in heads), 0)
-    asked = (i for i in range(kept[0], head, -1) if messages[i]["role"] == "user")
-    start = next(asked, head)
-    part = messages[:head] + messages[start : kept[-1] + 1]
-    return replace(
-        conversation,
-        messages=part,
-        trained=[turn - start + head for turn in kept],
-        images=conversation.images[: num_images(part)],
-    )

@@ -358,6 +358,12 @@ class PlainTurn:
         return prompt[len(asked) :] if prompt.startswith(asked) else ""
 
     @computed_once
+    def writes_no_end(self) -> bool:
+        """True where no added token follows the answer that a text ends with."""
+        before, closing = self._answered
+        return bool(before) and not self._template.added_token.search(closing)
+
+    @computed_once
     def after(self) -> str:
         """The text after the answer, with another question."""
         return self._text("user", "assistant", "user").partition(_TEXTS["assistant"])[2]

@@ -11,26 +11,19 @@ import numpy as np
 import torch
 from torch import nn
 
-from torch_collate_kit._checks import call_repr, changed_settings, checked_bool
+from torch_collate_kit._checks import call_repr, changed_settings, checked_bool, checked_choice
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.batch.fields import PerExample, PerResponseToken, PerToken
+from torch_collate_kit.batch.fields import PerToken
 from torch_collate_kit.batch.model_inputs import model_inputs
 from torch_collate_kit.batch.model_kind import ModelKind
-from torch_collate_kit.batch.placement import Placement
+from torch_collate_kit.batch.placement import Placement, Targets
 from torch_collate_kit.batch.storage import Columns, Storage
 from torch_collate_kit.errors import DataError
+from torch_collate_kit.packing import PackingOptions
 from torch_collate_kit.ragged import unchecked
-from torch_collate_kit.reading.entries import DeclaredFields
+from torch_collate_kit.reading.entries import DeclaredFields, checked_fields
 from torch_collate_kit.reading.examples import ExampleColumns, RowColumns
 from torch_collate_kit.vision import VisionLayout
-
-_ROW_METADATA = (
-    *("example_indices", "example_starts", "segment_numbers", "num_trained", "max_segment_length"),
-    *("uids", "trajectory_ids", "is_last_step", "row_indices", "shared_lengths"),
-)
-# Dtypes that torch computes with; of the others it has little more than the name.
-_INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-_DTYPES = (*_INTEGERS, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Collator:
@@ -43,7 +36,10 @@ class Collator:
         fields: DeclaredFields | None,
         vision: VisionLayout | None,
         names: tuple[str, ...],
+        targets: Targets = "next_token",
     ) -> None:
+        checked_choice("targets", targets, ("next_token", "same_token", None))
+        self.targets = targets
         self.pad_token_id = _pad_token_id_of(tokenizer)
         if vision is None and hasattr(tokenizer, "image_processor"):
             vision = VisionLayout.of(tokenizer)
@@ -59,8 +55,8 @@ class Collator:
             positions = ("mrope_position_ids",) if vision.has_mrope else ()
             self._of_images = (*positions, types) if types else positions
             names = (*names, *self._of_images, *vision.fields)
-        self.normalize_loss = checked_bool("normalize_loss", normalize_loss)
-        self.fields = _checked_fields(fields, (*names, "loss_weights"))
+        self.normalize_loss = checked_bool("normalize_loss", normalize_loss) and targets is not None
+        self.fields = checked_fields(fields, (*names, "loss_weights"))
 
     def __repr__(self) -> str:
         return call_repr(self, str(self.pad_token_id), **changed_settings(self))
@@ -80,6 +76,12 @@ class Collator:
         """Return the Batch of placed examples; ``names`` are its fields."""
         specs = {**placed.specs, "input_ids": PerToken(torch.int64, placement.pad_token_id)}
         num_loss_tokens = int(placed.num_trained.sum()) + num_loss_tokens_elsewhere
+        counted = {
+            "num_loss_tokens": num_loss_tokens,
+            "loss_mask_divisor": max(1, num_loss_tokens) if self.normalize_loss else 1,
+        }
+        if self.targets is None:
+            names, counted = tuple(n for n in names if n not in ("labels", "loss_mask")), {}
         row_offsets = placed.pieces.row_offsets
         per_piece = {
             "example_indices": placed.examples,
@@ -96,8 +98,7 @@ class Collator:
         ragged = {key: unchecked(values.copy(), row_offsets) for key, values in per_piece.items()}
         all_metadata: dict[str, Any] = {
             "response_length": placement.response_length,
-            "num_loss_tokens": num_loss_tokens,
-            "loss_mask_divisor": max(1, num_loss_tokens) if self.normalize_loss else 1,
+            **counted,
             "step_num_tokens": int(placed.pieces.lengths.sum()),
             "step_num_cells": (len(row_offsets) - 1) * placement.width,
             **metadata,
@@ -141,65 +142,32 @@ def _pad_token_id_of(tokenizer: Any) -> int:
     return int(pad_token_id)
 
 
-def _checked_fields(fields: DeclaredFields | None, taken_names: tuple[str, ...]) -> DeclaredFields:
-    """Return the declared fields, checked."""
-    if fields is None:
-        return {}
-    if not isinstance(fields, Mapping):
-        raise TypeError(
-            f"fields must map names to PerToken, PerResponseToken or PerExample, got {fields!r:.60}"
-        )
-    for name, spec in fields.items():
-        where = f"fields[{name!r}]"
-        if not isinstance(spec, PerToken | PerResponseToken | PerExample):
-            raise TypeError(
-                f"{where} must be a PerToken, PerResponseToken or PerExample, got {spec!r:.60}; "
-                "for instance PerToken(torch.float32)"
-            )
-        if not isinstance(spec, PerExample) or spec.dtype is not str:
-            _check_dtype(where, spec)
-            _check_shape(where, spec.shape)
-            if isinstance(spec, PerExample) and len(spec.shape) > 1:
-                raise ValueError(f"{where} has shape={spec.shape}; an example has (k,) numbers")
-        elif name in _ROW_METADATA:
-            raise ValueError(f"fields names {name!r}, which is row metadata; rename yours")
-        if not isinstance(name, str) or not name.isidentifier():
-            raise ValueError(f"fields names {name!r}, which is not a name; use letters and _")
-        if name in taken_names:
-            raise ValueError(
-                f"fields names {name!r}, which the collator reads or makes itself; rename yours"
-            )
-    return dict(fields)
-
-
-def _check_dtype(where: str, spec: Any) -> None:
-    """Check that torch has numbers of this dtype, and that it holds the pad."""
-    dtype, pad = spec.dtype, getattr(spec, "pad", 0)
-    if not isinstance(dtype, torch.dtype) or dtype.is_complex:
-        text = ", or str" if isinstance(spec, PerExample) else ""
-        raise TypeError(f"{where} must have a torch dtype of real numbers{text}, got {dtype!r}")
-    if not isinstance(spec, PerExample) and dtype not in _DTYPES:
-        raise TypeError(
-            f"{where} has {dtype}, which torch does not place; give a signed integer, uint8, "
-            "bool, or a float of 16 bits or more"
-        )
-    if torch.tensor(pad, dtype=torch.float64).to(dtype).double().item() != pad:
-        raise ValueError(f"{where} has pad={pad}, which {dtype} does not hold")
-
-
-def _check_shape(where: str, shape: Any) -> None:
-    if not isinstance(shape, tuple) or any(type(size) is not int or size < 1 for size in shape):
-        is_size = type(shape) is int and shape > 0
-        way_out = f"shape=({shape},)" if is_size else "for k numbers in an entry shape=(k,)"
+def check_options(targets: Targets, *, train_all: bool, packing: PackingOptions | None) -> None:
+    """Refuse options with which targets of this kind have no place."""
+    if targets == "next_token":
+        return
+    if train_all:
+        raise ValueError(f"train_all=True trains next tokens, and {targets=}; remove one of them")
+    if targets == "same_token" and packing is not None and packing.share_prefixes:
         raise ValueError(
-            f"{where} has shape={shape!r:.40}; give a tuple of positive ints, {way_out}"
+            "share_prefixes lets several tokens be in one cell, where each would need a label of "
+            'its own with targets="same_token"; remove share_prefixes'
         )
+    if targets is None and packing is not None:
+        options = {"strategy": packing.strategy, "overflow": packing.overflow}
+        for name, value in options.items():
+            if value in ("wrapped", "split"):
+                raise ValueError(
+                    f"{name}={value!r} cuts an example into pieces, and with targets=None what is "
+                    'trained is of a whole example; pass overflow="truncate" or "drop"'
+                )
 
 
 class ForTrainer(ABC):
     """A collator that ``transformers.Trainer`` can use, through ``for_trainer()``."""
 
     fields: DeclaredFields
+    targets: Targets
 
     @abstractmethod
     def make_batch(self, examples: Any, *, for_trainer: bool = False) -> Batch:
@@ -216,8 +184,9 @@ class ForTrainer(ABC):
 
         Raises:
             ValueError: the collator declares fields, which model inputs do not have, or shares
-                prefixes.
-            IsolationError: packed rows are wrong in the model, or in calls pads on the left.
+                prefixes; the model's loss is of other targets than the collator's.
+            IsolationError: packed rows are wrong in the model, such as for a head that reads one
+                cell of a row; or in calls pads on the left.
 
         >>> from torch_collate_kit import PackedCollator
         >>> collate = PackedCollator(0, max_tokens=6).for_trainer()
@@ -258,6 +227,7 @@ class TrainerCollator:
         self._kind = ModelKind.of("torch_varlen" if model is None else model)
         if packing is not None:
             self._kind.refuse_packed()
+        self._kind.check_head(collate.targets, is_packed=packing is not None)
 
     def __repr__(self) -> str:
         return f"{self.collate!r}.for_trainer()"

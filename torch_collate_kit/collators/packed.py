@@ -16,11 +16,12 @@ from torch_collate_kit.batch.fields import PackedValues, PerToken
 from torch_collate_kit.batch.placement import (
     MAX_WIDTH,
     Placement,
+    Targets,
     longest_segments,
     packed,
     too_wide,
 )
-from torch_collate_kit.collators.collator import Collator, ForTrainer, check_targets
+from torch_collate_kit.collators.collator import Collator, ForTrainer, check_options, check_targets
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing import PackingOptions, PackingPlan, RankPlan
 from torch_collate_kit.packing.atoms import Atoms, Patches, image_sizes
@@ -72,6 +73,9 @@ class PackedCollator(Collator, ForTrainer):
         fixed_width: make every batch ``max_tokens`` wide, not as wide as its fullest row.
         normalize_loss: divide ``loss_mask`` by the batch's number of loss tokens.
         train_all: train every token of examples that have no loss target.
+        targets: what labels are of: "next_token", as causal models are trained; "same_token", for
+            token classification and masked language models: ``labels`` stay at their tokens, one
+            per token, -100 for none; None: no token is trained, declare labels as ``PerExample``.
         fields: columns to read beside the known ones: a dict of names to PerToken,
             PerResponseToken or PerExample.
         vision: how images become tokens: ``VisionLayout.of(processor, model.config)``. By default
@@ -106,9 +110,10 @@ class PackedCollator(Collator, ForTrainer):
         train_all: bool = False,
         fields: DeclaredFields | None = None,
         vision: VisionLayout | None = None,
+        targets: Targets = "next_token",
     ) -> None:
         names = (*KNOWN, *ROLLOUT_KEYS, *_FIELDS, *_MADE)
-        super().__init__(tokenizer, normalize_loss, fields, vision, names)
+        super().__init__(tokenizer, normalize_loss, fields, vision, names, targets)
         self.packing = common_options(
             packing,
             max_tokens,
@@ -136,6 +141,7 @@ class PackedCollator(Collator, ForTrainer):
                 self.packing = replace(self.packing, dummy_image_tokens=tokens)
         self.fixed_width = checked_bool("fixed_width", fixed_width)
         self.train_all = checked_bool("train_all", train_all)
+        check_options(targets, train_all=train_all, packing=self.packing)
 
     def __repr__(self) -> str:
         return call_repr(self, str(self.pad_token_id), **self.changed_options())
@@ -181,8 +187,14 @@ class PackedCollator(Collator, ForTrainer):
             train_all=self.train_all,
             fields=self.fields,
             vision=self.vision,
+            targets=self.targets,
         )
         if columns.are_rollouts:
+            if self.targets != "next_token":
+                raise ValueError(
+                    f"targets={self.targets!r} is for examples with input_ids; rollouts train the "
+                    "next tokens that loss_mask marks: remove targets"
+                )
             _check_rollouts(columns, self.packing, has_vision=self.vision is not None)
             if self.train_all:
                 raise ValueError(
@@ -198,7 +210,8 @@ class PackedCollator(Collator, ForTrainer):
         if part.dp_rank is None or part.indices:
             columns = self._read(examples)
         else:
-            columns = ExampleColumns.of_none(self.fields, self.vision)
+            none = ExampleColumns.of_none(self.fields, self.vision)
+            columns = replace(none, targets=self.targets)
         _check_planned(columns, part, self.packing)
         is_limited = part.plan.packing.max_patches is not None or part.plan.rows_multiple_of > 1
         if columns.images is not None and is_limited:
@@ -252,11 +265,13 @@ class PackedCollator(Collator, ForTrainer):
         width = self._width(plan)
         if width > MAX_WIDTH:
             raise too_wide(width, f"lower max_tokens={plan.max_tokens}")
-        rows = list(pairwise(pieces.row_offsets.tolist()))
         per_row: dict[str, Any] = {}
-        for name, values in columns.per_example.items():
-            in_order = [values[i] for i in pieces.examples.tolist()]
-            per_row[name] = [PackedValues(in_order[start:stop]) for start, stop in rows]
+        of_segments = columns.per_segment, columns.in_segments(pieces)
+        for named, owners in ((columns.per_example, pieces), of_segments):
+            rows = list(pairwise(owners.row_offsets.tolist()))
+            for name, values in named.items():
+                in_order = [values[i] for i in owners.examples.tolist()]
+                per_row[name] = [PackedValues(in_order[start:stop]) for start, stop in rows]
         if self.vision is not None and part.needs_dummy_image.any():
             columns, pieces = columns.with_dummy_images(pieces, part.needs_dummy_image)
         indices = unchecked(plan.atoms.examples[part.numbers], part.pieces.row_offsets)
@@ -288,9 +303,11 @@ class PackedCollator(Collator, ForTrainer):
             names.append("cu_seq_lens")
         segments = packed(placed.counts, pieces.row_offsets, width=width, align=align)
         longest = longest_segments(segments["starts"], width)
+        response_length = {"next_token": width - 1, "same_token": width, None: 0}[self.targets]
+        where = (self.pad_token_id, True, segments, self.vision, tree_width)
         return self._batch(
             placed,
-            Placement(width, width - 1, self.pad_token_id, True, segments, self.vision, tree_width),
+            Placement(width, response_length, *where, targets=self.targets),
             tuple(dict.fromkeys(names)),
             num_loss_tokens_elsewhere=part.num_loss_tokens_elsewhere(int(placed.num_trained.sum())),
             row_metadata={"example_indices": indices, "max_segment_length": longest, **per_row},
@@ -315,6 +332,10 @@ class PackedCollator(Collator, ForTrainer):
             "num_dummy_rows": plan.num_dummy_rows,
             "cost_per_rank": tuple(costs.tolist()),
         }
+        most = plan.packing.max_sequences_per_row
+        if most is not None and self.fixed_width and not plan.atoms.share:
+            # and the pads at its end, and where there are images a dummy
+            metadata["max_segments_per_row"] = most + 1 + (self.vision is not None)
         if self.vision is not None:
             images = plan.vision_cost_per_rank.reshape(dp_size, -1).sum(axis=1)
             metadata["vision_cost_per_rank"] = tuple(images.tolist())
@@ -369,9 +390,18 @@ def _check_ends(columns: ExampleColumns, eos_token_id: int) -> None:
 
 
 def _check_rollouts(rollouts: ExampleColumns, packing: PackingOptions, *, has_vision: bool) -> None:
-    """Check that rollouts fit in a row whole, and that their images are understood."""
+    """Check that rollouts fit in a row whole, and that cells have one image and one route."""
     if rollouts.images is not None and not has_vision:
         raise unknown_images(f"example {min(rollouts.images.units)}")
+    if rollouts.segment_offsets is not None:
+        counts = np.diff(rollouts.segment_offsets)
+        if packing.share_prefixes and "router_padding_mask" in rollouts.names:
+            raise DataError(
+                f"example {counts.argmax()} has rollout_expert_indices in {counts.max()} segments, "
+                "and with share_prefixes a cell of several tokens could follow one route only; "
+                "leave out the routes, or share_prefixes"
+            )
+        return  # the planner compares all segments together with a row
     capacity, max_tokens = packing.capacity, packing.max_tokens
     too_long = np.flatnonzero(rollouts.lengths > capacity)
     if len(too_long) and packing.overflow != "drop":

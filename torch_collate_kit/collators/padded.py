@@ -12,11 +12,12 @@ from torch_collate_kit.batch.fields import PackedValues
 from torch_collate_kit.batch.placement import (
     MAX_WIDTH,
     Placement,
+    Targets,
     padded,
     too_wide,
     whole_examples,
 )
-from torch_collate_kit.collators.collator import Collator, ForTrainer, check_targets
+from torch_collate_kit.collators.collator import Collator, ForTrainer, check_options, check_targets
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing.rank_plan import counts_by_source
 from torch_collate_kit.packing.rows import Pieces, row_sums
@@ -70,22 +71,26 @@ class _OneExamplePerRow(Collator):
         pads = 0 if side == "left" else width - lengths
         num_actions = placed.counts["responses"]
         longest = int(np.where(num_actions > 0, num_actions + pads, 0).max())
+        longest = width if self.targets == "same_token" else longest
         segments = padded(placed.counts, width, padding_side=side)
-        per_example: dict[str, Any] = examples.per_example
         metadata: dict[str, Any] = {"num_examples": len(examples.example_lengths)}
-        if examples.segment_offsets is not None:
-            per_example = {k: _at_first(values, placed) for k, values in per_example.items()}
+        per_row, in_order = dict[str, Any](), examples.per_segment
+        if examples.segment_offsets is None:
+            in_order = in_order | examples.per_example
+        else:
+            per_row = {k: _at_first(values, placed) for k, values in examples.per_example.items()}
             metadata["num_segments"] = tuple(np.diff(examples.segment_offsets).tolist())
-        elif len(dropped):
-            per_example = {
-                k: [values[i] for i in pieces.examples] for k, values in per_example.items()
-            }
+        for name, values in in_order.items():
+            per_row[name] = [values[i] for i in pieces.examples.tolist()]
         metadata |= counts_by_source(given, placed.examples, pieces.lengths)
         return self._batch(
             placed,
-            Placement(width, longest, self.pad_token_id, False, segments, self.vision),
+            Placement(
+                *(width, longest, self.pad_token_id, False, segments, self.vision),
+                targets=self.targets,
+            ),
             names,
-            row_metadata=per_example,
+            row_metadata=per_row,
             metadata={**metadata, "num_dummy_rows": 0},
             dropped=dropped,
             cut=cut,
@@ -150,7 +155,8 @@ class PaddedCollator(_OneExamplePerRow, ForTrainer):
     """Collate examples into rows padded to the longest one.
 
     Args:
-        tokenizer, normalize_loss, train_all, fields, vision: as in :class:`PackedCollator`.
+        tokenizer, normalize_loss, train_all, fields, vision, targets: as in
+            :class:`PackedCollator`.
         padding_side: "left" puts the last token into the last column, as generation needs; "right"
             puts the pads after the tokens, where no causal model reads them. RecurrentGemma, RWKV
             and xLSTM need "right": they read pads on the left as tokens.
@@ -182,13 +188,15 @@ class PaddedCollator(_OneExamplePerRow, ForTrainer):
         train_all: bool = False,
         fields: DeclaredFields | None = None,
         vision: VisionLayout | None = None,
+        targets: Targets = "next_token",
     ) -> None:
-        super().__init__(tokenizer, normalize_loss, fields, vision, (*KNOWN, *_FIELDS))
+        super().__init__(tokenizer, normalize_loss, fields, vision, (*KNOWN, *_FIELDS), targets)
         checked_choice("padding_side", padding_side, ("left", "right"))
         self.padding_side = padding_side
         choices = ("raise", "truncate", "drop")
         self._set_lengths(max_length, overflow, choices, pad_to_multiple_of)
         self.train_all = checked_bool("train_all", train_all)
+        check_options(targets, train_all=train_all, packing=None)
 
     def __call__(self, examples: Examples) -> Batch:
         """Collate the examples into a new Batch."""
@@ -197,7 +205,11 @@ class PaddedCollator(_OneExamplePerRow, ForTrainer):
     def make_batch(self, examples: Any, *, for_trainer: bool = False) -> Batch:
         """Return the Batch of the examples; for ``transformers.Trainer`` with its checks."""
         columns = read_columns(
-            examples, train_all=self.train_all, fields=self.fields, vision=self.vision
+            examples,
+            train_all=self.train_all,
+            fields=self.fields,
+            vision=self.vision,
+            targets=self.targets,
         )
         if for_trainer:
             check_targets(columns, self.train_all)

@@ -65,18 +65,25 @@ class ExampleSizes:
         counts = self._counts_in(examples) if has_tokens else num_loss_tokens
         self.counts = self._checked_counts(counts)
 
+    @property
+    def num_firsts(self) -> int:
+        """The first tokens of a segment that are never trained: 1 with next tokens, else 0."""
+        return int(self._collate.targets == "next_token")
+
     def _counts_in(self, examples: TokenizedDataset | Mixture) -> Indices | None:
         """Return the loss tokens of a dataset where they are known, or will be refused."""
-        is_alone = self._packing.parallel.dp == 1
+        is_alone, targets = self._packing.parallel.dp == 1, self._collate.targets
+        if targets is None:
+            return None
         if not self.are_divisors and (is_alone or self._is_wrapped):
             return None
         has_cuts = not (self._is_wrapped or self._all_fit()) and len(self._fitted().cut) > 0
         if not self.are_divisors:  # then no example is refused here
             with suppress(TypeError, ValueError):
-                return None if has_cuts else examples.num_loss_tokens
+                return None if has_cuts else examples.count_loss_tokens(targets)
             return None
-        counts = examples.num_loss_tokens
-        is_unknown = self._is_wrapped and bool((counts != self.lengths - 1).any())
+        counts = examples.count_loss_tokens(targets)
+        is_unknown = self._is_wrapped and bool((counts != self.lengths - self.num_firsts).any())
         return None if is_alone and (has_cuts or is_unknown) else counts
 
     def _all_fit(self) -> bool:
@@ -124,7 +131,7 @@ class ExampleSizes:
                 f"num_loss_tokens must be one int for each of the {len(lengths)} examples, got "
                 f"shape {counts.shape}, dtype {counts.dtype}; pass dataset.num_loss_tokens"
             )
-        firsts = 1 if atoms is None else atoms.segments
+        firsts = self.num_firsts * (1 if atoms is None else atoms.segments)
         wrong = (counts < 0) | (counts > lengths - firsts)
         if wrong.any():
             i = int(wrong.argmax())
@@ -133,7 +140,7 @@ class ExampleSizes:
                 "but the first (of each segment) are trained: pass dataset.num_loss_tokens"
             )
         if self._is_wrapped:
-            untrained = np.flatnonzero(counts != lengths - 1)
+            untrained = np.flatnonzero(counts != lengths - self.num_firsts)
             if len(untrained):
                 raise ValueError(
                     f"not all tokens of example {int(untrained[0])} are trained, and it is not "

@@ -1,4 +1,4 @@
-"""One number for every segment of a dataset, such as the log-probs of a reference model."""
+"""A number or vector for every segment of a dataset: log-probs of a reference model, embeddings."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ def map_segments(
 ) -> np.ndarray:
     """Return a number for each segment of each example, float64 [N, K] in the dataset's order.
 
+    Of vectors ``[S, H]``, as of ``segment_pool``, float32 [N, K, H], or float64 if they are that.
     K is the largest number of segments of an example, 1 where examples are flat; others, and
     examples that are dropped, have NaN. Such as the log-probs of a reference model, a column to add
     and to declare:
@@ -42,8 +43,9 @@ def map_segments(
         fields = {"ref_logps": PerExample(torch.float32, shape=(2,))}
 
     Args:
-        fn: gets a packed batch; returns ``[S]``, a number for each entry of ``sub_seq_lengths``, as
-            ``segment_sums`` does. It runs without gradients; put the model into eval mode yourself.
+        fn: gets a packed batch; returns ``[S]`` or ``[S, H]``, in the order of ``sub_seq_lengths``,
+            as ``segment_sums`` and ``segment_pool`` do. It runs without gradients; put the model
+            into eval mode yourself.
         examples: every example is read once.
         collate: the ``PackedCollator`` that plans the rows, or a collator around one. In
             ``torch.distributed`` each of its ``parallel.dp`` ranks runs its share of the rows, and
@@ -71,7 +73,6 @@ def map_segments(
     rows = checked_int("rows", rows) * packing.row_multiple
     lengths = examples.lengths
     most = int(lengths.lengths.max(initial=0)) if isinstance(lengths, Ragged) else 1
-    found = np.full((len(examples), most), np.nan)
     is_divided, ranks = _ranks(packing.parallel.dp, group)
     parts = []
     for rank in ranks:
@@ -85,6 +86,8 @@ def map_segments(
         of_ranks: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(of_ranks, parts, group=group)
         parts = [part for of_rank in of_ranks for part in of_rank]
+    like = parts[0][2]
+    found = np.full((len(examples), most, *like.shape[1:]), np.nan, like.dtype)
     for numbers, segments, values in parts:
         found[numbers, segments] = values
     return found
@@ -104,13 +107,16 @@ def _of_batch(
         values = fn(batch if device is None else batch.to(device))
     if not isinstance(values, Tensor):
         raise TypeError(f"fn must return a tensor, got {type(values).__name__}")
-    if tuple(values.shape) != (len(places.values),):
+    if values.ndim not in (1, 2) or len(values) != len(places.values):
         raise ValueError(
             f"fn returned shape {list(values.shape)} for {len(places.values)} segments; return one "
-            "number for each entry of sub_seq_lengths, as segment_sums does"
+            "number or vector for each entry of sub_seq_lengths, as segment_sums does"
         )
     of_segments = np.zeros(len(places.values), np.int64) if segments is None else segments.values
-    return examples[places.values], of_segments, values.double().cpu().numpy()
+    values = (
+        values.float() if values.ndim == 2 and values.dtype != torch.float64 else values.double()
+    )
+    return examples[places.values], of_segments, values.cpu().numpy()
 
 
 def _ranks(dp: int, group: dist.ProcessGroup | None) -> tuple[bool, list[int]]:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from torch_collate_kit._checks import KindAndSize, call_repr, checked_choice, checked_int
+from torch_collate_kit.batch.placement import Targets
 from torch_collate_kit.loading.checks import Indices, checked_length
 from torch_collate_kit.loading.dataset import TokenizedDataset
 from torch_collate_kit.loading.dataset.fingerprints import digest_in_blocks
@@ -198,7 +199,11 @@ class Mixture:
     @property
     def num_loss_tokens(self) -> Indices:
         """Trained tokens of every example: int64 [N], of sources that are TokenizedDatasets."""
-        return np.concatenate([source.num_loss_tokens for source in self._tokenized()])
+        return self.count_loss_tokens("next_token")
+
+    def count_loss_tokens(self, targets: Targets) -> Indices:
+        """Return the trained tokens of every example with these targets: int64 [N]."""
+        return np.concatenate([source.count_loss_tokens(targets) for source in self._tokenized()])
 
     @property
     def patches(self) -> list[list[int]]:

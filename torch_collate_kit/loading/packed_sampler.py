@@ -32,6 +32,12 @@ from torch_collate_kit.packing.atoms import Patches
 from torch_collate_kit.packing.planner import plan_rows
 
 
+class EpochIndices(list[int]):
+    """The indices of a batch, a list, with the ``epoch`` that they are of, also in a worker."""
+
+    epoch: int
+
+
 class PrefetchingSampler(StepSampler):
     """Batches of one dataset's indices: shuffled by (seed, epoch), sharded, resumable.
 
@@ -45,8 +51,9 @@ class PrefetchingSampler(StepSampler):
             ("drop"), or begin the next epoch's first batch ("wrap").
         order: ``order(epoch, rng)`` returns the indices of an epoch, which may repeat or be left
             out. It must be a pure function; ``rng`` is seeded by (seed, epoch).
-        dp_rank, dp_size: which part of each batch is yielded, as a list of Python ints; by default
-            that of this process in ``torch.distributed`` when the sampler is made.
+        dp_rank, dp_size: which part of each batch is yielded, as a list of Python ints with an
+            attribute ``epoch``; by default that of this process in ``torch.distributed`` when the
+            sampler is made.
 
     The ``state_dict`` is small JSON, the same on all ranks, and loads on any number of them.
 
@@ -212,12 +219,11 @@ class _ExamplesOfRank(Division):
     def __init__(self, dp_rank: int, dp_size: int) -> None:
         self._rank, self._size = dp_rank, dp_size
 
-    def part(self, step: Step) -> list[int]:
+    def part(self, step: Step) -> EpochIndices:
         batch = step.examples
         each, longer = divmod(len(batch), self._size)
         start = self._rank * each + min(self._rank, longer)
-        mine: list[int] = batch[start : start + each + (self._rank < longer)].tolist()
-        return mine
+        return EpochIndices(batch[start : start + each + (self._rank < longer)].tolist())
 
     def shown(self) -> dict[str, int]:
         return {} if self._size == 1 else {"dp_rank": self._rank, "dp_size": self._size}
@@ -256,7 +262,7 @@ class _RowsOfRank(Division):
             part.is_divisor = False
         if is_wrapped and counts is not None:  # all tokens are trained
             firsts = len(plan.lengths) if packing.isolate else plan.num_rows - plan.num_dummy_rows
-            part.num_loss_tokens = int(plan.lengths.sum()) - firsts
+            part.num_loss_tokens = int(plan.lengths.sum()) - firsts * sizes.num_firsts
         if self._mixture is not None:
             part.metadata = self._mixture.counts_in(self._mixture.source_of(batch), plan)
         return part

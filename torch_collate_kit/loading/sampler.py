@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from torch_collate_kit._checks import KindAndSize, call_repr, checked_int
@@ -115,7 +116,9 @@ class StepIterator(Iterator[Any]):
         if self.limits is not None:
             self.limits.log(self.step)
         self.step += 1
-        return self.sampler._division.part(step)
+        part = self.sampler._division.part(step)
+        part.epoch = self.epoch
+        return part
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the sampler at the next step."""
@@ -249,8 +252,16 @@ class StepSampler(DividedOnce):
         self._jump(epoch, step)
         self._budget = budget.over(order)
 
-    def examples(self, epoch: int, step: int) -> Indices:
+    @property
+    def mixture(self) -> Any:
+        """The ``Mixture`` that the indices are of, or None."""
+        return getattr(self._budget.order, "mixture", None)
+
+    def examples(self, epoch: int, step: int, *, own: bool = False) -> Indices:
         """Calculate the examples of any step, past or future.
+
+        ``own``: those that ``row_metadata["example_indices"]`` of this rank's batch count, which
+        are the rank's own where ranks collate apart, as with a ``PrefetchingSampler``.
 
         Returns:
             int64 [N], a copy: the indices of the global batch in its order.
@@ -270,7 +281,8 @@ class StepSampler(DividedOnce):
                 f"step must be below {self.count_steps(epoch)}, the steps of epoch {epoch}; "
                 f"got {step}"
             )
-        return found.examples.copy()
+        part = self._division.part(found) if own else None
+        return np.array(part, np.int64) if isinstance(part, list) else found.examples.copy()
 
     def when(self, example: int, epoch: int | None = None) -> list[tuple[int, int]]:
         """Return the steps of an epoch that train on an example, as a list of (epoch, step).

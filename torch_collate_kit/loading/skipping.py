@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import operator
 import re
@@ -194,7 +195,8 @@ class _SkippingCollate:
             indices = indices.without(sorted(set(range(count)) - set(numbers)))
         elif len(numbers) < count:
             every = [*indices]
-            indices = [every[number] for number in numbers]
+            indices = copy.copy(indices) if isinstance(indices, list) else []  # with its epoch
+            indices[:] = [every[number] for number in numbers]
         if getattr(self._dataset, "__getitems__", None):
             return self._collate(self._dataset.__getitems__(indices))
         return self._collate([self._dataset[i] for i in indices])

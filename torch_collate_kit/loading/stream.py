@@ -263,6 +263,7 @@ class PackedIterableDataset(IterableDataset[Batch | dict[str, Any]]):
             "pad_token_id": collator.pad_token_id,
             "normalize_loss": collator.normalize_loss,
             "train_all": collator.train_all,
+            "targets": None if collator.targets == "next_token" else str(collator.targets),
             "fields": ", ".join(f"{name}: {spec}" for name, spec in collator.fields.items()),
         }
 

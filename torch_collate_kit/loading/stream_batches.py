@@ -45,14 +45,17 @@ def windows_of(
         if not buffer:
             return
         atoms = atoms_of(buffer, packing)
-        num_steps = num_rows_needed(atoms, packing) // batch_rows
-        if not num_steps:  # the last batch, or a buffer that is small for the rows
+        num_steps, number = num_rows_needed(atoms, packing) // batch_rows, len(buffer)
+        # the last batch, or a buffer that is small for the rows
+        if not num_steps and packing.max_sequences_per_row is None:
             after, plan = buffer[-1].place, _of_pieces(buffer, plan_rows(atoms, packing))
             window, buffer = buffer, []
             yield _taken(window), plan, after
             continue
-        number = num_that_fit(atoms, packing, num_steps * batch_rows, more_follow=False)
-        assert number is not None, "it is asked of entries that no other one follows"
+        if num_steps:
+            rows = num_steps * batch_rows
+            number = num_that_fit(atoms, packing, rows, more_follow=False) or 0
+        num_steps = max(1, num_steps)  # filled up to as many rows where shapes are to stay
         planned = plan_window(
             atoms.take(np.arange(number)),
             packing,

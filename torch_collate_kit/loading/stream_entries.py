@@ -222,9 +222,8 @@ def _as_arrays(example: Any, collator: PackedCollator) -> Example:
 
 def _check(collator: PackedCollator, examples: Any) -> None:
     """Raise DataError if an example is wrong, however long."""
-    read_columns(
-        examples, train_all=collator.train_all, fields=collator.fields, vision=collator.vision
-    )
+    options = {name: getattr(collator, name) for name in ("train_all", "fields", "vision")}
+    read_columns(examples, targets=collator.targets, **options)
 
 
 def check_start(place: Place, position: int = -1, num_tokens: int = 0) -> None:

@@ -1,11 +1,12 @@
-"""Reductions over the segments of a batch: sums, ends, and sums for each value of a field.
+"""Reductions over the segments of a batch: sums, ends, and sums by example or value of a field.
 
 Legend: S segments, one for each entry of ``sub_seq_lengths``, row by row; n trained tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -16,14 +17,21 @@ from torch import Tensor
 from torch_collate_kit._checks import checked_bool, checked_choice
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.context_shards import refuse_shard
+from torch_collate_kit.batch.dense import cells_of_rows
 from torch_collate_kit.batch.unpacking import (
-    cells_of_rows,
+    in_rows,
     segment_spans,
     shares_prefixes,
     token_width,
 )
-from torch_collate_kit.losses.token_logps import check_batch, check_floats, trained_cells, widened
-from torch_collate_kit.ragged import Ragged
+from torch_collate_kit.losses.token_logps import (
+    check_batch,
+    check_floats,
+    loss_mask_of,
+    trained_cells,
+    widened,
+)
+from torch_collate_kit.ragged import Ragged, span_indices
 
 _HINT = "pass one value for each trained token, as token_logps returns"
 
@@ -64,16 +72,25 @@ def segment_sums(
     segments, num_segments = _segments_of_trained(batch)
     given = {"values": values} if weights is None else {"values": values, "weights": weights}
     for name, tensor in given.items():
-        _check_shape(name, tensor, len(segments), "trained tokens")
-    values = widened(values)
-    if weights is not None:  # where() first: a token that weighs nothing may be infinite
-        weights = weights.to(values.dtype)
-        values = torch.where(weights != 0, values, 0) * weights
-    sums = _added(values, segments, num_segments)
-    if not mean:
-        return sums
-    totals = _added(torch.ones_like(values) if weights is None else weights, segments, num_segments)
-    return sums / torch.where(totals == 0, 1, totals)
+        check_shape(name, tensor, (len(segments),), "trained tokens")
+    return _reduced(values, weights, segments, num_segments, mean=mean)
+
+
+def segment_values(values: Tensor, batch: Batch) -> Tensor:
+    """Return its segment's value for each trained token, [n]: the way back of segment_sums.
+
+    ``values`` ``[S]`` have any dtype, such as bool; gradients flow. Trained pads of a replaced
+    mask get 0. Raises as :func:`segment_sums`.
+
+    >>> from torch_collate_kit import PackedCollator
+    >>> batch = PackedCollator(0, max_tokens=8)([{"input_ids": [1, 2]}, {"input_ids": [3, 1, 2]}])
+    >>> segment_values(torch.tensor([-3.0, -4.0]), batch)
+    tensor([-3., -3., -4.])
+    """
+    check_batch(batch)
+    segments, num_segments = _segments_of_trained(batch)
+    check_shape("values", values, (num_segments,), "segments")
+    return torch.cat([values, values.new_zeros(1)]).index_select(0, segments)
 
 
 def segment_ends(batch: Batch) -> Tensor:
@@ -95,9 +112,68 @@ def segment_ends(batch: Batch) -> Tensor:
     """
     check_batch(batch)
     firsts, lengths = segment_spans(batch)
-    device = batch["input_ids"].device
-    ends = torch.from_numpy(firsts + lengths - 1).to(device, non_blocking=True)
-    return cells_of_rows(batch).flatten()[ends] if shares_prefixes(batch) else ends
+    return _cells_at(firsts + lengths - 1, batch)
+
+
+def segment_pool(
+    hidden: Tensor,
+    batch: Batch,
+    *,
+    how: Literal["first", "last", "mean"],
+    weights: Tensor | None = None,
+) -> Tensor:
+    """Return one vector per segment, ``[S, H]`` in the order of the rows; gradients flow.
+
+    For classes, scores and embeddings of packed or padded rows, of which a model's own head would
+    read one cell per row. The order is that of :func:`segment_sums`, and of the values of
+    ``PerExample`` fields where an example is one segment. Dtype and device are those of ``hidden``;
+    a mean of half precision is summed in fp32.
+
+    Args:
+        hidden: ``[R, W, H]``, or ``[1, R * W, H]`` of a model that gets all rows as one.
+        batch: the Batch of these rows, with any ``targets``.
+        how: the segment's "first" token (models with a [CLS] token), its "last" one (causal
+            models), or the "mean" of its tokens.
+        weights: for "mean": ``[R, W]``, a factor for each token, such as 0 for those of a prompt;
+            a segment without weight has 0. Where prefixes are shared, ``[R, U]``.
+
+    Raises:
+        ValueError: an unknown ``how``; weights of another shape, or not for "mean"; hidden states
+            of other cells, such as one vector per row; a Batch that does not say where its
+            segments are.
+        TypeError: hidden states that are not a tensor of floats; not a Batch.
+
+    >>> from torch_collate_kit import PackedCollator
+    >>> collate = PackedCollator(0, max_tokens=8, targets=None)
+    >>> batch = collate([{"input_ids": [1, 2]}, {"input_ids": [3, 1, 5]}])
+    >>> segment_pool(batch["input_ids"][..., None].float(), batch, how="mean")
+    tensor([[3.0000],
+            [1.5000]])
+    """
+    check_floats("hidden", hidden, "pass model(...).last_hidden_state")
+    check_batch(batch)
+    checked_choice("how", how, ("first", "last", "mean"))
+    cells_RW = batch["input_ids"]
+    states = in_rows(hidden, *cells_RW.shape)
+    if states.ndim != 3 or states.shape[:2] != cells_RW.shape:
+        rows, width = cells_RW.shape
+        raise ValueError(
+            f"hidden has shape {list(hidden.shape)}, the batch has {rows} rows of {width} cells; "
+            f"pass last_hidden_state, [{rows}, {width}, H] (a pooler_output has one vector per row)"
+        )
+    if weights is not None and how != "mean":
+        raise ValueError(f"weights are factors in a mean, and how={how!r}; remove one of the two")
+    firsts, lengths = segment_spans(batch)
+    if how != "mean":
+        tokens = firsts if how == "first" else firsts + lengths - 1
+        return states.flatten(0, 1).index_select(0, _cells_at(tokens, batch))
+    tokens, numbers = span_indices(firsts, lengths), np.repeat(np.arange(len(lengths)), lengths)
+    taken = states.flatten(0, 1).index_select(0, _cells_at(tokens, batch))
+    if weights is not None:
+        check_shape("weights", weights, (len(batch), token_width(batch)), "cells")
+        weights = weights.flatten()[torch.from_numpy(tokens).to(weights.device)]
+    segments = torch.from_numpy(numbers).to(taken.device, non_blocking=True)
+    return _reduced(taken, weights, segments, len(lengths), mean=True).to(states.dtype)
 
 
 def sums_by(
@@ -140,15 +216,117 @@ def sums_by(
     parts: list[Any] = [
         _sums_by_key(own, batch, name, per) for own, batch in zip(*given, strict=True)
     ]
-    if dist.is_available() and dist.is_initialized():
-        of_ranks: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(of_ranks, parts, group=group)
-        parts = [part for of_rank in of_ranks for part in of_rank]
     found: dict[Any, tuple[float, int]] = {}
-    for key, total, count in (entry for part in parts for entry in part):
+    for key, total, count in (entry for part in _of_all_ranks(parts, group) for entry in part):
         before = found.get(key, (0.0, 0))
         found[key] = before[0] + total, before[1] + int(count)
     return {key: found[key] for key in sorted(found)}
+
+
+def example_losses(
+    sums: Tensor | Sequence[Tensor],
+    batches: Batch | Sequence[Batch],
+    *,
+    sampler: Any = None,
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, np.ndarray]:
+    """Return a table with the loss of each example and its trained tokens, over all ranks.
+
+    Keep ``segment_sums(-token_logps(...).detach(), batch)`` and the batch in the loop, which waits
+    for nothing, and call this where losses are logged: one copy to the host, one gather.
+
+    Columns have a row per example, ascending: ``"example"``, ``"loss"``, a sum, ``"tokens"``, and
+    ``"source"`` if declared, or known of a ``Mixture``. Segments and pieces of an example add up.
+
+    Args:
+        sums: ``[S]``, as :func:`segment_sums` returns, or one such tensor for each micro-batch.
+        batches: the Batch of these sums, or the micro-batches: of one step, with a sampler of any.
+        sampler: that of a ``PrefetchLoader``, whose batches know their epoch and step. Examples are
+            then indices in its dataset, without it those of the collator's input.
+        group: the data-parallel ranks, all ranks by default; each must call it.
+
+    Raises:
+        ValueError: other numbers of sums; a context shard; documents that are not isolated; batches
+            not of this sampler, or without one of several steps.
+        TypeError: sums that are not tensors of floats; not a Batch.
+
+    >>> from torch_collate_kit import PackedCollator
+    >>> batch = PackedCollator(0, max_tokens=8)([{"input_ids": [1, 2]}, {"input_ids": [3, 1, 2]}])
+    >>> table = example_losses(torch.tensor([5.0, 3.0]), batch)
+    >>> table["example"].tolist(), table["loss"].tolist(), table["tokens"].tolist()
+    ([0, 1], [3.0, 5.0], [1, 2])
+    """
+    given: Any = ([sums], [batches]) if isinstance(batches, Batch) else (list(sums), list(batches))
+    if len(given[0]) != len(given[1]):
+        raise ValueError(f"{len(given[0])} sums for {len(given[1])} batches; pass one for each")
+    read = None if sampler is None else functools.cache(sampler.examples)
+    parts = [_of_segments(own, batch, read) for own, batch in zip(*given, strict=True)]
+    if parts:
+        numbers = torch.cat([part.pop("numbers") for part in parts], dim=1).cpu().double().numpy()
+        joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        parts = [joined | {"loss": numbers[0], "tokens": numbers[1]}]
+    none = dict.fromkeys(("loss", "tokens"), np.zeros(0)) | {"example": np.zeros(0, np.int64)}
+    parts = _of_all_ranks(parts, group) or [none | {"place": np.zeros((0, 3))}]
+    found = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    place, mixture = found.pop("place"), getattr(sampler, "mixture", None)
+    if sampler is None and len(np.unique(place, axis=0)) < len(place):
+        why = "the batches are of several steps, or of ranks that collated their own"
+        raise ValueError(f"an example comes twice: {why}; pass sampler=, that of the loader")
+    examples, first, rows = np.unique(found["example"], return_index=True, return_inverse=True)
+    table = {name: column[first] for name, column in found.items()}
+    for name, dtype in (("loss", np.float64), ("tokens", np.int64)):
+        table[name] = np.bincount(rows, found[name], len(examples)).astype(dtype)
+    if "source" not in table and mixture is not None:
+        table["source"] = np.array(mixture.names)[mixture.source_of(examples)]
+    return table
+
+
+def _of_segments(sums: Any, batch: Any, read: Callable[..., Any] | None) -> dict[str, Any]:
+    """Return columns of segments: example, place, source, and numbers ``[2, S]`` on the device."""
+    check_floats("sums", sums, "pass those that segment_sums returns")
+    check_batch(batch)
+    segments, num_segments = _segments_of_trained(batch)
+    check_shape("sums", sums, (num_segments,), "segments")
+    metadata = batch.row_metadata
+    if "document_indices" in metadata:
+        raise ValueError("a segment of isolate=False has several examples; pack with isolate=True")
+    names = ("example_indices", "example_starts", "segment_numbers")
+    place = np.stack([metadata.get(name, metadata[names[1]]).values for name in names], axis=1)
+    sums = widened(sums.detach())
+    counts = _added(torch.ones_like(segments, dtype=sums.dtype), segments, num_segments)
+    columns = {"place": place, "example": place[:, 0], "numbers": torch.stack([sums, counts])}
+    if "source" in metadata or "source" in batch:
+        keys, owners = _keys(batch, "source")
+        columns["source"] = np.array(keys)[owners]
+    if read is not None:
+        columns["example"] = _in_dataset(batch, read)[place[:, 0]]
+    return columns
+
+
+def _in_dataset(batch: Batch, read: Callable[..., Any]) -> np.ndarray:
+    """Return the index in the dataset of each example that the collator got, int64."""
+    epoch, step, number = (batch.metadata.get(name) for name in ("epoch", "step", "num_examples"))
+    if epoch is None or step is None:
+        way_out = "load it with a PrefetchLoader, or leave sampler out for the collator's indices"
+        raise ValueError(f"the batch has no epoch and step, so its examples are unknown; {way_out}")
+    examples: np.ndarray = read(epoch, step, own=True)
+    if len(examples) != number:  # some were skipped, and the others numbered anew
+        examples = examples[~np.isin(examples, batch.metadata.get("skipped", []))]
+    if len(examples) != number:
+        raise ValueError(
+            f"the batch has {number} examples, step {step} of epoch {epoch} has {len(examples)} in "
+            "this sampler; pass that of the loader"
+        )
+    return examples
+
+
+def _of_all_ranks(parts: list[Any], group: dist.ProcessGroup | None) -> list[Any]:
+    """Return the parts of all ranks, in their order."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return parts
+    of_ranks: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(of_ranks, parts, group=group)
+    return [part for of_rank in of_ranks for part in of_rank]
 
 
 def _sums_by_key(values: Any, batch: Any, name: str, per: str) -> list[tuple[Any, float, float]]:
@@ -158,11 +336,11 @@ def _sums_by_key(values: Any, batch: Any, name: str, per: str) -> list[tuple[Any
     keys, examples = _keys(batch, name)
     values, ones = values.detach().double(), torch.ones_like(values, dtype=torch.float64)
     if per == "example":
-        _check_shape("values", values, len(keys), "examples")
+        check_shape("values", values, (len(keys),), "examples")
         sums = torch.stack([values, ones])
     else:
         segments, num_segments = _segments_of_trained(batch)
-        _check_shape("values", values, len(segments), "trained tokens")
+        check_shape("values", values, (len(segments),), "trained tokens")
         of_segments = torch.stack([_added(part, segments, num_segments) for part in (values, ones)])
         to = torch.from_numpy(examples).to(values.device)
         sums = of_segments.new_zeros(2, len(keys)).index_add(1, to, of_segments)
@@ -194,7 +372,7 @@ def _keys(batch: Batch, name: str) -> tuple[list[Any], np.ndarray]:
 def _segments_of_trained(batch: Batch) -> tuple[Tensor, int]:
     """Return the segment of each trained token, int64 [n] (S: none), and their number S."""
     firsts, lengths = segment_spans(batch)
-    cells, mask = trained_cells(batch), batch["loss_mask"]
+    cells, mask = trained_cells(batch), loss_mask_of(batch)
     hidden = token_width(batch) - mask.shape[1]
     cells = cells + (cells // max(mask.shape[1], 1) + 1) * hidden
     edges = np.stack([np.append(firsts, np.iinfo(np.int64).max), np.append(firsts + lengths, 0)])
@@ -203,16 +381,42 @@ def _segments_of_trained(batch: Batch) -> tuple[Tensor, int]:
     return torch.where(cells < ends[found], found, len(firsts)), len(firsts)
 
 
+def _reduced(
+    values: Tensor, weights: Tensor | None, segments: Tensor, num_segments: int, *, mean: bool
+) -> Tensor:
+    """Return the sum, or the mean, of each segment's values ``[n, ...]``."""
+    values, ones = widened(values), [1] * (values.ndim - 1)
+    if weights is None:
+        weights = values.new_ones(len(values)).view(-1, *ones)
+    else:  # where() first: a token that weighs nothing may be infinite
+        weights = weights.to(values.dtype).view(-1, *ones)
+        values = torch.where(weights != 0, values, 0) * weights
+    sums = _added(values, segments, num_segments)
+    if not mean:
+        return sums
+    totals = _added(weights, segments, num_segments)
+    return sums / torch.where(totals == 0, 1, totals)
+
+
 def _added(values: Tensor, segments: Tensor, num_segments: int) -> Tensor:
-    """Return the sum of each segment, [S], leaving out trained pads of a replaced mask."""
-    return values.new_zeros(num_segments + 1).index_add(0, segments, values)[:num_segments]
+    """Return the sum of each segment, [S, ...], leaving out trained pads of a replaced mask."""
+    sums = values.new_zeros(num_segments + 1, *values.shape[1:])
+    return sums.index_add(0, segments, values)[:num_segments]
 
 
-def _check_shape(name: str, values: Any, number: int, unit: str) -> None:
+def _cells_at(tokens: np.ndarray, batch: Batch) -> Tensor:
+    """Return the cells of tokens, which are counted over all rows: int64 on the batch's device."""
+    places = torch.from_numpy(tokens).to(batch["input_ids"].device, non_blocking=True)
+    return cells_of_rows(batch).flatten()[places] if shares_prefixes(batch) else places
+
+
+def check_shape(name: str, values: Any, shape: tuple[int, ...], unit: str) -> None:
+    """Check that ``values`` is a tensor of this shape."""
     if not isinstance(values, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(values).__name__}")
-    if tuple(values.shape) != (number,):
+    if tuple(values.shape) != shape:
+        number = " x ".join(map(str, shape))
         raise ValueError(
             f"{name} have shape {list(values.shape)}, the batch has {number} {unit}; pass "
-            f"[{number}]"
+            f"{[*shape]}"
         )

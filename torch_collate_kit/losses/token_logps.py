@@ -15,11 +15,12 @@ from torch.autograd.function import once_differentiable
 
 from torch_collate_kit.batch import IGNORE_INDEX, Batch
 from torch_collate_kit.batch.context_shards import is_shard
+from torch_collate_kit.batch.dense import cells_of_rows
 from torch_collate_kit.batch.unpacking import (
     before_and_at,
-    cells_of_rows,
     in_rows,
     shares_prefixes,
+    targets_of,
     token_width,
 )
 from torch_collate_kit.ragged import Ragged
@@ -68,21 +69,25 @@ def token_logps(
     check_floats("logits", logits)
     check_batch(batch)
     check_head(logits, head, logit_softcap)
-    mask, cells = batch["loss_mask"], batch["input_ids"]
+    mask, cells = loss_mask_of(batch), batch["input_ids"]
     logits = in_rows(logits, *cells.shape)
     check_fit(logits, cells, mask.shape[1], from_batch=not shares_prefixes(batch))
     if is_shard(batch):
         name, ids = "targets", batch.get("target_ids", batch["targets"])
     else:
         name, ids = "labels", ids_of_tokens(batch)
-    targets = trained_values(ids, batch)
+    targets, is_same = trained_values(ids, batch), targets_of(batch) == "same_token"
     taken = predicting(logits, trained_cells(batch), mask.shape[1], batch)
+    is_none = torch.zeros_like(targets, dtype=torch.bool)
     if name in batch:
         labels = trained_values(batch[name], batch)
-        targets = torch.where(labels == IGNORE_INDEX, targets, labels)
+        is_none = labels == IGNORE_INDEX
+        targets = torch.where(is_none, 0 if is_same else targets, labels)  # an id is no class
     if head is not None:
-        return linear_logps(taken, head.weight, head.bias, targets, logit_softcap)
-    return -F.cross_entropy(widened(taken), targets, reduction="none")
+        logps = linear_logps(taken, head.weight, head.bias, targets, logit_softcap)
+    else:
+        logps = -F.cross_entropy(widened(taken), targets, reduction="none")
+    return torch.where(is_none, 0, logps) if is_same else logps
 
 
 def trained_values(values: Tensor, batch: Batch) -> Tensor:
@@ -104,7 +109,7 @@ def trained_values(values: Tensor, batch: Batch) -> Tensor:
     if not isinstance(values, Tensor):
         raise TypeError(f"values must be a tensor, got {type(values).__name__}")
     check_batch(batch)
-    num_rows, num_columns = batch["loss_mask"].shape
+    num_rows, num_columns = loss_mask_of(batch).shape
     values = in_rows(values, num_rows, token_width(batch))
     if values.ndim < 2 or len(values) != num_rows or values.shape[1] < num_columns:
         raise ValueError(
@@ -118,7 +123,7 @@ def trained_values(values: Tensor, batch: Batch) -> Tensor:
 
 def trained_cells(batch: Batch) -> Tensor:
     """Return the cells of ``loss_mask`` that are not 0, int64 [n] over all rows, on its device."""
-    is_trained = batch["loss_mask"].flatten() != 0
+    is_trained = loss_mask_of(batch).flatten() != 0
     stored, counts = batch.stored(), batch.row_metadata.get("num_trained")
     number = int(counts.values.sum()) if isinstance(counts, Ragged) else None
     if stored.columns and (shard := stored.columns.placement.shard) is not None:
@@ -128,6 +133,17 @@ def trained_cells(batch: Batch) -> Tensor:
     cells = torch.arange(len(is_trained), device=is_trained.device)
     places = torch.where(is_trained, is_trained.cumsum(0) - 1, number)
     return cells.new_full((number + 1,), -1).scatter_(0, places, cells)[:number]
+
+
+def loss_mask_of(batch: Batch) -> Tensor:
+    """Return ``batch["loss_mask"]``. ValueError of a batch in which no token has a target."""
+    if targets_of(batch) is None:
+        raise ValueError(
+            "the batch has targets=None, so no token has a target; pool hidden states with "
+            "losses.segment_pool, and divide the loss by losses.global_num_examples"
+        )
+    mask: Tensor = batch["loss_mask"]
+    return mask
 
 
 def check_batch(batch: Any) -> None:
@@ -338,16 +354,16 @@ def predicting(
 
     Rows of logits end where those of the tokens end, and each token is predicted by the cell before
     it: where segments of the batch share prefixes, by that on its path. In a context shard each
-    entry is that of the cell which predicts it.
+    entry is that of the cell which predicts it. With ``targets="same_token"`` it is its own cell.
     """
     flat = logits.reshape(-1, logits.shape[-1])
     if batch is not None and is_shard(batch):
         return flat.index_select(0, tokens)
     if batch is not None and shares_prefixes(batch):
         return flat.index_select(0, before_and_at(batch, tokens)[0])
-    last = logits.shape[-2] - 1
-    before = tokens // max(num_columns, 1) * (last + 1 - num_columns) + (last - num_columns)
-    return flat.index_select(0, tokens + before)
+    more = logits.shape[-2] - num_columns
+    shift = more - (targets_of(batch) == "next_token")
+    return flat.index_select(0, tokens + tokens // max(num_columns, 1) * more + shift)
 
 
 def ids_of_tokens(batch: Batch) -> Tensor:
@@ -417,7 +433,8 @@ def check_fit(logits: Tensor, labels: Tensor, response_length: int, *, from_batc
     if fits and logits.shape[-2] != labels.shape[-1]:
         fits = from_batch and response_length < logits.shape[-2] < labels.shape[-1]
     if not fits:
-        also = f", or at least its last {response_length + 1} columns" if from_batch else ""
+        can_be_cut = from_batch and response_length < labels.shape[-1]
+        also = f", or at least its last {response_length + 1} columns" if can_be_cut else ""
         raise ValueError(
             f"logits have shape {list(logits.shape)}, labels {list(labels.shape)}; pass logits of "
             f"the same rows, not shifted: {[*labels.shape, 'V']}{also}"

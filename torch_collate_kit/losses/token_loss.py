@@ -23,6 +23,7 @@ from torch_collate_kit.batch.unpacking import (
     in_rows,
     response_cells,
     shares_prefixes,
+    targets_of,
     values_of_cells,
 )
 from torch_collate_kit.families import text_config
@@ -33,7 +34,9 @@ from torch_collate_kit.losses.token_logps import (
     ids_of_tokens,
     is_one_number,
     linear_nll,
+    loss_mask_of,
     predicting,
+    trained_cells,
     widened,
 )
 from torch_collate_kit.ragged import Ragged
@@ -48,7 +51,8 @@ class PerTokenOutputs:
 
     ``example_indices`` int64 ``[E]``, ascending, names the examples of the batch's rows. ``nll[i]``
     float32 ``[n]``, in host memory, has the last ``n = row_metadata["num_actions"]`` tokens of
-    example ``example_indices[i]``. The pieces of a split example are joined in order, without the
+    example ``example_indices[i]``, with ``targets="same_token"`` 0 where there is no label. The
+    pieces of a split example are joined in order, without the
     first token of each piece, which nothing predicts. An added row has no example.
 
     >>> from torch_collate_kit import PackedCollator
@@ -151,7 +155,7 @@ def token_loss(
         total, _ = _total_and_nll(logits, labels[..., 1:], mask, None, head, logit_softcap)
         return _divided(total, num_loss_tokens)
     batch = batch_or_labels
-    mask, ids = batch["loss_mask"], ids_of_tokens(batch)
+    mask, ids = loss_mask_of(batch), ids_of_tokens(batch)
     hidden = ids.shape[1] - mask.shape[1]
     cells_RW = batch["input_ids"]
     logits = in_rows(logits, *cells_RW.shape)
@@ -167,10 +171,11 @@ def token_loss(
     else:  # rollouts
         labels = torch.where(F.pad(mask, (hidden, 0)) != 0, ids, IGNORE_INDEX)
     check_fit(logits, cells_RW, mask.shape[1], from_batch=not shares_prefixes(batch))
-    targets = labels[:, hidden:]
-    if return_per_token_outputs:
+    targets, cells = labels[:, hidden:], response_cells(batch)
+    if targets_of(batch) == "same_token":  # of which few may have a label, and an id is no class
+        cells = cells if cells is None else trained_cells(batch)
+    elif return_per_token_outputs:
         targets = torch.where(targets == IGNORE_INDEX, ids[:, hidden:], targets)
-    cells = response_cells(batch)
     total, nll = _total_and_nll(logits, targets, mask, cells, head, logit_softcap, batch)
     loss = _divided(total * batch.metadata.get("loss_mask_divisor", 1), num_loss_tokens)
     if not return_per_token_outputs:
@@ -324,7 +329,7 @@ def _over_ranks(total: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 def _num_loss_tokens(batch: Any) -> Tensor:
     if isinstance(batch, Batch):
-        return torch.count_nonzero(batch["loss_mask"])
+        return torch.count_nonzero(loss_mask_of(batch))
     if isinstance(batch, Tensor):
         check_labels(batch)
         return torch.count_nonzero(batch[..., 1:] != IGNORE_INDEX)
@@ -419,8 +424,10 @@ class ModelWithLoss(nn.Module):
         model, config = inside(self.model), text_config(config_of(self.model))
         scales = [name for name in _SCALES if getattr(config, name, None) not in (None, 1)]
         adapter = getattr(self.model, "active_peft_config", None)
-        if scales or getattr(adapter, "is_prompt_learning", False):
+        has_layers = type(model).__name__.endswith("ForMaskedLM")  # between hidden states and head
+        if scales or has_layers or getattr(adapter, "is_prompt_learning", False):
             found = f"config.{scales[0]}" if scales else "prompts that PEFT adds"
+            found = "layers of ForMaskedLM before it" if has_layers else found
             raise ValueError(
                 f"the logits of the model are not those of its head alone ({found}); compute "
                 "token_loss(model(**batch.model_inputs(model)).logits, batch, ...) in a module of "

@@ -9,7 +9,7 @@ import numpy as np
 from torch_collate_kit.packing.atoms import Atoms
 from torch_collate_kit.packing.options import PackingOptions
 from torch_collate_kit.packing.rows import Ints, Limits, Rows, Sizes, stable_argsort
-from torch_collate_kit.packing.strategies import split_evenly
+from torch_collate_kit.packing.strategies import OpenRows, best_fit_decreasing, split_evenly
 
 # Levelling takes apart at most this many rows per rank: they have enough pieces for the few rows
 # that rounding adds, and redistributing a million pieces one by one would be slow.
@@ -18,6 +18,7 @@ _CLOSED = 1 << 96  # the weight of a row without a free slot: more than any int6
 _TOTAL = 1 << 30  # costs are scaled to about this sum, so that a product of two sums fits int64
 _EVEN = 1000  # ranks within 1 / _EVEN of the mean are even
 _SWAPS_PER_RANK = 16
+_FILLED_UP = (0, 1 / 4)  # shares of the pieces: more leaves less room, and is less even
 
 
 def weights_of(atoms: Atoms, packing: PackingOptions) -> Sizes:
@@ -152,6 +153,29 @@ def _deal(sizes: Sizes, image_weights: Ints, num_rows: int, limits: Limits) -> I
     used, used_patches = (_added(values, bins, num_rows) for values in sizes)
     cells = np.where(used_patches > 0, limits.tokens, limits.text)
     return bins if ((used <= cells) & (used_patches <= limits.patches)).all() else None
+
+
+def dealt(sizes: Sizes, num_rows: int, limits: Limits) -> Rows | None:
+    """Deal all pieces to rows as ``level`` does; None if a row is overfilled.
+
+    Where that leaves too little room, the shortest pieces go to the fullest row with room instead.
+    """
+    longest = int(sizes[0].max())
+    order = stable_argsort(longest - sizes[0], longest)
+    for share in _FILLED_UP:
+        first, rest = np.split(order, [len(order) - int(len(order) * share)])
+        tokens, patches = (values[first] for values in sizes)
+        bins = _deal((tokens, patches), patches, num_rows, limits)
+        if bins is not None and len(rest):
+            used, counts = _added(tokens, bins, num_rows), np.bincount(bins, minlength=num_rows)
+            opened = OpenRows(limits.text - used, (limits.pieces or len(order)) - counts)
+            rows = best_fit_decreasing(sizes[0][rest], limits.text, limits.pieces, opened)
+            order, bins = np.append(first, rest[rows.order]), np.append(bins, rows.labels())
+        if bins is not None and int(bins.max()) < num_rows:
+            return Rows.from_labels(order, bins, num_rows)
+        if limits.patches:
+            break
+    return None
 
 
 def _added(values: Ints, bins: Ints, num_rows: int) -> Ints:

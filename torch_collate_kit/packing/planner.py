@@ -11,7 +11,7 @@ import numpy.typing as npt
 from torch_collate_kit._checks import plural
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing.atoms import Atoms, Patches, checked_sizes
-from torch_collate_kit.packing.balance import assign_ranks, level_rows
+from torch_collate_kit.packing.balance import assign_ranks, dealt, level_rows
 from torch_collate_kit.packing.options import (
     MOST_CELLS,
     Overflow,
@@ -23,12 +23,15 @@ from torch_collate_kit.packing.options import (
 from torch_collate_kit.packing.plan import PackingPlan
 from torch_collate_kit.packing.rows import Ints, Limits, Rows
 from torch_collate_kit.packing.strategies import (
+    Fill,
     best_fit_decreasing,
     fill_two_budgets,
     first_fit_decreasing,
     sequential,
 )
 from torch_collate_kit.packing.trees import bare_lengths
+
+_FINER = 200  # rows that are too few first grow by this part of them
 
 Cuts: TypeAlias = tuple[Ints, Ints, Ints]
 """Tokens, patches and vision cost that truncation leaves of an example: of its longest beginning
@@ -361,8 +364,31 @@ def filled_rows(atoms: Atoms, limits: Limits, packing: PackingOptions) -> Rows:
         return Rows(atoms.cells, np.zeros(2, dtype=np.int64))
     if packing.strategy == "sequential":
         return sequential(atoms.sizes, limits)
+    if packing.strategy == "balanced" and limits.pieces is not None:
+        return _within_slots(atoms, limits, limits.pieces)
     is_first_fit = packing.strategy == "first_fit_decreasing"
-    fill = first_fit_decreasing if is_first_fit else best_fit_decreasing
+    return _fill(first_fit_decreasing if is_first_fit else best_fit_decreasing, atoms, limits)
+
+
+def _fill(fill: Fill, atoms: Atoms, limits: Limits) -> Rows:
     if limits.patches and (limits.reserved or limits.patches < int(atoms.patches.sum())):
         return fill_two_budgets(fill, atoms.sizes, limits)
-    return fill(atoms.cells, limits.text, limits.pieces)
+    return fill(atoms.cells, limits.text, limits.pieces, None)
+
+
+def _within_slots(atoms: Atoms, limits: Limits, slots: int) -> Rows:
+    """Return about as few rows of at most ``slots`` pieces as best fit would need without a limit.
+
+    Best fit under the limit opens more: its last rows are full of the shortest pieces, and nearly
+    empty. So pieces are dealt out evenly, to more rows only where one is overfilled.
+    """
+    rows = _fill(best_fit_decreasing, atoms, limits._replace(pieces=None))
+    if int(rows.counts().max()) <= slots:
+        return rows
+    number = max(len(rows.offsets) - 1, -(-len(atoms.cells) // slots))
+    enough, more = _fill(best_fit_decreasing, atoms, limits), -(-number // _FINER)
+    while number < len(enough.offsets) - 1:
+        if (even := dealt(atoms.sizes, number, limits)) is not None:
+            return even
+        number, more = number + more, 2 * more
+    return enough

@@ -68,6 +68,8 @@ class RankPlan:
     """Whether a loss is divided by these numbers, so that other examples are refused."""
     metadata: dict[str, Any] | None = None
     """Metadata of the whole batch besides that of the plan."""
+    epoch: int | None = None
+    """The epoch of the sampler, so that a dataset may draw anew in each; None without a sampler."""
 
     def __init__(
         self,

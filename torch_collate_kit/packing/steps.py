@@ -198,6 +198,6 @@ def _num_rows(atoms: Atoms, limits: Limits, packing: PackingOptions) -> int:
     is_one_budget = not limits.patches or (
         not limits.reserved and limits.patches >= int(atoms.patches.sum())
     )
-    if is_best_fit and is_one_budget:
-        return num_rows_best_fit(atoms.cells, limits.text, limits.pieces)
+    if is_best_fit and is_one_budget and limits.pieces is None:
+        return num_rows_best_fit(atoms.cells, limits.text)
     return len(filled_rows(atoms, limits, packing).offsets) - 1

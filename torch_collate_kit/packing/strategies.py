@@ -58,10 +58,10 @@ def best_fit_decreasing(
     return Rows.from_labels(order, row_of, num_rows)
 
 
-def num_rows_best_fit(sizes: Ints, capacity: int, max_pieces: int | None) -> int:
+def num_rows_best_fit(sizes: Ints, capacity: int) -> int:
     """Count the rows of ``best_fit_decreasing``, without placing a piece."""
     _, distinct, counts = _histogram(sizes)
-    return _fill_empty(tuple(distinct), tuple(counts), capacity, max_pieces)[3]
+    return _fill_empty(tuple(distinct), tuple(counts), capacity, None)[3]
 
 
 @lru_cache(maxsize=1)  # a window of steps is counted, and then filled: a fifth of its time

@@ -129,10 +129,11 @@ def _checked_setup(tokenizer: Any, options: ChatOptions, keep: Keep | None) -> C
             "tokenize_preferences reads no images, but got a processor; pass processor.tokenizer"
         )
     setup = ChatSetup(tokenizer, options, overflow="drop", may_split=False)
-    if options.train_on == "each":
+    if options.train_on == "each" or options.overflow == "windows":
+        given = "train_on='each'" if options.train_on == "each" else "overflow='windows'"
         raise ValueError(
-            "train_on='each' makes several examples of a side, and a pair has one of each; pass "
-            "train_on='all' or 'last'"
+            f"{given} makes several examples of a side, and a pair has one of each; pass "
+            "train_on='all' or 'last', and overflow='raise' or 'drop'"
         )
     if keep is None and options.overflow == "truncate":
         raise ValueError(

@@ -234,7 +234,7 @@ def _bad_entry(name: str, index: int, row: list[Any], typecode: str) -> DataErro
             where = f"example {index}: {name}[{j}] is {entry!r:.40}"
             if isinstance(entry, list | tuple | np.ndarray):
                 hint = ", and examples are lists of segments all or none"
-                hint = hint if name == "input_ids" else ""
+                hint = hint if name in ("input_ids", "prompt_ids", "response_ids") else ""
                 return DataError(f"{where}, so {name} is nested; a segment is one flat list{hint}")
             if isinstance(entry, str) and entry.startswith(ROW_OF_DATASETS):
                 return DataError(f"{where}, whose format was changed; read to_datasets() as it is")

@@ -38,6 +38,68 @@ _TORCH_CODES = "?bhilBHILefd"
 _INT32_MAX = np.iinfo(np.int32).max
 # Divided by the loss tokens of a batch, up to 10**8, it is still a normal float32.
 _LEAST_WEIGHT = 1e-30
+_ROW_METADATA = (
+    *("example_indices", "example_starts", "segment_numbers", "num_trained", "max_segment_length"),
+    *("uids", "trajectory_ids", "is_last_step", "row_indices", "shared_lengths"),
+)
+# Dtypes that torch computes with; of the others it has little more than the name.
+_INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_DTYPES = (*_INTEGERS, torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def checked_fields(fields: DeclaredFields | None, taken_names: tuple[str, ...]) -> DeclaredFields:
+    """Return the declared fields, checked."""
+    if fields is None:
+        return {}
+    if not isinstance(fields, Mapping):
+        raise TypeError(
+            f"fields must map names to PerToken, PerResponseToken or PerExample, got {fields!r:.60}"
+        )
+    for name, spec in fields.items():
+        where = f"fields[{name!r}]"
+        if not isinstance(spec, PerToken | PerResponseToken | PerExample):
+            raise TypeError(
+                f"{where} must be a PerToken, PerResponseToken or PerExample, got {spec!r:.60}; "
+                "for instance PerToken(torch.float32)"
+            )
+        if not isinstance(spec, PerExample) or spec.dtype is not str:
+            _check_dtype(where, spec)
+            _check_shape(where, spec.shape)
+            if isinstance(spec, PerExample) and len(spec.shape) > 1:
+                raise ValueError(f"{where} has shape={spec.shape}; an example has (k,) numbers")
+        elif name in _ROW_METADATA:
+            raise ValueError(f"fields names {name!r}, which is row metadata; rename yours")
+        if not isinstance(name, str) or not name.isidentifier():
+            raise ValueError(f"fields names {name!r}, which is not a name; use letters and _")
+        if name in taken_names:
+            raise ValueError(
+                f"fields names {name!r}, which the collator reads or makes itself; rename yours"
+            )
+    return dict(fields)
+
+
+def _check_dtype(where: str, spec: Any) -> None:
+    """Check that torch has numbers of this dtype, and that it holds the pad."""
+    dtype, pad = spec.dtype, getattr(spec, "pad", 0)
+    if not isinstance(dtype, torch.dtype) or dtype.is_complex:
+        text = ", or str" if isinstance(spec, PerExample) else ""
+        raise TypeError(f"{where} must have a torch dtype of real numbers{text}, got {dtype!r}")
+    if not isinstance(spec, PerExample) and dtype not in _DTYPES:
+        raise TypeError(
+            f"{where} has {dtype}, which torch does not place; give a signed integer, uint8, "
+            "bool, or a float of 16 bits or more"
+        )
+    if torch.tensor(pad, dtype=torch.float64).to(dtype).double().item() != pad:
+        raise ValueError(f"{where} has pad={pad}, which {dtype} does not hold")
+
+
+def _check_shape(where: str, shape: Any) -> None:
+    if not isinstance(shape, tuple) or any(type(size) is not int or size < 1 for size in shape):
+        is_size = type(shape) is int and shape > 0
+        way_out = f"shape=({shape},)" if is_size else "for k numbers in an entry shape=(k,)"
+        raise ValueError(
+            f"{where} has shape={shape!r:.40}; give a tuple of positive ints, {way_out}"
+        )
 
 
 def as_tensor(array: np.ndarray) -> Tensor:
@@ -154,8 +216,8 @@ def placed_labels(column: Numbers, pieces: Pieces) -> np.ndarray:
     if is_bad.any():
         i, token = first_bad(is_bad, pieces)
         raise DataError(
-            f"example {i}: labels is {labels[is_bad][0]} at token {token}; a label is a token "
-            f"id, or {IGNORE_INDEX} where nothing is trained"
+            f"example {i}: labels is {labels[is_bad][0]} at token {token}; a label is the id "
+            f"of a token or class, or {IGNORE_INDEX} where nothing is trained"
         )
     fits = not labels.size or labels.max() <= np.iinfo(np.int32).max
     return labels.astype(np.int32 if fits else np.int64)
@@ -290,7 +352,9 @@ class FieldColumn:
         if is_routes:
             return cast, entries
         is_bad = _is_lost(values, cast) if self.key is None else _is_outside(cast, self.most)
-        if is_bad is not None:
+        if is_bad is not None and self.key == "logprobs":  # NaN: the engine did not score the token
+            is_bad = is_bad & ~np.isnan(values)
+        if is_bad is not None and is_bad.any():
             is_wrong = is_bad.reshape(len(is_bad), -1).max(axis=1)  # any entry of a vector
             example, entry = first_bad(is_wrong, entries)
             place = (entry, *np.argwhere(is_bad)[0, 1:].tolist())
@@ -312,7 +376,7 @@ class FieldColumn:
             )
         hint = ""
         if self.key == "logprobs":
-            hint = "of a token that the policy did not sample give 0.0, or "
+            hint = "of a token that was not sampled give 0.0, of one without a score NaN, or "
         return DataError(f"{found}; it must be finite in float32: {hint}filter such rollouts out")
 
 

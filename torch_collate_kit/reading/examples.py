@@ -15,12 +15,12 @@ from torch import Tensor
 from torch_collate_kit._checks import computed_once
 from torch_collate_kit.batch import IGNORE_INDEX
 from torch_collate_kit.batch.fields import FieldSpec, PerExample, PerResponseToken, PerToken
-from torch_collate_kit.batch.placement import whole_examples
+from torch_collate_kit.batch.placement import Targets, whole_examples
 from torch_collate_kit.errors import DataError, examples_named
 from torch_collate_kit.packing.rows import Pieces, row_sums, running_sum
 from torch_collate_kit.packing.trees import Trees, trees_of
 from torch_collate_kit.ragged import Ragged, span_indices, unchecked
-from torch_collate_kit.reading.columns import Numbers
+from torch_collate_kit.reading.columns import Numbers, tensor_to_numpy
 from torch_collate_kit.reading.entries import (
     DeclaredFields,
     FieldColumn,
@@ -78,12 +78,15 @@ class ExampleColumns:
     images: Images | None
     """None where the collator was given no vision model; else there may be no image in it."""
     per_example: dict[str, list[Any]] = field(default_factory=dict)
-    """Row metadata to be: uids, trajectory_ids, is_last_step, declared ``PerExample(str)``."""
+    """Row metadata to be: declared ``PerExample(str)``."""
+    per_segment: dict[str, list[Any]] = field(default_factory=dict)
+    """Row metadata to be, of rollouts: uids, trajectory_ids, is_last_step."""
     are_rollouts: bool = False
     weights: np.ndarray | None = None
     """float32 [N], what multiplies the loss weights of each example, if it was given."""
     segment_offsets: np.ndarray | None = None
     """int64, the first segment of each example, and the number of all; None of one each."""
+    targets: Targets = "next_token"
 
     @classmethod
     def of_none(cls, fields: DeclaredFields, vision: VisionLayout | None) -> ExampleColumns:
@@ -227,7 +230,9 @@ class ExampleColumns:
         target, responses, num_trained = self._target(pieces, is_image)
         counts = {"lengths": pieces.lengths, "responses": responses.lengths}
         placed: dict[str, _Values] = {"input_ids": (PerToken(torch.int64), ids, pieces)}
-        if self._has_labels:
+        if self.targets is None:
+            pass
+        elif self._has_labels:
             placed["labels"] = PerToken(torch.int64, IGNORE_INDEX), target, pieces
             if self.weights is not None:
                 weights = self._times_weights(target != IGNORE_INDEX, pieces)
@@ -257,7 +262,7 @@ class ExampleColumns:
             )
         placed = found.place(whole_examples(self.lengths))
         return {
-            name: Ragged(column.values.numpy(), column.offsets)
+            name: Ragged(tensor_to_numpy(name, None, column.values), column.offsets)
             for name, column in placed.columns.items()
         }
 
@@ -278,7 +283,16 @@ class ExampleColumns:
         self, pieces: Pieces, is_image: np.ndarray | None
     ) -> tuple[np.ndarray, Pieces, np.ndarray]:
         """Return labels or weights, the response tokens, and trained tokens per piece."""
+        if self.targets is None:
+            none = np.zeros_like(pieces.lengths)
+            return none, pieces._replace(lengths=none), none
         untrained = IGNORE_INDEX if self._has_labels else 0
+        if self.targets == "same_token":
+            target = self._given(pieces)
+            if is_image is not None:
+                target[is_image] = untrained
+            before = running_sum(target != untrained)  # any token may be trained, the first, too
+            return target, pieces, np.diff(before[running_sum(pieces.lengths)])
         if self.num_actions is None:
             responses, most = pieces, pieces.lengths - 1
             target = self._given(pieces)

@@ -36,7 +36,7 @@ _SHAPES = {
 
 
 def route_column(column: Any, lengths: np.ndarray) -> Ragged:
-    """Return the expert routes of the first tokens of rollouts: uint8 or int16."""
+    """Return the expert routes of the first tokens of rollouts: uint8, or int16, -1 at holes."""
     name = "rollout_expert_indices"
     shape = "integers [tokens, layers, top_k], an array [0, layers, top_k] where there are none"
     arrays = list(_arrays(name, dict(enumerate(column)), 3, "iu", shape).values())
@@ -55,13 +55,19 @@ def route_column(column: Any, lengths: np.ndarray) -> Ragged:
         )
     flat = np.concatenate(arrays)
     if flat.size and not (flat.min() >= 0 and flat.max() <= _MOST_EXPERTS):
-        bad = np.argwhere((flat < 0) | (flat > _MOST_EXPERTS))[0]
-        i = int(np.searchsorted(np.cumsum(counts), bad[0], side="right"))
-        raise DataError(
-            f"example {i}: {name} has the expert {int(flat[tuple(bad)])}; experts are 0 to "
-            f"{_MOST_EXPERTS}"
-        )
-    few = not flat.size or flat.max() < 256
+        is_hole = (flat == -1).all(axis=(1, 2), keepdims=True)
+        bad = np.argwhere(((flat < 0) & ~is_hole) | (flat > _MOST_EXPERTS))
+        if len(bad):
+            i = int(np.searchsorted(np.cumsum(counts), bad[0, 0], side="right"))
+            token, expert = int(bad[0, 0] - counts[:i].sum()), int(flat[tuple(bad[0])])
+            found = f"has the expert {expert}; experts are 0 to {_MOST_EXPERTS}"
+            if expert == -1:
+                found = (
+                    f"is -1 in some layers or places of token {token}; give -1 in all of them to a "
+                    "token without a route"
+                )
+            raise DataError(f"example {i}: {name} {found}")
+    few = not flat.size or 0 <= flat.min() <= flat.max() < 256
     return Ragged.from_lengths(flat.astype(np.uint8 if few else np.int16), counts)
 
 

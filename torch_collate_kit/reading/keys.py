@@ -15,6 +15,7 @@ from torch import Tensor
 from torch_collate_kit._checks import bare_key, respelt, type_name
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.fields import PerToken
+from torch_collate_kit.batch.placement import Targets
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing.rank_plan import SourceName
 from torch_collate_kit.ragged import Nested, Ragged
@@ -37,6 +38,7 @@ PER_EXAMPLE = {"num_actions", "weight"}  # a number of each example, not lists
 _REQUIRED = ("prompt_ids", "response_ids", "rewards", "loss_mask")
 _OPTIONAL = ("logprobs", "advantages", "uid", "trajectory_id", "is_last_step", "weight")
 ROLLOUT_KEYS = (*_REQUIRED, *_OPTIONAL, "rollout_expert_indices", *CHECKED)
+ROLLOUT_PER_TOKEN = (*_REQUIRED, "logprobs", "advantages", "rollout_expert_indices", *CHECKED)
 IMAGES = ("pixel_values", "image_grid_thw")
 VIDEOS = ("pixel_values_videos", "video_grid_thw")
 MEDIA = (*IMAGE_FIELDS, *VIDEOS)
@@ -62,6 +64,7 @@ def raw_columns(
     train_all: bool,
     fields: Mapping[str, Any],
     vision: VisionLayout | None,
+    targets: Targets = "next_token",
 ) -> tuple[dict[str, Any], bool, dict[str, PerToken]]:
     """Return the known columns as given, whether they are rollouts, and fields per token."""
     given: Any = examples
@@ -102,7 +105,9 @@ def raw_columns(
             raise unknown_images(f"example {owners['pixel_values']}")
         names = {key: f"example {i}" for key, i in owners.items()}
         declared = (*fields, *of_model, *added_keys(given, owners))
-        check_keys(names, train_all=train_all, declared=declared)
+        if targets != "next_token":
+            _check_targets(names, targets)
+        check_keys(names, train_all=train_all, declared=declared, targets=targets)
     if vision is None or vision.family.positions != "model":
         return raw, rollouts, {}
     read = {*KNOWN, *ROLLOUT_KEYS, *media, *fields}
@@ -245,24 +250,48 @@ def _is_all_none(column: Any) -> bool:
     return all(entry is None for entry in column)
 
 
+def _check_targets(owners: Mapping[str, str], targets: Targets) -> None:
+    """Check that examples have labels where a token's own are read, and no target elsewhere."""
+    is_same = targets == "same_token"
+    if is_same and "labels" not in owners:
+        raise DataError(
+            'example 0 has no labels, which targets="same_token" reads: give every example one '
+            "label per token, -100 where there is none"
+        )
+    for key in (*TARGETS, "num_actions", "weight"):
+        if key not in owners or (is_same and key in ("labels", "weight")):
+            continue
+        way_out = f"remove it, as labels of -100 say what is not trained (targets={targets!r})"
+        if not is_same:
+            way_out = (
+                "nothing per token is trained with targets=None: remove it, or declare a number "
+                "per example under another name, fields={'label': PerExample(torch.int64)}"
+            )
+        raise DataError(f"{owners[key]} has {key}; {way_out}")
+
+
 def check_keys(
-    owners: Mapping[str, str], *, train_all: bool, declared: tuple[str, ...] = ()
+    owners: Mapping[str, str],
+    *,
+    train_all: bool,
+    declared: tuple[str, ...] = (),
+    targets: Targets = "next_token",
 ) -> None:
     """Check the keys of examples; ``owners`` names the first with each, such as "example 0"."""
     others = [key for key in owners if key not in KNOWN and key not in declared]
     check_no_other_weight(owners, others)
-    targets = [name for name in TARGETS if name in owners]
+    names = [name for name in TARGETS if name in owners]
     for key in others:
         name = respelt(str(key), (*PER_TOKEN, *declared))
-        is_class = key == "label" and targets  # of an example, as KTO has it
+        is_class = key == "label" and names  # of an example, as KTO has it
         if name is not None and name not in owners and not is_class:
             raise _looks_like(owners[key], name, key)
-    if train_all and targets:
+    if train_all and names:
         raise DataError(
-            f"{owners[targets[0]]} has {targets[0]}, and train_all=True trains every token; keep "
+            f"{owners[names[0]]} has {names[0]}, and train_all=True trains every token; keep "
             "one of the two"
         )
-    if others and not targets and not train_all:
+    if others and not names and not train_all and targets == "next_token":
         raise DataError(
             f"{owners[others[0]]} has {', '.join(map(repr, others[:5]))}"
             f"{', ...' if len(others) > 5 else ''} and no loss target, so it is not clear whether "
@@ -306,7 +335,10 @@ def _check_rollout_keys(raw: Mapping[str, Any], given: list[str]) -> None:
 def _looks_like(owner: str, name: str, key: str) -> DataError:
     way_out = f"rename it to {name}, or remove it"
     if key.lower() == "label":  # perhaps of the example
-        way_out += f", or if it is one number declare fields={{{key!r}: PerExample(torch.int64)}}"
+        way_out += (
+            f", or if it is one number declare fields={{{key!r}: PerExample(torch.int64)}} in a "
+            f"collator with targets=None (TokenizedDataset: columns=['input_ids', {key!r}])"
+        )
     return DataError(f"{owner} has no {name}, but {key!r} looks like it; {way_out}")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from torch_collate_kit.batch.fields import (
     PerRoutedToken,
     PerToken,
 )
-from torch_collate_kit.batch.placement import MAX_WIDTH, too_wide
+from torch_collate_kit.batch.placement import MAX_WIDTH, Targets, too_wide
 from torch_collate_kit.errors import DataError, examples_named
 from torch_collate_kit.ragged import Nested, Ragged, unchecked
 from torch_collate_kit.reading.columns import (
@@ -27,6 +27,7 @@ from torch_collate_kit.reading.columns import (
     Numbers,
     flag_column,
     id_column,
+    is_number,
     number_column,
     scalar_column,
     shape_of,
@@ -52,6 +53,7 @@ from torch_collate_kit.reading.keys import (
     MEDIA,
     PER_TOKEN,
     ROLLOUT_KEYS,
+    ROLLOUT_PER_TOKEN,
     TARGETS,
     check_one_text,
     raw_columns,
@@ -82,13 +84,19 @@ def read_columns(
     train_all: bool = False,
     fields: DeclaredFields | None = None,
     vision: VisionLayout | None = None,
+    targets: Targets = "next_token",
 ) -> ExampleColumns:
     """Check the examples, and return their columns."""
     raw, are_rollouts, token_types = raw_columns(
-        examples, rollouts=rollouts, train_all=train_all, fields=fields or {}, vision=vision
+        examples,
+        rollouts=rollouts,
+        train_all=train_all,
+        fields=fields or {},
+        vision=vision,
+        targets=targets,
     )
     declared = {**(fields or {}), **token_types}
-    per_example = _row_metadata(raw) if are_rollouts else {}
+    per_example: dict[str, list[Any]] = {}
     numbers: dict[str, Numbers] = {}
     for key in [key for key, spec in declared.items() if isinstance(spec, PerExample)]:
         if declared[key].dtype is str:
@@ -96,18 +104,21 @@ def read_columns(
             per_example[key] = text_column(key, _declared(key, raw))
         else:
             numbers[key] = _of_examples(key, declared[key], _declared(key, raw))
-    offsets = None
-    if not are_rollouts and are_nested(raw["input_ids"]):
+    offsets, ids = None, "response_ids" if are_rollouts else "input_ids"
+    if are_nested(raw[ids]):
         others = [key for key in declared if key not in numbers]
-        raw, offsets = opened(raw, (*PER_TOKEN, *others, *MEDIA))
+        raw, offsets = opened(raw, (*ROLLOUT_PER_TOKEN, *PER_TOKEN, *others, *MEDIA), ids)
+    per_segment = _row_metadata(raw, offsets) if are_rollouts else {}
     with examples_named(segment_name(offsets)):
         columns = _per_token(raw, declared, numbers, vision, are_rollouts=are_rollouts)
-    if not per_example and offsets is None:
+    if not per_example and not per_segment and offsets is None and targets == "next_token":
         return columns  # a copy takes 10 us
     return replace(
         columns,
         per_example=per_example,
+        per_segment=per_segment,
         segment_offsets=offsets,
+        targets=targets,
     )
 
 
@@ -311,31 +322,36 @@ def _wanted_entries(key: str, expected: int, is_response: bool, are_rollouts: bo
     return f"response_ids has {expected} tokens; give {wanted}"
 
 
-def _row_metadata(raw: Mapping[str, Any]) -> dict[str, list[Any]]:
+def _row_metadata(raw: Mapping[str, Any], offsets: np.ndarray | None) -> dict[str, list[Any]]:
     found: dict[str, list[Any]] = {
         f"{key}s": id_column(key, raw[key]) for key in ("uid", "trajectory_id") if key in raw
     }
     if "is_last_step" in raw:
         found["is_last_step"] = flag_column("is_last_step", raw["is_last_step"])
+    if offsets is not None:  # the segments of a rollout are steps of one trajectory
+        owners = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets)).tolist()
+        last = found.setdefault("is_last_step", [True] * (len(offsets) - 1))
+        found = {name: [values[i] for i in owners] for name, values in found.items()}
+        found["is_last_step"] = [last[i] and i != j for i, j in pairwise([*owners, -1])]
     return found
 
 
-def opened(raw: Mapping[str, Any], keys: Collection[str]) -> tuple[dict[str, Any], np.ndarray]:
-    """Return ``raw`` with an entry per segment in ``keys``, and the offsets of examples."""
+def opened(
+    raw: Mapping[str, Any], keys: Collection[str], ids: str
+) -> tuple[dict[str, Any], np.ndarray]:
+    """Return ``raw`` with an entry per segment in ``ids`` and ``keys``; the offsets of examples."""
     columns = dict(raw)
-    columns["input_ids"], counts = opened_column("input_ids", raw["input_ids"])
+    columns[ids], counts = opened_column(ids, raw[ids], ids)
     if not counts.all():
-        raise DataError(
-            f"example {counts.argmin()} is empty (input_ids has no segment); filter it out"
-        )
+        raise DataError(f"example {counts.argmin()} is empty ({ids} has no segment); filter it out")
     for key in keys:
-        if key not in raw or key == "input_ids":
+        if key not in raw or key == ids:
             continue
-        columns[key], found = opened_column(key, raw[key], counts)
+        columns[key], found = opened_column(key, raw[key], ids, counts)
         if len(wrong := np.flatnonzero(found != counts)):
             i = int(wrong[0])
             raise DataError(
-                f"example {i}: {key} has {plural(int(found[i]), 'segment')}, input_ids has "
+                f"example {i}: {key} has {plural(int(found[i]), 'segment')}, {ids} has "
                 f"{counts[i]}; give one entry for each segment"
             )
     if "weight" in raw:  # of an example, for all of its segments
@@ -344,7 +360,7 @@ def opened(raw: Mapping[str, Any], keys: Collection[str]) -> tuple[dict[str, Any
 
 
 def opened_column(
-    key: str, column: Any, counts: np.ndarray | None = None
+    key: str, column: Any, ids: str = "input_ids", counts: np.ndarray | None = None
 ) -> tuple[Any, np.ndarray]:
     """Return the column with an entry per segment, and the number of segments of each example."""
     if isinstance(column, Nested):
@@ -358,6 +374,14 @@ def opened_column(
         entries = [[None] * count if entry is None else entry for entry, count in pairs]
         is_list = [is_sequence(entry) for entry in entries]
         wanted = "a list with one array, or None, for each segment"
+    elif key in ("rewards", "advantages") and counts is not None:
+        of_all, pairs = key == "advantages", zip(entries, counts.tolist(), strict=True)
+        entries = [
+            [entry if of_all else 0.0] * (n - 1) + [entry] if is_number(entry) else entry
+            for entry, n in pairs
+        ]
+        is_list = [is_sequence(entry) or np.ndim(entry) > 0 for entry in entries]
+        wanted = "one number, or a list with a number or a list for each segment"
     else:
         is_list = [is_list_of_rows(entry) or _is_empty(entry) for entry in entries]
         wanted = "a list with one list for each segment"
@@ -365,7 +389,7 @@ def opened_column(
         i = is_list.index(False)
         raise DataError(
             f"example {i}: {key} is {type_name(entries[i])} that is not a list of segments, as "
-            f"input_ids of example 0 is; give {wanted}"
+            f"{ids} of example 0 is; give {wanted}"
         )
     return list(chain.from_iterable(entries)), np.array(list(map(len, entries)), dtype=np.int64)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,6 +33,7 @@ _NEARLY = 0.005
 _MOST_BINS = 48
 _WIDE = 20  # longest / shortest above which bins are equally wide on a logarithmic scale
 _MOST_STEPS = 256  # that are planned
+_SLACK = 1.25  # times the mean number of segments of a row: a limit that costs no cells
 
 
 def capacities_to_try(lengths: Ints, row_align: int) -> list[int]:
@@ -113,7 +115,7 @@ def _packed(atoms: Atoms, packing: PackingOptions, batch_size: int | None) -> di
         return per_rank.T if batch_size is None else per_rank.sum(axis=1)[None]
 
     sums: Counter[str] = Counter()
-    tokens, costs, seconds = [], [], 0.0
+    tokens, costs, seconds, most = [], [], 0.0, 0
     number = len(atoms.tokens)
     for start in range(0, number, batch_size or number):
         part = atoms.alone(np.arange(start, min(start + (batch_size or number), number)))
@@ -128,11 +130,17 @@ def _packed(atoms: Atoms, packing: PackingOptions, batch_size: int | None) -> di
             **_lost(plan),
         )
         of_pieces = plan.atoms.costs + plan.atoms.vision_costs
+        sums["num_segments"] += int(plan.atoms.segments.sum())
+        most = max(most, int(row_sums(plan.atoms.segments, plan.row_offsets).max(initial=0)))
         tokens.append(per_step(plan.row_tokens))
         costs.append(per_step(row_sums(of_pieces, plan.row_offsets)))
     ranks = np.concatenate(tokens), np.concatenate(costs)
     layout = SHARED if packing.share_prefixes else packing.strategy or "best_fit_decreasing"
-    return _figures(packing, layout, sums, *ranks, plan_seconds=seconds)
+    found = _figures(packing, layout, sums, *ranks, plan_seconds=seconds)
+    largest = int(atoms.segments.max(initial=1))  # which a limit assumes of every example
+    mean = found.pop("num_segments") / max(1, found["num_rows"])
+    at_most = math.ceil(_SLACK * mean * largest / max(1.0, atoms.segments.mean()))
+    return found | {"mean_segments": mean, "most_segments": most, "max_sequences_per_row": at_most}
 
 
 def _padded(
@@ -245,6 +253,9 @@ def recommended(candidates: Sequence[_Candidate], num_tokens: int) -> dict[str, 
         "strategy": best["strategy"],
         "reason": reason,
         "notes": _notes(packed, best, num_tokens) + _notes_of_shared(candidates, limit),
+        "segments": f"segments per row: {best['mean_segments']:.1f}, at most "
+        f"{best['most_segments']}; max_sequences_per_row={best['max_sequences_per_row']} promises "
+        "one shape",
     }
 
 

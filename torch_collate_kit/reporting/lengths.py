@@ -114,10 +114,16 @@ def _of_source(source: Source) -> tuple[np.ndarray | Ragged, np.ndarray | None]:
             part = _as_columns(part, names, start)
         _check_whole(part, start)
         if are_nested(part[names[0]]):
-            flat, per_example = opened_column(names[0], part[names[0]])
+            opened = [opened_column(name, part[name], names[0]) for name in names]
+            flat, per_example = opened[0]
             lengths = _lengths(names[0], flat, start)
-            nested.append(Ragged.from_lengths(lengths, per_example))
             ids = flat.values if isinstance(flat, Ragged) else np.concatenate(list(flat))
+            if len(opened) > 1:  # prompts and responses of rollouts
+                responses = opened[1][0]
+                pairs = zip(flat, responses, strict=True)
+                ids = np.concatenate([side for pair in pairs for side in pair])
+                lengths = lengths + _lengths(names[-1], responses, start)
+            nested.append(Ragged.from_lengths(lengths, per_example))
             depths.append(
                 depths_of(np.asarray(ids), running_sum(lengths), running_sum(per_example))
             )

@@ -80,13 +80,15 @@ class PackingReport(dict[str, Any]):
     - ``"options"``: the options of the plans;
     - ``"candidates"``: a dict for each ``max_tokens`` and strategy, padded rows first, then, if
       segments begin alike, those of "shared_prefixes";
-    - ``"recommended"``: ``max_tokens``, ``strategy``, the ``reason``, and ``notes``;
+    - ``"recommended"``: ``max_tokens``, ``strategy``, the ``reason``, ``segments``, and ``notes``;
     - ``"steps"``: with ``batch_rows``, a dict for steps "by_examples", "by_rows" and "wrapped".
 
     A candidate has ``max_tokens``, ``strategy``, ``efficiency`` and ``padding`` (shares of the
     cells), ``num_rows``, ``num_tokens``, ``num_cells``, ``num_dropped``, ``num_dropped_tokens``,
     ``num_cut``, ``num_cut_tokens``, ``tokens_per_rank``, ``cost_per_rank``,
-    ``tokens_max_over_mean``, ``cost_max_over_mean`` and ``plan_seconds``. Steps have ``num_steps``,
+    ``tokens_max_over_mean``, ``cost_max_over_mean`` and ``plan_seconds``; packed ones
+    ``mean_segments`` and ``most_segments`` of a row, and the ``max_sequences_per_row`` to set for
+    one shape. Steps have ``num_steps``,
     ``padding``, ``imbalance``, ``imbalance_99``, ``unlikeness`` and ``time_per_token``.
 
     >>> report = packing_report([5, 3, 9, 2], 10, show=False)
@@ -379,7 +381,7 @@ def recommendation_lines(report: Mapping[str, Any]) -> list[str]:
     if fits_nothing(report):
         return [f"recommended: nothing; {best['reason']}"]
     first = f"recommended: max_tokens={best['max_tokens']}, {best['strategy']}"
-    return [first, *(f"  {line}" for line in (best["reason"], *best["notes"]))]
+    return [first, *(f"  {line}" for line in (best["reason"], best["segments"], *best["notes"]))]
 
 
 def _draw_padding(report: Mapping[str, Any], ax: Axes | None) -> Axes:

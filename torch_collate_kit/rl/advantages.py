@@ -65,8 +65,10 @@ def compute_advantages(
         uids: the prompt of each row; a list of hashables, an ndarray or a tensor.
         estimator: see above.
         is_last_step: one bool per row, where rows are steps of trajectories. The rows of a
-            trajectory lie next to each other; the last is True and has the whole reward. Then
-            trajectories are compared, and each advantage goes to the tokens of all its steps.
+            trajectory lie next to each other, and the last is True. Then trajectories are
+            compared by the sum of the rewards of all their rows, and each advantage goes to the
+            tokens of all its steps. ``RolloutCollator`` makes rows of the segments of a rollout,
+            and says in ``row_metadata["is_last_step"]`` which is the last.
         trajectory_ids: the trajectory of each row, within its uid; hashables like ``uids``. They
             check ``is_last_step``, or replace it if it is None.
         values: ``[B, A]``, for "gae" only. The critic's targets are ``advantages + values``.
@@ -161,17 +163,9 @@ def _scores(
     rewards: Tensor, last: np.ndarray, rows: np.ndarray, keys: list[Hashable]
 ) -> tuple[np.ndarray, list[Hashable], np.ndarray]:
     """Return the score and uid of each trajectory, and the trajectory of each of ``rows``."""
-    is_earlier = torch.zeros(len(rewards), 1, dtype=torch.bool)
-    is_earlier[rows[~last]] = True
-    refuse_cells(
-        (rewards != 0) & is_earlier.to(rewards.device),
-        rewards,
-        "row {row} is not the last step of its trajectory, but has reward {value} at column "
-        "{column}, which would be lost; add it to the last step",
-    )
     uids = [keys[i] for i in rows.tolist()]
     trajectory_of = trajectories(last, uids, rows)
-    scores = rewards.sum(dim=1).cpu().double().numpy()[rows[last]]
+    scores = np.bincount(trajectory_of, rewards.sum(dim=1).cpu().double().numpy()[rows])
     return scores, [uids[i] for i in np.flatnonzero(last).tolist()], trajectory_of
 
 

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from torch import Tensor
 
-from torch_collate_kit._checks import checked_int
-from torch_collate_kit.batch.fields import PackedValues
+from torch_collate_kit._checks import checked_choice, checked_int
+from torch_collate_kit.batch.fields import PackedValues, PerExample, PerResponseToken
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.columns import flag_column, id_column
+from torch_collate_kit.reading.entries import DeclaredFields, checked_fields
 from torch_collate_kit.reading.examples import ExampleColumns
+from torch_collate_kit.reading.keys import CHECKED, ROLLOUT_KEYS
 from torch_collate_kit.reading.reader import read_columns
 from torch_collate_kit.reading.source import is_sequence
 
 Uids = Sequence[Hashable] | np.ndarray | Tensor
+_BASE = 0x9E3779B97F4A7C15  # of prefix hashes; odd
+_logger = logging.getLogger("torch_collate_kit.rl")
 
 
 def prompt_boundaries(uids: Uids) -> np.ndarray:
@@ -193,7 +198,12 @@ def trajectories(last: np.ndarray, uids: Sequence[Hashable], rows: np.ndarray) -
     return np.cumsum(last) - last
 
 
-def merge_steps(examples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def merge_steps(
+    examples: Sequence[Mapping[str, Any]],
+    *,
+    rewritten: Literal["split", "branch"] = "split",
+    fields: DeclaredFields | None = None,
+) -> list[dict[str, Any]]:
     """Merge the steps of a trajectory where one continues the other, so no token is computed twice.
 
     Consecutive examples of one ``uid``, the earlier without ``is_last_step``, become one if the
@@ -204,9 +214,21 @@ def merge_steps(examples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
       between them what the later prompts added (tool output, the next user turn), where
       ``loss_mask``, ``rewards``, ``logprobs`` and ``advantages`` are 0.
     - ``rewards`` with one value per response token; a scalar is at the last token of its step.
-    - ``rollout_expert_indices``, where the route of a token is from the first step that has it.
-    - ``is_last_step`` and all other keys from the last step merged. (A key of your own with one
-      entry per response token no longer fits.)
+    - ``rollout_expert_indices``, where the route of a token is from the first step that has it. A
+      step's last token was sampled and not read, so its route is that of a later step, or a hole.
+    - ``is_last_step`` and all other keys from the last step merged. Declare a key of your own that
+      has one entry per token, or it no longer fits.
+
+    With ``rewritten="branch"`` a trajectory becomes one rollout of several segments, its branches:
+    a step continues the longest that its prompt begins with, of all its tokens, or else begins
+    another. Each response is trained once. ``prompt_ids``, ``response_ids`` and the values per
+    token are lists with an entry per branch, ``num_steps`` is added, and ``PackedCollator(...,
+    share_prefixes=True)`` computes what branches share once. Images are refused.
+
+    ``fields`` are your own keys per token, declared as for a collator: ``PerResponseToken`` has its
+    pad at tokens of later prompts, a ``PerToken`` value is from the first step with the token. A
+    call logs the break rate, ``sum(segments - 1) / sum(num_steps - 1)`` over all trajectories. The
+    time is linear in the tokens.
 
     Examples are read as by ``RolloutCollator`` (docs/contract.md); ``uid`` and ``is_last_step`` are
     required, a ``trajectory_id`` is checked. Returns new dicts. Merged columns are new ndarrays:
@@ -214,8 +236,9 @@ def merge_steps(examples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
     Raises:
         DataError: an example that the collator would refuse, or without ``uid`` or
-            ``is_last_step``; a ``trajectory_id`` that contradicts the flags or comes back later.
-        TypeError: not a list of mappings.
+            ``is_last_step``; a ``trajectory_id`` that contradicts the flags or comes back later; a
+            list of segments; images with "branch".
+        TypeError, ValueError: not a list of mappings, or an option is wrong.
 
     >>> steps = [
     ...     {"uid": "a", "is_last_step": False, "prompt_ids": [1, 2], "response_ids": [3],
@@ -228,15 +251,53 @@ def merge_steps(examples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ([1, 2], [3, 4, 5, 6], [1.0, 0.0, 1.0, 1.0])
     >>> merged["rewards"].tolist()
     [0.0, 0.0, 0.0, 1.0]
+    >>> steps[1]["prompt_ids"] = [1, 9, 3, 4]  # rewritten
+    >>> [rollout] = merge_steps(steps, rewritten="branch")
+    >>> rollout["prompt_ids"], [ids.tolist() for ids in rollout["response_ids"]]
+    ([[1, 2], [1, 9, 3, 4]], [[3], [5, 6]])
     """
+    checked_choice("rewritten", rewritten, ("split", "branch"))
+    declared = checked_fields(fields, (*ROLLOUT_KEYS, "num_steps"))
     if isinstance(examples, Mapping) or not is_sequence(examples):
         raise TypeError(
             f"examples must be a list of mappings, one per step, got {type(examples).__name__}"
         )
     if not examples:
         return []
-    rollouts = read_columns(examples, rollouts=True)
-    found = rollouts.per_example
+    rollouts = read_columns(examples, rollouts=True, fields=declared)
+    uids, last = _checked_steps(rollouts, rewritten)
+    columns, is_split = rollouts.checked(), rewritten == "split"
+    starts = [i for i in range(len(last)) if not i or last[i - 1] or uids[i] != uids[i - 1]]
+    steps = (range(*bounds) for bounds in pairwise([*starts, len(last)]))
+    trajectories = [_branches(rollouts, columns["input_ids"], of, is_split) for of in steps]
+    broken, later = sum(map(len, trajectories)) - len(starts), len(last) - len(starts)
+    rate = 100 * broken / max(1, later)
+    _logger.info("break rate %.1f%%: %d of %d later steps continue no other", rate, broken, later)
+    weight = {} if rollouts.weights is None else {"weight": 1.0}  # loss masks are products now
+    found: list[dict[str, Any]] = []
+    for branches in trajectories:
+        parts = [_merged(examples, rollouts, columns, of) for of in branches]
+        if is_split:
+            for of, part in zip(branches, parts, strict=True):
+                found.append({**examples[of[-1]], **(part | weight if len(of) > 1 else {})})
+            continue
+        latest = examples[max(of[-1] for of in branches)]
+        whole = {key: value for key, value in latest.items() if key not in CHECKED}
+        lists = {key: [part[key] for part in parts] for key in parts[0]}
+        found.append({**whole, **lists, **weight, "num_steps": sum(map(len, branches))})
+    return found
+
+
+def _checked_steps(rollouts: ExampleColumns, rewritten: str) -> tuple[list[Any], list[bool]]:
+    """Return the uid of each step, and whether it is the last of its trajectory."""
+    found = rollouts.per_segment
+    if rollouts.segment_offsets is not None:
+        raise DataError("example 0 is a list of segments, as merge_steps returns; give its steps")
+    if rewritten == "branch" and rollouts.images is not None:
+        raise DataError(
+            f"example {min(rollouts.images.units)} has images, and rewritten='branch' finds what "
+            "branches share by their tokens alone; merge such steps with rewritten='split'"
+        )
     for key, name in (("uid", "uids"), ("is_last_step", "is_last_step")):
         if name not in found:
             raise DataError(
@@ -246,15 +307,39 @@ def merge_steps(examples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     if "trajectory_ids" in found:
         names = list(zip(uids, found["trajectory_ids"], strict=True))
         checked_trajectory_ids(names, np.array(last), np.arange(len(last)), row="example")
-    columns = rollouts.checked()
-    chains = [[0]]
-    for i in range(1, len(examples)):
-        is_next = uids[i] == uids[i - 1] and not last[i - 1]
-        if is_next and _continues(rollouts, columns["input_ids"], i):
-            chains[-1].append(i)
-        else:
-            chains.append([i])
-    return [_merged(examples, rollouts, columns, chain) for chain in chains]
+    return uids, last
+
+
+def _branches(
+    rollouts: ExampleColumns, ids: Ragged, steps: range, is_split: bool
+) -> list[list[int]]:
+    """Return the steps of each branch of a trajectory; split, only the latest branch goes on.
+
+    The branches that end where a prompt may begin with them are found by hashes of the prefixes of
+    their lengths: sums of ids times powers of an odd number, modulo 2**64.
+    """
+    longest = int(rollouts.lengths[steps.start : steps.stop].max())
+    powers = np.cumprod(np.full(longest, _BASE, dtype=np.uint64))
+    branches: list[list[int]] = []
+    ends: dict[int, dict[int, list[list[int]]]] = {}  # of each length, by hash
+    for step in steps:
+        tokens, branch = ids[step], None
+        hashes = np.cumsum(tokens.astype(np.uint64) * powers[: len(tokens)])
+        num_prompt = _num_prompt(rollouts, step)
+        for length in sorted((n for n in ends if n <= num_prompt), reverse=True):
+            same = ends[length].get(int(hashes[length - 1]), [])
+            if same and _continues(rollouts, ids, same[-1][-1], step):
+                branch = same.pop()
+                if not same and len(ends[length]) == 1:
+                    del ends[length]
+                break
+        if branch is None:
+            branches.append(branch := [])
+        branch.append(step)
+        if is_split:
+            ends.clear()
+        ends.setdefault(len(tokens), {}).setdefault(int(hashes[-1]), []).append(branch)
+    return branches
 
 
 def _num_prompt(rollouts: ExampleColumns, step: int) -> int:
@@ -262,11 +347,11 @@ def _num_prompt(rollouts: ExampleColumns, step: int) -> int:
     return int(rollouts.lengths[step] - rollouts.num_actions[step])
 
 
-def _continues(rollouts: ExampleColumns, ids: Ragged, later: int) -> bool:
-    """Check whether its prompt begins with all tokens and images of the step before."""
-    tokens, prompt = ids[later - 1], ids[later][: _num_prompt(rollouts, later)]
+def _continues(rollouts: ExampleColumns, ids: Ragged, earlier: int, later: int) -> bool:
+    """Check whether its prompt begins with all tokens and images of an earlier step."""
+    tokens, prompt = ids[earlier], ids[later][: _num_prompt(rollouts, later)]
     arrays = {} if rollouts.images is None else rollouts.images.arrays
-    pairs = [(array.get(later - 1), array.get(later)) for array in arrays.values()]
+    pairs = [(array.get(earlier), array.get(later)) for array in arrays.values()]
     return np.array_equal(prompt[: len(tokens)], tokens) and all(
         first is None or (then is not None and np.array_equal(then[: len(first)], first))
         for first, then in pairs
@@ -277,39 +362,46 @@ def _merged(
     examples: Sequence[Mapping[str, Any]],
     rollouts: ExampleColumns,
     columns: Mapping[str, Ragged],
-    chain: Sequence[int],
+    steps: Sequence[int],
 ) -> dict[str, Any]:
-    merged = dict(examples[chain[-1]])
-    if len(chain) == 1:
-        return merged
-    merged["prompt_ids"] = examples[chain[0]]["prompt_ids"]
-    tokens = columns["input_ids"][chain[-1]][_num_prompt(rollouts, chain[0]) :]
+    """Return what has an entry per token, of steps that continue each other."""
+    merged = {"prompt_ids": examples[steps[0]]["prompt_ids"]}
+    tokens = columns["input_ids"][steps[-1]][_num_prompt(rollouts, steps[0]) :]
     merged["response_ids"] = tokens.astype(np.int64)
-    merged["loss_mask"] = _joined_responses(rollouts, columns["loss_weights"], chain)
-    if rollouts.weights is not None:  # the loss weights of each step were multiplied by its own
-        merged["weight"] = 1.0
+    weights = _joined_responses(rollouts, columns["loss_weights"], steps)
+    merged["loss_mask"] = weights.astype(np.float32)
     for field in rollouts.fields:
-        column = columns[field.name]
-        if field.name == "rollout_expert_indices":
-            merged[field.name] = _joined_routes(column, chain)
+        key, column = field.key or field.name, columns[field.name]
+        if isinstance(field.spec, PerExample):
+            continue
+        if isinstance(field.spec, PerResponseToken):
+            merged[key] = _joined_responses(rollouts, column, steps, field.spec.pad)
+        elif key == "rollout_expert_indices":
+            merged[key] = _joined_routes(column, rollouts.lengths, steps)
         else:
-            merged[str(field.key)] = _joined_responses(rollouts, column, chain)
+            covered = zip(steps, [0, *rollouts.lengths[steps[:-1]].tolist()], strict=True)
+            merged[key] = np.concatenate([column[step][begin:] for step, begin in covered])
     return merged
 
 
-def _joined_responses(rollouts: ExampleColumns, field: Ragged, chain: Sequence[int]) -> np.ndarray:
-    """Join the values of the responses, with 0 for tokens that the next prompt added."""
-    parts = [field[chain[0]]]
-    for earlier, later in pairwise(chain):
+def _joined_responses(
+    rollouts: ExampleColumns, field: Ragged, steps: Sequence[int], pad: float = 0
+) -> np.ndarray:
+    """Join the values of the responses, with ``pad`` for tokens that the next prompt added."""
+    parts = [field[steps[0]]]
+    for earlier, later in pairwise(steps):
         added = _num_prompt(rollouts, later) - int(rollouts.lengths[earlier])
-        parts += [np.zeros(added, np.float32), field[later]]
-    return np.concatenate(parts, dtype=np.float32)
-
-
-def _joined_routes(routes: Ragged, chain: Sequence[int]) -> np.ndarray:
-    parts: list[np.ndarray] = []
-    covered = 0
-    for step in chain:
-        parts.append(routes[step][covered:])
-        covered = max(covered, len(routes[step]))
+        parts += [np.full((added, *parts[0].shape[1:]), pad, parts[0].dtype), field[later]]
     return np.concatenate(parts)
+
+
+def _joined_routes(routes: Ragged, lengths: np.ndarray, steps: Sequence[int]) -> np.ndarray:
+    """Join the routes of steps; -1 where no step has one, in int16."""
+    # an engine that fills the row of the last sampled token, which it never read, fills a dummy
+    parts = [routes[step][: lengths[step] - (step != steps[-1])] for step in steps]
+    joined = np.full((max(map(len, parts)), *parts[0].shape[1:]), -1, dtype=np.int16)
+    for part in parts:
+        own = joined[: len(part)]
+        is_new = own[:, 0, 0] < 0
+        own[is_new] = part[is_new]
+    return joined.astype(routes.values.dtype)  # without holes in uint8: the longest part has none

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence, Sized
+from functools import partial
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -13,12 +14,12 @@ from torch import Tensor
 from torch_collate_kit._checks import checked_choice, checked_int, checked_optional_int
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.fields import cat_rows, is_per_row, take_rows
-from torch_collate_kit.batch.row_changes import cells_per_row, trimmed
+from torch_collate_kit.batch.row_changes import cells_per_row, changed_rows, trimmed
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing import ModelCost
 from torch_collate_kit.packing.balance import over_ranks
 from torch_collate_kit.packing.rows import Ints, row_sums
-from torch_collate_kit.ragged import Ragged
+from torch_collate_kit.ragged import Ragged, span_indices
 from torch_collate_kit.rl.groups import checked_boundaries
 
 _PerRow = np.ndarray | None  # [B]; None where the batch does not say
@@ -35,7 +36,8 @@ def stage_mini_batches(
 
     Mini-batch ``m`` has the rows ``boundaries[m]`` to ``boundaries[m + 1]``. It is padded by itself
     with zero-loss rows (``Batch.pad_rows``) until ``dp_size`` divides it, then cut into equal runs.
-    Compute and normalize advantages before.
+    The rows of a rollout of several segments stay on one rank, with added rows where a rank has
+    fewer. Compute and normalize advantages before.
 
     A staged batch keeps the width, and its metadata describes the mini-batch over all ranks
     (docs/contract.md). A divided ``loss_mask`` is divided by the ``num_loss_tokens`` of its
@@ -152,13 +154,14 @@ def _stage(
     if "num_loss_tokens" in metadata and metadata.get("loss_mask_divisor", 1) != 1:
         divisor = max(metadata["num_loss_tokens"], 1)
         whole = Batch.of_storage(whole.stored().with_divisor(divisor))
-    mini = whole.pad_rows(multiple_of=dp_size)
+    own = None if costs is None else costs[start:stop]
+    rows = _rows_of_ranks(whole, own, dp_size)
+    mini = whole.pad_rows(multiple_of=int(rows.size))
     mini.row_metadata["row_indices"][stop - start :] = -1
     if "input_ids" in mini:
         mini.metadata["step_num_cells"] = mini.num_cells
-    if costs is not None:
-        own = np.append(costs[start:stop], np.zeros(len(mini) - len(whole), np.int64))
-        mini = mini.select(over_ranks(own, dp_size, keep_order=False))
+    if (rows[1:] < rows[:-1]).any():
+        mini = mini.select(rows)
     widths = cells_per_row(mini.stored())
     if widths is not None:
         mini.metadata["row_widths"] = widths.reshape(dp_size, -1)
@@ -166,6 +169,28 @@ def _stage(
     if has_image.any():
         mini.metadata["row_has_image"] = has_image.reshape(dp_size, -1)
     return mini.chunk(dp_size)
+
+
+def _rows_of_ranks(batch: Batch, costs: _PerRow, dp_size: int) -> Ints:
+    """Return the rows of the ranks, equally many: rank after rank, added rows after all others.
+
+    The rows of a rollout of several segments stay together; of others each row is one.
+    """
+    numbers, is_first = batch.row_metadata.get("segment_numbers"), np.ones(len(batch), dtype=bool)
+    if isinstance(numbers, Ragged) and numbers.lengths.max() == 1:
+        is_first[numbers.lengths > 0] = np.asarray(numbers.values) == 0
+    starts = np.flatnonzero(is_first)
+    starts = np.append(starts, np.full(-len(starts) % dp_size, len(batch)))  # rollouts of no row
+    counts, order = np.diff(np.append(starts, len(batch))), np.arange(len(starts))
+    if costs is not None:
+        per_rollout = np.add.reduceat(np.append(costs, 0), starts)
+        order = over_ranks(per_rollout, dp_size, keep_order=False)
+    ranks = order.reshape(dp_size, -1)
+    rows = np.full((dp_size, int(counts[ranks].sum(axis=1).max())), -1)
+    for own, chosen in zip(rows, ranks, strict=True):
+        own[: counts[chosen].sum()] = span_indices(starts[chosen], counts[chosen])
+    rows[rows < 0] = np.arange(len(batch), rows.size)
+    return rows.ravel()
 
 
 def _rows_with_images(batch: Batch) -> np.ndarray:
@@ -260,6 +285,7 @@ def micro_batches(
     widths of all ranks' rows. No micro-batch is empty, and the longest rows come first on every
     rank. A micro-batch in which only some ranks have images causes a warning.
 
+    Rows of a rollout of several segments may be in several micro-batches.
     Metadata is that of the mini-batch, such as the divisor ``metadata["num_loss_tokens"]``, and
     ``"is_last_part"``, as of ``Batch.split``.
     :func:`unstage` restores the order of rows, from lists as :func:`response_values` returns them.
@@ -310,13 +336,16 @@ def micro_batches(
         for i in range(count):
             of_rows = [flags[rows[i]] for flags, rows in zip(has_image, ranks, strict=True)]
             warn_if_images_differ(of_rows, f"micro-batch {i}")
-    parts = batch.split(_rows(own, max_tokens, count))
+    parts = [
+        Batch.of_storage(changed_rows(batch.stored(), partial(take_rows, rows=rows), divides=True))
+        for rows in _rows(own, max_tokens, count)
+    ]
     pairs = [
         (widths, rows) for widths, parts in zip(of_ranks, ranks, strict=True) for rows in parts
     ]
     num_cells = sum(len(rows) * int(widths[rows].max()) for widths, rows in pairs)
-    for part in parts:
-        part.metadata["step_num_cells"] = num_cells  # of all ranks, once they are trimmed
+    for i, part in enumerate(parts, 1):  # cells of all ranks, once they are trimmed
+        part.metadata |= {"step_num_cells": num_cells, "is_last_part": i == count}
     return [Batch.of_storage(trimmed(part.stored(), multiple_of=multiple)) for part in parts]
 
 

@@ -99,8 +99,11 @@ def plain_loop(
         lengths = np.array([len(example["input_ids"]) for example in buffer])
         atoms = Atoms.of(lengths, None, packing)
         num_steps = num_rows_needed(atoms, packing) // num_rows
-        if num_steps:
-            number = num_that_fit(atoms, packing, num_steps * num_rows, more_follow=False)
+        if num_steps or packing.max_sequences_per_row is not None:
+            number = len(buffer)
+            if num_steps:
+                number = num_that_fit(atoms, packing, num_steps * num_rows, more_follow=False)
+            num_steps = max(1, num_steps)
             window = plan_window(
                 atoms.take(np.arange(number)),
                 packing,

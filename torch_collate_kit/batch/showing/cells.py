@@ -183,6 +183,8 @@ def _trained(stored: Storage, shape: tuple[int, ...]) -> np.ndarray | None:
     """Return which cells are trained, by the columns or a given ``loss_mask``, else ``labels``."""
     columns, given = stored.columns, stored.given
     trained = np.zeros(shape, dtype=bool)
+    if columns and columns.placement.targets is None:
+        return trained
     if columns and "loss_mask" not in given:
         if not _is_readable(columns.values[columns.target].values):
             return None

@@ -91,7 +91,7 @@ def _title(stored: Storage) -> str:
         factor = f", {tokens / filled:.2f} for each" if filled else ""
         share = f" in {plural(filled, 'cell')} ({_percent(filled / cells)} of them{factor})"
     parts = [plural(num_examples, "example") + pieces, plural(tokens, "token") + share]
-    if not places and "loss_mask" not in stored.given:
+    if not places and "loss_mask" in stored.columns.names and "loss_mask" not in stored.given:
         parts.append(f"{int(stored.columns.num_trained().sum()):,} trained")
     title = f"Batch of {rows}, {width}{where}: {', '.join(parts)}"
     if (shard := placement.shard) is not None:

@@ -261,7 +261,8 @@ def _chosen(
             known = (*images, *TOKEN_TYPES) if images else ()
             refuse_boundaries(available, column, known, lambda _: "the source")
             check_keys(dict.fromkeys(available, "the source"), train_all=train_all, declared=known)
-        columns = [name for name in (*KNOWN, *IMAGE_FIELDS, "num_cut_tokens") if name in available]
+        known = (*KNOWN, *IMAGE_FIELDS, "num_cut_tokens", "is_continued")
+        columns = [name for name in known if name in available]
     for name in columns:
         if name not in available:
             raise ValueError(f"columns names {name!r}, the source has {list(available)}")

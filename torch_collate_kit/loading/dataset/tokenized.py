@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from torch_collate_kit._checks import checked_bool, checked_int
+from torch_collate_kit.batch.placement import Targets
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.loading.dataset.columns import (
     ArrayColumn,
@@ -195,16 +196,20 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
 
     @property
     def num_loss_tokens(self) -> np.ndarray:
-        """Trained tokens of every row, as the collators count them: int64 [N], a new array.
+        """Trained next tokens of every row, as the collators count them: int64 [N], a new array.
 
-        Reads all targets. First tokens do not count, since nothing predicts them; what a collator
-        would cut off does. DataError for a row that no collator would take, ValueError for images
-        without ``vision``.
+        Reads all targets. First tokens do not count, since nothing predicts them (samplers count by
+        the ``targets`` of their collator); what a collator would cut off does. DataError for a row
+        that no collator would take, ValueError for images without ``vision``.
 
         >>> rows = [{"input_ids": [5, 6, 7], "labels": [5, -100, 7]}]
         >>> TokenizedDataset(rows).num_loss_tokens.tolist()
         [1]
         """
+        return self.count_loss_tokens("next_token")
+
+    def count_loss_tokens(self, targets: Targets) -> np.ndarray:
+        """Return the trained tokens of every row with these targets: int64 [N], a new array."""
         text = [k for k, of in self._columns.items() if not isinstance(of, ArrayColumn)]
         image_token_id = None if self._vision is None else self._vision.image_token_id
         parts = [np.empty(0, dtype=np.int64)]
@@ -212,7 +217,7 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
             stop = min(start + _ROWS_AT_A_TIME, len(self))
             try:
                 rows = self._take(np.arange(start, stop), text)
-                columns = read_columns(rows, train_all=self._train_all)
+                columns = read_columns(rows, train_all=self._train_all, targets=targets)
                 if self._vision is None and len(text) < len(self._columns):
                     raise ValueError(
                         "the source has images, whose tokens are not trained; pass "

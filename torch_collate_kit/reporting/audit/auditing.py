@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from torch_collate_kit._checks import checked_bool, checked_optional_int
+from torch_collate_kit._checks import checked_bool, checked_choice, checked_optional_int
 from torch_collate_kit.batch import IGNORE_INDEX
 from torch_collate_kit.batch.fields import PerExample
+from torch_collate_kit.batch.placement import Targets
 from torch_collate_kit.chat.dataset import bars_of_rank_0
 from torch_collate_kit.chat.options import DEFAULT_OPTIONS, ChatOptions, ChatSetup
 from torch_collate_kit.chat.tokenize import tokenize_records
@@ -47,7 +48,8 @@ _MODULES = (checks, token_checks, text_checks, group_checks)
 CHECKS = tuple(of for module in _MODULES for of in vars(module).values() if isinstance(of, Check))
 _LARGEST = 1 << 62  # no row is longer, and a place in the dataset added to it is still int64
 _NO_TARGET = "no loss target"
-_CUT = "num_cut_tokens"  # of examples that were cut when they were tokenized
+# Of examples that were cut when they were tokenized, and the columns of the audit
+_CUTS = {"num_cut_tokens": "num_cut", "is_continued": "is_continued"}
 _OF_PAIRS = ("margin", "score_chosen", "score_rejected", "label")
 _ROWS_AT_A_TIME = 4096
 _RECORDS_AT_A_TIME = 256
@@ -61,6 +63,7 @@ def audit(
     train_all: bool = False,
     chat: ChatOptions = DEFAULT_OPTIONS,
     vision: VisionLayout | None = None,
+    targets: Targets = "next_token",
 ) -> AuditReport:
     """Find supervision that looks healthy and is not.
 
@@ -76,6 +79,9 @@ def audit(
         chat: the options that chat records are tokenized with. Empty answers are not refused here,
             since they are a finding, and ``max_length`` is not applied.
         vision: how images become tokens; by default that of ``tokenizer`` if it is a processor.
+        targets: as in the collators. Of "same_token", and of None with a ``label`` per example, are
+            checked lengths (``max_tokens``: the positions of the model), labels, copies and garbled
+            text; ``not_checked`` names the other checks.
 
     Returns an :class:`AuditReport`: findings with the numbers of the rows and one decoded example.
     Rows are numbered as in ``dataset``; of chat records a row is the record. What each check looks
@@ -104,6 +110,7 @@ def audit(
         vision=vision,
         chat_setup=lambda: _chat_setup(tokenizer, chat),
         borders=vocabulary.texts([[token] for token in vocabulary.border_ids]),
+        targets=targets,
     )
     columns = replace(read, vocabulary=vocabulary, max_tokens=max_tokens)
     findings: list[Finding] = []
@@ -131,7 +138,8 @@ def _chat_setup(tokenizer: Any, chat: ChatOptions) -> ChatSetup:
             "tokenizer that the model is trained with"
         )
     pixels = chat.pixels and not hasattr(tokenizer, "image_processor")
-    options = replace(chat, allow_empty=True, max_length=None, labels=False, pixels=pixels)
+    limits: dict[str, Any] = {"max_length": None, "overflow": None, "group_turns": False}
+    options = replace(chat, allow_empty=True, labels=False, pixels=pixels, **limits)
     return ChatSetup(tokenizer, options)
 
 
@@ -143,6 +151,7 @@ def read_dataset(
     vision: VisionLayout | None,
     chat_setup: Callable[[], ChatSetup],
     borders: Sequence[str],  # tokens that begin or end turns
+    targets: Targets = "next_token",
 ) -> AuditColumns:
     """Return the rows of a dataset in any form; DataError if none can be read."""
     source = Source(dataset, "dataset")
@@ -151,6 +160,9 @@ def read_dataset(
         check_even(dataset, next(key for key in dataset if kind_of([key]) == kind))
     if not len(source):
         raise DataError("the dataset is empty (0 rows); give at least one")
+    checked_choice("targets", targets, ("next_token", "same_token", None))
+    if targets != "next_token" and kind != "tokens":
+        raise ValueError(f"{targets=} is for examples with input_ids, and the rows are {kind}")
     if kind == "chats" or are_preferences(source.names):
         bar: Any = nullcontext()
         if is_a(dataset, "datasets", "Dataset"):  # with progress, as its map shows it
@@ -163,10 +175,12 @@ def read_dataset(
         train_all, vision = dataset._train_all, vision or dataset.vision
     elif source.is_arrow and kind != "rollouts":
         columns = None
-        if "input_ids" in source.names and _are_pairs(source.part(0, 1)):
-            columns = [name for name in (*KNOWN, _CUT, *_OF_PAIRS) if name in source.names]
+        if targets is None:
+            columns = [name for name in (*KNOWN, *_CUTS, "label") if name in source.names]
+        elif "input_ids" in source.names and _are_pairs(source.part(0, 1)):
+            columns = [name for name in (*KNOWN, *_CUTS, *_OF_PAIRS) if name in source.names]
         source = Source(TokenizedDataset(source.data, columns=columns, train_all=train_all))
-    reader = _BlockReader(train_all, vision)
+    reader = _BlockReader(train_all, vision, targets)
     for start in range(0, len(source), _ROWS_AT_A_TIME):
         reader.read(source, start, min(start + _ROWS_AT_A_TIME, len(source)))
     read = reader.columns()
@@ -238,6 +252,7 @@ class _BlockReader:
 
     train_all: bool = False
     vision: VisionLayout | None = None
+    targets: Targets = "next_token"
     refused: list[Refused] = field(default_factory=list)
     _blocks: dict[str, list[dict[str, np.ndarray]]] = field(default_factory=dict)
     """Columns of AuditColumns, in parts, by the form of their rows."""
@@ -287,7 +302,7 @@ class _BlockReader:
             fields=dict.fromkeys(numbers_of, PerExample(torch.float64)),
         )
         columns = self._flat(found)
-        columns["num_cut"] = np.array([e.get(_CUT, 0) for e in examples], dtype=np.int64)
+        columns["num_cut"] = np.array([e.get("num_cut_tokens", 0) for e in examples])
         has_image = np.zeros(len(numbers), dtype=np.bool_)
         if image_token_id is not None:
             starts = np.cumsum(columns["lengths"]) - columns["lengths"]
@@ -304,7 +319,7 @@ class _BlockReader:
         """Keep a block of columns, with values per example repeated for each of its segments."""
         columns |= {"numbers": numbers, "has_image": has_image}
         if (offsets := found.segment_offsets) is not None:
-            for name in ("numbers", "has_image", "num_cut", "margins"):
+            for name in ("numbers", "has_image", *_CUTS.values(), "margins"):
                 columns[name] = np.repeat(columns[name], np.diff(offsets))
             columns["segments"] = np.arange(offsets[-1]) - np.repeat(offsets[:-1], np.diff(offsets))
         self._blocks.setdefault(_form(found), []).append(columns)
@@ -326,17 +341,25 @@ class _BlockReader:
             has_target=not usual.startswith(_NO_TARGET),
             refused=sorted(self.refused, key=lambda row: row.number),
             are_labelled=self._has_label,
+            targets=self.targets,
             has_unread_images=self._has_unread_images,
         )
 
     def _found(self, examples: Any, vision: VisionLayout | None) -> ExampleColumns:
         names = first_with(examples) if _are_mappings(examples) else {}
-        fields = {_CUT: PerExample(torch.int64)} if _CUT in names else {}
-        if "input_ids" in names and _are_pairs(examples):
+        fields = {name: PerExample(torch.int64) for name in _CUTS if name in names}
+        if self.targets is None:
+            fields |= {"label": PerExample(torch.float64)} if "label" in names else {}
+        elif "input_ids" in names and _are_pairs(examples):
             self._has_label |= "label" in names
             fields |= {name: PerExample(torch.float64) for name in _OF_PAIRS if name in names}
         return read_columns(
-            examples, rollouts=None, train_all=self.train_all, fields=fields, vision=vision
+            examples,
+            rollouts=None,
+            train_all=self.train_all,
+            fields=fields,
+            vision=vision,
+            targets=self.targets,
         )
 
     def _is_of_images(self, examples: Any) -> bool:
@@ -356,15 +379,19 @@ class _BlockReader:
         columns = {"ids": values["input_ids"], "lengths": lengths}
         offsets = found.segment_offsets
         num_rows = len(lengths) if offsets is None else len(offsets) - 1
-        columns["num_cut"] = values.get(_CUT, np.zeros(num_rows, dtype=np.int64))
+        for name, column in _CUTS.items():
+            columns[column] = values.get(name, np.zeros(num_rows, dtype=np.int64))
         if offsets is not None:
             margins = [values["margin"]] if "margin" in values else []
             if "score_chosen" in values and "score_rejected" in values:
                 margins.append(values["score_chosen"] - values["score_rejected"])
             columns["margins"] = np.min(margins or [np.full(num_rows, np.nan)], axis=0)
+        if self.targets is None:
+            none = np.zeros(len(columns["ids"]), dtype=np.bool_)
+            return columns | {"trained": none, "classes": values.get("label", np.empty(0))}
         if "labels" in values:
-            labels = values["labels"]
-            return columns | {"trained": labels != IGNORE_INDEX, "labels": labels}
+            labels, trained = values["labels"], values["labels"] != IGNORE_INDEX
+            return columns | {"trained": trained, "labels": labels, "classes": labels[trained]}
         trained = values["loss_weights"] != 0
         if not found.are_rollouts:
             return columns | {"trained": trained}
@@ -373,17 +400,20 @@ class _BlockReader:
         columns["trained"] = np.zeros(len(columns["ids"]), dtype=np.bool_)
         columns["trained"][responses] = trained
         starts = np.cumsum(num_actions) - num_actions
+        scores = np.add.reduceat(values["rewards"], starts, dtype=np.float64)
+        if offsets is not None:  # a rollout has one, over all of its segments
+            scores = np.repeat(np.add.reduceat(scores, offsets[:-1]), np.diff(offsets))
         columns |= {
             "num_actions": num_actions,
-            "scores": np.add.reduceat(values["rewards"], starts, dtype=np.float64),
-            "is_last_step": np.array(found.per_example.get("is_last_step", [True] * len(lengths))),
+            "scores": scores,
+            "is_last_step": np.array(found.per_segment.get("is_last_step", [True] * len(lengths))),
         }
         if "rollout_logprobs" in values:
             columns["logprobs"] = np.full(len(columns["ids"]), np.nan, dtype=np.float32)
             columns["logprobs"][responses] = values["rollout_logprobs"]
-        if "uids" in found.per_example:
+        if "uids" in found.per_segment:
             known = self._uids
-            uids = [known.setdefault(uid, len(known)) for uid in found.per_example["uids"]]
+            uids = [known.setdefault(uid, len(known)) for uid in found.per_segment["uids"]]
             columns["uids"] = np.array(uids, dtype=np.int64)
         return columns
 
@@ -418,10 +448,11 @@ def _are_mappings(examples: Any) -> bool:
 def _form(found: ExampleColumns) -> str:
     """Return the form of examples: the name of their target, or the fields of rollouts."""
     weight = () if found.weights is None else ("weight",)
+    segments = () if found.segment_offsets is None else ("segments",)
     if not found.are_rollouts:
-        segments = () if found.segment_offsets is None else ("segments",)
         target = _NO_TARGET if found.target is None else found.target.name
-        return ", ".join([target, *weight, *segments])
+        classes = [c.name for c in found.fields if found.targets is None and c.name == "label"]
+        return ", ".join([target, *classes, *weight, *segments])
     images = () if found.images is None else found.images.arrays
-    names = [column.name for column in found.fields if column.name != _CUT]
-    return ", ".join([*names, *images, *found.per_example, *weight])
+    names = [column.name for column in found.fields if column.name not in _CUTS]
+    return ", ".join([*names, *images, *found.per_segment, *weight, *segments])

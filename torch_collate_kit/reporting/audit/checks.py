@@ -10,8 +10,10 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from torch_collate_kit._checks import plural
+from torch_collate_kit.batch.placement import Targets
 from torch_collate_kit.chat.preview import CASES
 from torch_collate_kit.chat.template import ChatTemplate, num_shared
+from torch_collate_kit.chat.turns import plain_turn
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.reporting.audit.columns import AuditColumns
 from torch_collate_kit.reporting.audit.findings import Finding, Found, Severity, words_of
@@ -19,11 +21,12 @@ from torch_collate_kit.reporting.audit.vocabulary import THINKING_TAGS
 
 _Run: TypeAlias = Callable[[AuditColumns], Found | None]
 
+EVERY: tuple[Targets, ...] = ("next_token", "same_token", None)
 FEW, MOST = 1 / 3, 0.5  # of the rows with a target: an exception; what the others do
 
 _NEEDS = {  # attributes of the columns or of their vocabulary, in words
     "max_tokens": "max_tokens=",
-    **dict.fromkeys(("labels", "scores", "logprobs", "uids", "unk_id"), ""),
+    **dict.fromkeys(("labels", "classes", "scores", "logprobs", "uids", "unk_id"), ""),
     "tokenizer": "a tokenizer",
     "size": "a tokenizer with a size",
     "bos_id": "a tokenizer with a BOS token",
@@ -51,6 +54,7 @@ class Check:
         of_rollouts: the severity for rollouts, where it differs.
         of_most: the severity if more than half of the rows have it.
         at_most: the largest share of the rows with a target; above it nothing is reported.
+        targets: the kinds of targets that it is for.
     """
 
     run: _Run
@@ -60,6 +64,7 @@ class Check:
     of_rollouts: Severity | None = None
     of_most: Severity | None = None
     at_most: float = float("inf")
+    targets: tuple[Targets, ...] = ("next_token",)
 
     @property
     def name(self) -> str:
@@ -68,6 +73,9 @@ class Check:
 
     def missing(self, columns: AuditColumns) -> str | None:
         """Return the first unmet need in words; "" if there is nothing to check."""
+        if columns.targets not in self.targets:
+            others = f"targets={' or '.join(map(repr, self.targets))}"
+            return "" if columns.targets == "next_token" else others
         if self.of_rows and not len(columns.lengths):
             return ""
         for need in self.needs:
@@ -126,13 +134,13 @@ _THINKING = {
 }
 
 
-@check("error", of_rows=False)
+@check("error", of_rows=False, targets=EVERY)
 def placeholders_disagree_with_grids(columns: AuditColumns) -> Found | None:
     """Find rows that a reader refuses with their images, and accepts without them."""
     return _refused(columns, "in ROWS the images and the text do not belong together", True)
 
 
-@check("error", of_rows=False)
+@check("error", of_rows=False, targets=EVERY)
 def refused(columns: AuditColumns) -> Found | None:
     """Find rows that the readers refuse."""
     message = "ROWS are refused by every collator, and were not looked at further"
@@ -156,6 +164,25 @@ def images_not_checked(columns: AuditColumns) -> Found | None:
         "processor in place of the tokenizer"
     )
     return Found(_NONE, message) if columns.has_unread_images else None
+
+
+@check("error", "max_tokens", targets=EVERY[1:])
+def text_longer_than_positions(columns: AuditColumns) -> Found | None:
+    """Find texts of more tokens than ``max_tokens``, the positions of a two-way model."""
+    return columns.found_in(
+        columns.lengths > (columns.max_tokens or 0),
+        f"ROWS have more than max_tokens={columns.max_tokens} tokens, so that the model has no "
+        "position for the rest, or it is cut; cut them when tokenizing, or split them",
+    )
+
+
+@check("error", "classes", targets=EVERY[1:])
+def one_class(columns: AuditColumns) -> Found | None:
+    """Find labels that all are the same, from which there is nothing to learn."""
+    if len(columns.classes) < 2 or (columns.classes != columns.classes[0]).any():
+        return None
+    message = f"all {len(columns.classes):,} labels are {columns.classes[0]:g}; read them again"
+    return Found(_NONE, message)
 
 
 @check("warning", "template", of_rows=False)
@@ -224,7 +251,7 @@ def _drift(template: ChatTemplate, messages: list[dict[str, Any]]) -> str:
     return ""
 
 
-@check("error", of_rows=False)
+@check("error", of_rows=False, targets=EVERY[:2])
 def masks_all_zero(columns: AuditColumns) -> Found | None:
     """Find a dataset without a trained token, or chat records without any answer."""
     if columns.trained_places.size:
@@ -242,7 +269,7 @@ def masks_all_zero(columns: AuditColumns) -> Found | None:
     )
 
 
-@check("warning")
+@check("warning", targets=EVERY[:2])
 def no_trained_token(columns: AuditColumns) -> Found | None:
     """Find rows without a trained token, and chat records from which no row could be made."""
     if not columns.trained_places.size:
@@ -383,19 +410,28 @@ def eos_truncated(columns: AuditColumns) -> Found | None:
     is_cut = columns.num_cut > 0
     is_beyond = ends_well & _cut_targets(columns)[1]
     stops = has_target & ~ends_well & (last == columns.ends - 1)
-    stops &= ends_well.sum() >= MOST * has_target.sum()
+    is_tile = stops & (columns.is_continued > 0)
+    stops &= ~is_tile
+    template, turns = columns.vocabulary.template, columns.turns
+    is_open = stops & columns.in_rows(turns.rows[turns.are_answers])
+    is_open &= template is not None and plain_turn(template).writes_no_end
+    stops &= ends_well.sum() >= MOST * (has_target & ~is_tile).sum()
     where = {
         f"which is beyond max_tokens={columns.max_tokens}": is_beyond,
-        "as they stop without EOS": stops & ~is_cut,
+        "as they stop without EOS": stops & ~is_cut & ~is_open,
         "which was cut off before, as num_cut_tokens says": is_cut,
+        f"as the chat template writes none, and tokenize_chat does ({is_open.sum():,})": is_open,
+        f"which another window has ({is_tile.sum():,})": is_tile,
     }
+    lost = is_beyond | is_cut | is_open
+    way_out = "they teach the model not to stop; drop them, or raise the limit that cuts them"
+    way_out = way_out if (lost | stops).any() else "nothing is lost"
     # a rollout that stops was stopped by the limit of generation
-    is_stopped = columns.are_rollouts and not (is_beyond | is_cut).any()
+    is_stopped = columns.are_rollouts or not stops.any()
     return columns.found_at(
-        np.where(has_target, last, columns.ends - 1)[is_beyond | stops | is_cut],
-        f"ROWS lose the end of their answer, {words_of(where)}, so they teach the model not to "
-        "stop; drop them, or raise the limit that cuts them",
-        severity="note" if is_stopped else None,
+        np.where(has_target, last, columns.ends - 1)[lost | stops | is_tile],
+        f"ROWS lose the end of their answer, {words_of(where)}, so {way_out}",
+        severity="note" if is_stopped and not lost.any() else None,
     )
 
 

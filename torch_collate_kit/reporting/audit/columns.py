@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from torch_collate_kit.batch.placement import Targets
 from torch_collate_kit.reporting.audit.findings import Found, Refused, Severity, words_of
 from torch_collate_kit.reporting.audit.vocabulary import Vocabulary
 
@@ -39,6 +40,8 @@ class AuditColumns:
     """bool [N], rows with images; equal text does not make them equal."""
     num_cut: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.int64))
     """int64 [N], tokens that each row had lost before the audit."""
+    is_continued: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.int64))
+    """int64 [N], 1 for windows that end inside an answer, of which another one has the end."""
     has_target: bool = False
     """Whether the rows say what is trained."""
     labels: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.int64))
@@ -69,6 +72,8 @@ class AuditColumns:
     """Whether there are images, and no processor that says how many tokens they take."""
     vocabulary: Vocabulary = field(default_factory=Vocabulary)
     max_tokens: int | None = None
+    classes: np.ndarray = field(default_factory=partial(np.empty, 0))  # all labels, or of examples
+    targets: Targets = "next_token"
 
     @property
     def are_rollouts(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from torch_collate_kit.reporting.audit.checks import FEW, MOST, check
+from torch_collate_kit.reporting.audit.checks import EVERY, FEW, MOST, check
 from torch_collate_kit.reporting.audit.columns import AuditColumns
 from torch_collate_kit.reporting.audit.findings import Found
 
@@ -18,7 +18,7 @@ _SURE, _LEAST_CHANCE = 1e-3, 0.01  # that zeros stand there by chance; of a zero
 _ROUNDING = 1e-3  # over 0, of a log-probability in half precision
 
 
-@check("warning", of_rollouts="note")
+@check("warning", of_rollouts="note", targets=EVERY)
 def duplicates(columns: AuditColumns) -> Found | None:
     """Find rows with exactly the same tokens."""
     heads = columns.heads
@@ -42,6 +42,7 @@ def contradictory_answers(columns: AuditColumns) -> Found | None:
     first, stop = columns.first_trained, columns.last_trained + 1
     is_asked = (stop - first == columns.num_trained) & (columns.num_trained > 0)
     is_asked &= (first > columns.starts + 1) & (columns.ends - stop <= 2) & ~columns.has_image
+    is_asked &= np.append(0, columns.is_continued[:-1]) == 0  # else it goes on here
     if not is_asked.any():
         return None
     starts, answers, stops = columns.starts[is_asked], first[is_asked], stop[is_asked]
@@ -208,7 +209,8 @@ def _pairs(columns: AuditColumns) -> np.ndarray:
     """Return the rows of the chosen and the rejected side of each pair: int64 [P, 2]."""
     heads = columns.heads
     are_two = (np.diff(heads, append=len(columns.lengths)) == 2).all()
-    are_pairs = len(columns.segments) and not columns.are_labelled and are_two
+    is_other = columns.are_labelled or columns.are_rollouts
+    are_pairs = len(columns.segments) and not is_other and are_two
     heads = heads if are_pairs else heads[:0]
     return np.stack([heads, heads + 1], axis=1)
 

@@ -8,7 +8,7 @@ from collections import Counter
 
 import numpy as np
 
-from torch_collate_kit.reporting.audit.checks import FEW, MOST, check
+from torch_collate_kit.reporting.audit.checks import EVERY, FEW, MOST, check
 from torch_collate_kit.reporting.audit.columns import AuditColumns
 from torch_collate_kit.reporting.audit.findings import Found
 from torch_collate_kit.reporting.audit.vocabulary import THINKING_TAGS
@@ -228,7 +228,7 @@ def _is_json(written: str, close: str) -> bool:
     return written[end:].lstrip().startswith(close)
 
 
-@check("warning", "tokenizer", of_rollouts="note")
+@check("warning", "tokenizer", of_rollouts="note", targets=EVERY)
 def text_garbled(columns: AuditColumns) -> Found | None:
     """Find tokens that decode to U+FFFD, and rows that their own text is not tokenized to."""
     if int(columns.ids.max()) >= _LARGEST_ID:
@@ -262,7 +262,7 @@ def _replaced(columns: AuditColumns) -> np.ndarray:
     return firsts[found]
 
 
-@check("warning", "tokenizer", of_rollouts="note")
+@check("warning", "tokenizer", of_rollouts="note", targets=EVERY)
 def text_misread(columns: AuditColumns) -> Found | None:
     """Find rows with UTF-8 that was read as Latin-1 or Windows-1252."""
     places = columns.places_of_ids(columns.vocabulary.ids_with(f"[\xc2-\xf4{_REPLACEMENT}]"))

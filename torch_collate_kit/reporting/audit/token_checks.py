@@ -313,6 +313,7 @@ def answer_partly_trained(columns: AuditColumns) -> Found | None:
     first, last = columns.next_trained(turns.begins), columns.last_trained_before(turns.stops)
     is_trained = turns.are_answers & (first < turns.stops) & ~turns.is_set_aside
     starts = is_trained & (first > turns.expected)
+    starts &= np.append(0, columns.is_continued[:-1])[turns.rows] == 0  # else it goes on here
     columns.keep(starts, lambda i: not turns.is_markup(turns.begins[i], first[i]))
     holes = is_trained & (columns.num_trained_in(first, last + 1) < last + 1 - first)
     control = columns.vocabulary.control_ids
