@@ -140,6 +140,7 @@ def _overview(all_results: Mapping[str, Results]) -> Rows:
         ("windows", "What is kept"),
         ("hybrids", "What does packing a hybrid"),
         ("hybrids", "What does isolate_mixers"),
+        ("encoders", "What does packing an encoder"),
         ("trees", "What do shared prefixes"),
         ("agents", "What do an agent's steps"),
         ("preference", "What does packing preference"),

@@ -279,7 +279,6 @@ FAULTS = [
     Fault("attention/kernels.py", "after = 0 if causal or window is None else window - 1", "after = 0", "test_attention.py"),
     Fault("attention/kernels.py", "(before, 0 if causal else before)", "(before, 0)", "test_attention.py"),
     Fault("attention/varlen.py", '"sliding_window_bidirectional_overlay" + _INNER: 1', '"sliding_window_bidirectional_overlay" + _INNER: 0', "test_encoders.py"),
-    Fault("attention/varlen.py", 'causal = causal and not getattr(attention_mask, "is_two_way", False)', "pass", "test_encoders.py"),
     Fault("attention/varlen.py", '"is_causal": causal, **kwargs', "**kwargs", "test_encoders.py"),
     Fault("attention/packed_inputs.py", "if self.kind is not None and name in _OF_ROWS:", "if False:", "test_encoders.py"),
     Fault("attention/models.py", "window if kind.is_two_way else seen.shape[-1]", "seen.shape[-1]", "test_encoders.py"),

@@ -81,11 +81,14 @@ def test_other_kinds_are_refused_with_their_reason(
     inputs = dict(collate(EXAMPLES).model_inputs("sdpa", labels=False))
     calls = [
         lambda: collate(EXAMPLES).model_inputs(model),
-        lambda: collate.for_trainer(model),
+        lambda: PackedCollator(0, max_tokens=32, targets="same_token").for_trainer(model),
         lambda: check_isolation(model, collate(EXAMPLES)),
         lambda: check_isolation(model, inputs),
     ]
-    of_padded = [lambda: padded(EXAMPLES).model_inputs(model), lambda: padded.for_trainer(model)]
+    of_padded = [
+        lambda: padded(EXAMPLES).model_inputs(model),
+        lambda: PaddedCollator(0, targets="same_token").for_trainer(model),
+    ]
     for call in calls + (of_padded if message == ENCODER_DECODER else []):
         with pytest.raises(IsolationError, match=message):
             call()

@@ -102,9 +102,10 @@ def test_a_name_alone_stays_causal_and_a_model_says_what_it_is(name: str) -> Non
     two_way = batch.model_inputs(model)["attention_mask"]
     two_way = two_way["full_attention"] if isinstance(two_way, dict) else two_way
     assert torch.equal(two_way, mask | mask.mT)
-    collate = PackedCollator(0, max_tokens=48, train_all=True)
-    inputs = pickle.loads(pickle.dumps(collate.for_trainer(model)))(EXAMPLES)
-    expected = collate(EXAMPLES).model_inputs(model)
+    collate = PackedCollator(0, max_tokens=48, targets="same_token")
+    labelled = [{**example, "labels": example["input_ids"]} for example in EXAMPLES]
+    inputs = pickle.loads(pickle.dumps(collate.for_trainer(model)))(labelled)
+    expected = collate(labelled).model_inputs(model)
     assert inputs.keys() == expected.keys()
     for key, value in expected.items():
         pairs = value.items() if isinstance(value, dict) else [("", value)]
@@ -133,6 +134,12 @@ def test_the_windows_of_a_mask() -> None:
         [0, 0, 0, 0, 0, 1, 1, 1],
         [0, 0, 0, 0, 0, 0, 1, 1],
     ]  # fmt: skip
+
+
+def test_torch_varlen_of_a_decoder_made_two_way_is_its_sdpa() -> None:
+    model, masked = (encoder_model("Qwen3Model", name) for name in ("torch_varlen", "sdpa"))
+    examples = texts(model)
+    assert max(compared(model, packed(model, examples), examples, masked)) < 1e-10
 
 
 # --- positions -----------------------------------------------------------------------------------
@@ -178,7 +185,8 @@ def test_a_text_over_the_table_is_named_with_both_numbers() -> None:
         with pytest.raises(ValueError, match=message):
             collate(long).model_inputs(model)
     with pytest.raises(ValueError, match=message):
-        PackedCollator(0, max_tokens=32, train_all=True).for_trainer(model)(long)
+        labelled = [{**text, "labels": text["input_ids"]} for text in long]
+        PackedCollator(0, max_tokens=32, targets="same_token").for_trainer(model)(labelled)
     rows = PackedCollator(0, max_tokens=48)([{"input_ids": [5] * 24}, {"input_ids": [5] * 24}])
     rows.model_inputs(model)  # a row is longer than the table
     with pytest.raises(ValueError, match="a row has 48 tokens, and the table of the roformer"):
