@@ -49,7 +49,12 @@ ESM = {**ROBERTA, "mask_token_id": 3, "token_dropout": False, "position_embeddin
 REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("DebertaV2ForMaskedLM", BERT, "eager", "deberta-v2 models: it multiplies its embeddings by"),
     ("DebertaV2ForMaskedLM", BERT, "torch_varlen", "deberta-v2 models: it multiplies its embed"),
-    ("XLNetLMHeadModel", XLNET, "eager", "xlnet models: tokens see later ones there, and it is no"),
+    (
+        "XLNetForTokenClassification",
+        XLNET,
+        "eager",
+        "xlnet models: tokens see later ones there, and it is no",
+    ),
     (
         "LongformerForMaskedLM",
         {**ROBERTA, "attention_window": 4},

@@ -184,8 +184,8 @@ def test_a_text_over_the_table_is_named_with_both_numbers() -> None:
     for collate in (PackedCollator(0, max_tokens=32), PaddedCollator(0)):
         with pytest.raises(ValueError, match=message):
             collate(long).model_inputs(model)
+    labelled = [{**text, "labels": text["input_ids"]} for text in long]
     with pytest.raises(ValueError, match=message):
-        labelled = [{**text, "labels": text["input_ids"]} for text in long]
         PackedCollator(0, max_tokens=32, targets="same_token").for_trainer(model)(labelled)
     rows = PackedCollator(0, max_tokens=48)([{"input_ids": [5] * 24}, {"input_ids": [5] * 24}])
     rows.model_inputs(model)  # a row is longer than the table
