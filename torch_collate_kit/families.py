@@ -30,24 +30,17 @@ class Family:
     """Class names of the layers that carry state from token to token, in the text model."""
     keywords: tuple[str, ...] = ()
     """Model inputs that keep segments apart in the mixers' kernels; none: nothing does."""
-    one_row: bool = False
-    """Whether the kernels take one row only, ``[1, R * W]``."""
+    one_row: bool = False  # whether the kernels take one row only, [1, R * W]
     packages: tuple[str, ...] = ()
     """The packages of the kernels, without which the model refuses the keywords."""
-    blind_mask: bool = False
-    """Whether the model makes its attention mask without ``position_ids``."""
-    needs_isolation: str = ""
-    """The reason why packed rows need ``isolate_mixers``."""
-    refused: str = ""
-    """The reason why packed rows are refused, with ``isolate_mixers`` too."""
+    blind_mask: bool = False  # whether the model makes its attention mask without position_ids
+    needs_isolation: str = ""  # the reason why packed rows need isolate_mixers
+    refused: str = ""  # the reason why packed rows are refused, with isolate_mixers too
     two_way: tuple[str, ...] = ()
     """The attention with which packed rows are exact where tokens see later ones; none: no such."""
-    no_other: str = ""
-    """The reason why no other attention is, of those models."""
-    option: tuple[str, Any] = ("", None)
-    """An option that the config needs for it, and its value."""
-    left_padding: str = ""
-    """The reason why rows padded on the left are wrong."""
+    no_other: str = ""  # the reason why no other attention is, of those models
+    option: tuple[str, Any] = ("", None)  # an option that the config needs for it, and its value
+    left_padding: str = ""  # the reason why rows padded on the left are wrong
     bias_before_mixing: str = ""
     """The option of the config with which rows padded on the left are wrong."""
 
@@ -58,38 +51,26 @@ _FLA = ("fla", "causal_conv1d")
 _SSM = ("mamba_ssm", "causal_conv1d")
 
 
-def _delta(name: str, mixer: str, *parts: str, keywords: tuple[str, ...] = _DELTA) -> Family:
+def _family(types: str, mixers: str = "", **others: Any) -> Family:
+    """Return a family, whose name is the first of its types."""
+    names = tuple(types.split())
+    return Family(names[0], names, tuple(mixers.split()), **others)
+
+
+def _delta(types: str, mixer: str, keywords: tuple[str, ...] = _DELTA) -> Family:
     """Return a family of gated delta nets, whose kernels (fla) take one row."""
-    return Family(name, (name, *parts), (mixer,), keywords, one_row=True, packages=_FLA)
+    return _family(types, mixer, keywords=keywords, one_row=True, packages=_FLA)
 
 
-def _mamba_2(name: str, mixer: str, bias: str, *parts: str, blind_mask: bool = False) -> Family:
-    return Family(
-        name,
-        (name, *parts),
-        (mixer,),
-        ("seq_idx",),
-        packages=_SSM,
-        blind_mask=blind_mask,
-        bias_before_mixing=bias,
-    )
-
-
-def _convolutions(name: str, mixer: str, *parts: str) -> Family:
-    return Family(
-        name,
-        (name, *parts),
-        (mixer,),
-        ("seq_idx",),
-        packages=("causal_conv1d",),
-        bias_before_mixing="conv_bias",
-    )
+def _seq_idx(types: str, mixer: str, bias: str, **others: Any) -> Family:
+    """Return a family of Mamba-2 or of short convolutions."""
+    packages = {"packages": _SSM, **others}
+    return _family(types, mixer, keywords=("seq_idx",), bias_before_mixing=bias, **packages)
 
 
 def _apart(types: str, mixers: str, reason: str, **others: Any) -> Family:
-    """Return a family that needs ``isolate_mixers``; its name is the first of its types."""
-    names = tuple(types.split())
-    return Family(names[0], names, tuple(mixers.split()), needs_isolation=reason, **others)
+    """Return a family that needs ``isolate_mixers``."""
+    return _family(types, mixers, needs_isolation=reason, **others)
 
 
 _MASKS, _VARLEN = ("sdpa", "eager"), ("torch_varlen", "flash")
@@ -107,36 +88,30 @@ _DECODERS = "llama gemma gemma3_text granite ministral ministral3 mistral olmo2 
 
 def _eager(reason: str, types: str, **others: Any) -> Family:
     """Return a family that is two-way, and exact with eager attention alone."""
-    names = tuple(types.split())
-    return Family(names[0], names, two_way=("eager",), no_other=reason, **others)
+    return _family(types, two_way=("eager",), no_other=reason, **others)
 
 
 def _refused(reason: str, types: str) -> Family:
-    return Family(types.split()[0], tuple(types.split()), refused=reason)
+    return _family(types, refused=reason)
 
 
 FAMILIES = (
     _delta("qwen3_next", "Qwen3NextGatedDeltaNet"),
     _delta(
-        "qwen3_5",
+        "qwen3_5 qwen3_5_text qwen3_5_vision minicpm_ocr minicpmv4_6 minicpmv4_7",
         "Qwen3_5GatedDeltaNet",
-        "qwen3_5_text",
-        "qwen3_5_vision",
-        "minicpm_ocr",
-        "minicpmv4_6",
-        "minicpmv4_7",
     ),
-    _delta("qwen3_5_moe", "Qwen3_5MoeGatedDeltaNet", "qwen3_5_moe_text", "qwen3_5_moe_vision"),
+    _delta("qwen3_5_moe qwen3_5_moe_text qwen3_5_moe_vision", "Qwen3_5MoeGatedDeltaNet"),
     _delta("olmo_hybrid", "OlmoHybridGatedDeltaNet"),
-    _delta("kimi_linear", "KimiLinearDeltaAttention", keywords=_KDA),
-    _delta("bailing_hybrid", "BailingHybridDeltaAttention", keywords=_KDA),
-    _mamba_2("bamba", "BambaMixer", "mamba_proj_bias"),
-    _mamba_2("falcon_h1", "FalconH1Mixer", "mamba_proj_bias"),
-    _mamba_2("nemotron_h", "NemotronHMamba2Mixer", "use_bias", "nemotron_h_omni", "nemo_speechlm"),
-    _mamba_2("zamba2", "Zamba2MambaMixer", "add_bias_linear"),
-    _mamba_2("granitemoehybrid", "GraniteMoeHybridMambaLayer", "mamba_proj_bias", blind_mask=True),
-    _convolutions("lfm2", "Lfm2ShortConv", "lfm2_vl"),
-    _convolutions("lfm2_moe", "Lfm2MoeShortConv"),
+    _delta("kimi_linear", "KimiLinearDeltaAttention", _KDA),
+    _delta("bailing_hybrid", "BailingHybridDeltaAttention", _KDA),
+    _seq_idx("bamba", "BambaMixer", "mamba_proj_bias"),
+    _seq_idx("falcon_h1", "FalconH1Mixer", "mamba_proj_bias"),
+    _seq_idx("nemotron_h nemotron_h_omni nemo_speechlm", "NemotronHMamba2Mixer", "use_bias"),
+    _seq_idx("zamba2", "Zamba2MambaMixer", "add_bias_linear"),
+    _seq_idx("granitemoehybrid", "GraniteMoeHybridMambaLayer", "mamba_proj_bias", blind_mask=True),
+    _seq_idx("lfm2 lfm2_vl", "Lfm2ShortConv", "conv_bias", packages=_FLA[1:]),
+    _seq_idx("lfm2_moe", "Lfm2MoeShortConv", "conv_bias", packages=_FLA[1:]),
     _apart(
         "mamba2",
         "Mamba2Mixer",
@@ -183,10 +158,9 @@ FAMILIES = (
         "Qwen4ExpTextGatedDeltaNet Qwen4ExpTextPLELayer",
         "its dilated convolutions and n-grams of tokens take no boundaries",
     ),
-    Family(
-        "glm5_next",
-        ("glm5_next", "glm5_next_text", "glm5_next_vision"),
-        ("Glm5NextTextLinearAttention",),
+    _family(
+        "glm5_next glm5_next_text glm5_next_vision",
+        "Glm5NextTextLinearAttention",
         refused="its sparse attention pools neighbouring tokens, also those of two examples",
     ),
     Family(
@@ -194,17 +168,17 @@ FAMILIES = (
         ("afmoe", "biogpt", "falcon", "gpt_oss", "mpt", "opt", "xglm"),
         blind_mask=True,
     ),
-    Family("bert", tuple(_ENCODERS.split()), blind_mask=True, two_way=_MASKS + _VARLEN),
-    Family("llama", (*_DECODERS.split(), "smollm3"), two_way=_MASKS + _VARLEN),
-    Family("t5", ("t5", "mt5", "umt5"), two_way=_MASKS, no_other="they lose its position bias"),
+    _family(_ENCODERS, blind_mask=True, two_way=_MASKS + _VARLEN),
+    _family(f"{_DECODERS} smollm3", two_way=_MASKS + _VARLEN),
+    _family("t5 mt5 umt5", two_way=_MASKS, no_other="they lose its position bias"),
     _eager("it has soft-capping", "t5gemma"),
     _eager(_IGNORED, "mpnet megatron-bert rembert roformer", blind_mask=True),
     _eager(_IGNORED, "big_bird", blind_mask=True, option=("attention_type", "original_full")),
-    Family("esm", ("esm",), two_way=_VARLEN, no_other=_BY_2D_MASK, option=("token_dropout", False)),
+    _family("esm", two_way=_VARLEN, no_other=_BY_2D_MASK, option=("token_dropout", False)),
     _refused(_BY_2D_MASK, "deberta deberta-v2"),
     _refused("a layer mixes neighbouring cells", "convbert fnet funnel ibert"),
     _refused(_NO_4D_MASK, "bloom canine flaubert layoutlm longformer mra nystromformer xlm yoso"),
-    Family("jev", ("jev",), refused="it decides one prompt per call"),
+    _family("jev", refused="it decides one prompt per call"),
 )
 _BY_TYPE = {name: family for family in FAMILIES for name in family.model_types}
 NO_FAMILY = Family("other", ())

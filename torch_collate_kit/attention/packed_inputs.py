@@ -101,12 +101,8 @@ def read_inputs(
         found.refuse_missing(inputs)
         refuse_packed_images(model, inputs, vision)
     mask = inputs.get("attention_mask")
-    if (
-        isinstance(mask, Tensor)
-        and is_2d(mask)
-        and (mask[:, 0] == 0).any()
-        and config_of(model) is not None
-    ):
+    has_left_pads = isinstance(mask, Tensor) and is_2d(mask) and (mask[:, 0] == 0).any()
+    if has_left_pads and config_of(model) is not None:
         ModelKind.of(model).refuse_left_padding()
     if vision is None and "pixel_values" in inputs:
         raise ValueError(
@@ -165,8 +161,7 @@ class RowSegments(NamedTuple):
     rows: list[int]
     sees: np.ndarray | None = None
     """bool [S, S], whether a segment sees another, or itself; None: only itself."""
-    names: list[str] | None = None
-    """Names of the segments of a part in the whole batch."""
+    names: list[str] | None = None  # names of the segments of a part in the whole batch
 
     def name(self, segment: int) -> str:
         """Return the name of a segment for messages."""
@@ -246,11 +241,9 @@ class RowImages:
     """The images of model inputs, in order: U images, or tiles where only tiles are known."""
 
     layout: VisionLayout
-    fields: dict[str, Tensor]
-    """The fields of the family's processor, with tiles laid flat."""
+    fields: dict[str, Tensor]  # the fields of the family's processor, with tiles laid flat
     units: ImageUnits
-    segments: np.ndarray
-    """The segment of each, int64 [U]."""
+    segments: np.ndarray  # the segment of each, int64 [U]
     last_cells: np.ndarray
     """The cell of the last placeholder of each, counted over all rows, int64 [U]."""
 

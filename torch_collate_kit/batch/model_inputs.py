@@ -113,10 +113,8 @@ def _token_types(batch: Mapping[str, Any], stored: Storage, kind: ModelKind) -> 
         size = 0  # their inputs have no types
     if found > max(size, 1):
         has = f"has the types 0 to {size - 1}" if size > 1 else "gets none"
-        raise ValueError(
-            f"token_type_ids are up to {found - 1}, and this model {has}; pass the model itself, "
-            "with whole rows, or remove them from the examples"
-        )
+        way_out = "pass the model itself, with whole rows, or remove them from the examples"
+        raise ValueError(f"token_type_ids are up to {found - 1}, and this model {has}; {way_out}")
     return {"token_type_ids": batch["token_type_ids"]} if size > 1 else {}
 
 
@@ -124,8 +122,9 @@ def _positions_of_model(batch: Mapping[str, Any], stored: Storage, kind: ModelKi
     """Return the positions of a model with a table of them: its first one where no token is."""
     placement, most = stored.columns.placement, kind.num_positions
     if most is not None and "position_ids" not in stored.given:
-        longest = int(placement.segments["lengths"].values.max(initial=0))
-        what, longest = ("row", placement.width) if kind.counts_cells else ("text", longest)
+        what, longest = "row", placement.width
+        if not kind.counts_cells:
+            what, longest = "text", int(placement.segments["lengths"].values.max(initial=0))
         if longest > most:
             raise ValueError(
                 f"a {what} has {longest} tokens, and the table of the {kind.family.name} model has "

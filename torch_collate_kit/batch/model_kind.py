@@ -28,18 +28,10 @@ from torch_collate_kit.families import (
 _VARLEN_ATTENTION = ("torch_varlen", *(f"flash_attention_{version}" for version in (2, 3, 4)))
 _MASK_ATTENTION = ("sdpa", "eager", "flex_attention")
 _UNKNOWN = "tokens see later ones there, and it is not in the table of two-way models"
-_HEADS_OF_CELL_0 = (
-    "Pooler",
-    "pooler",
-    "ClassificationHead",
-    "ForSequenceClassification",
-    "ForMultipleChoice",
-)
+_CLASSIFIERS = ("ForSequenceClassification", "ForMultipleChoice")
+_HEADS_OF_CELL_0 = ("Pooler", "pooler", "ClassificationHead", *_CLASSIFIERS)
 _HEADS: tuple[tuple[str, ...], ...] = (
-    (
-        *("ForSequenceClassification", "ForMultipleChoice", "ForQuestionAnswering"),
-        "ForNextSentencePrediction",
-    ),
+    (*_CLASSIFIERS, "ForQuestionAnswering", "ForNextSentencePrediction"),
     ("ForTokenClassification", "ForMaskedLM"),
     ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"),
 )
@@ -54,30 +46,20 @@ class ModelKind:
 
     attention: str
     family: Family = NO_FAMILY
-    is_isolated: bool = False
-    """Whether ``isolate_mixers`` runs its mixers segment by segment."""
+    is_isolated: bool = False  # whether isolate_mixers runs its mixers segment by segment
     window: int | None = None
-    is_known: bool = False
-    """Whether this is read from a model, and not the name of an attention."""
+    is_known: bool = False  # whether this is read from a model, and not the name of an attention
     left_padding_fault: str = ""
-    all_slide: bool = False
-    """Whether every layer has the sliding window."""
-    dropout: float = 0.0
-    """Dropout of its attention in training."""
-    odd_layers: tuple[str, ...] = ()
-    """Kinds of attention layers other than full and sliding ones."""
-    head: str = ""
-    """Class of the model, which ends in the name of its head."""
-    is_two_way: bool = False
-    """Whether tokens see later ones, too."""
-    first_position: int = 0
-    """The position of the first token of a text."""
-    num_positions: int | None = None
-    """The longest text that its table of positions has room for."""
+    all_slide: bool = False  # whether every layer has the sliding window
+    dropout: float = 0.0  # dropout of its attention in training
+    odd_layers: tuple[str, ...] = ()  # kinds of attention layers other than full and sliding ones
+    head: str = ""  # class of the model, which ends in the name of its head
+    is_two_way: bool = False  # whether tokens see later ones, too
+    first_position: int = 0  # the position of the first token of a text
+    num_positions: int | None = None  # the longest text that its table of positions has room for
     counts_cells: bool = False
     """Whether the table counts the cells of a row, whatever positions it is passed."""
-    num_token_types: int = 0
-    """The types in its table of ``token_type_ids``."""
+    num_token_types: int = 0  # the types in its table of token_type_ids
 
     @classmethod
     def of(cls, model: Any) -> ModelKind:
@@ -88,10 +70,8 @@ class ModelKind:
             return cls(_checked_attention(model))
         config = config_of(model)
         if config is None:
-            raise ValueError(
-                f"{type(model).__name__} has no config, so its inputs are unknown; pass the name "
-                "of its attention"
-            )
+            way_out = "so its inputs are unknown; pass the name of its attention"
+            raise ValueError(f"{type(model).__name__} has no config, {way_out}")
         _refuse_kind(config, model)
         modules = list(model.modules())
         names = {type(module).__name__ for module in modules}
@@ -205,12 +185,11 @@ class ModelKind:
 
 def _causal_flags(config: Any, modules: Iterable[Any]) -> set[bool]:
     """Return ``is_causal`` of the text model's modules: a vision tower does not count."""
-    text = text_config(config)
-    kinds = (None, getattr(text, "model_type", None))
-    of_text = [
-        m for m in modules if getattr(getattr(m, "config", None), "model_type", None) in kinds
-    ]
-    return {bool(m.is_causal) for m in of_text if getattr(m, "is_causal", None) is not None}
+    kinds = (None, getattr(text_config(config), "model_type", None))
+    flags = [m for m in modules if getattr(m, "is_causal", None) is not None]
+    configs = [getattr(module, "config", None) for module in flags]
+    of_text = [getattr(own, "model_type", None) in kinds for own in configs]
+    return {bool(m.is_causal) for m, is_text in zip(flags, of_text, strict=True) if is_text}
 
 
 def _pooling_fault(config: Any, model: nn.Module, names: Collection[str]) -> str:

@@ -29,18 +29,13 @@ class Shard:
     rank: int
     size: int
     layout: str
-    width: int
-    """Cells of a row of the batch."""
-    bounds: tuple[int, ...]
-    """Where segments of the batch begin and end, flat over its rows."""
-    content: int
-    """Checksum of the batch, the same for all ranks."""
+    width: int  # cells of a row of the batch
+    bounds: tuple[int, ...]  # where segments of the batch begin and end, flat over its rows
+    content: int  # checksum of the batch, the same for all ranks
     num_trained: int | None
     """Trained targets of the shard; None if that needs a wait for the device."""
-    has_left_pads: bool
-    """Whether a row of the batch begins with pads."""
-    depth: int = 1
-    """How many tokens on in its segment the target of a cell is."""
+    has_left_pads: bool  # whether a row of the batch begins with pads
+    depth: int = 1  # how many tokens on in its segment the target of a cell is
 
 
 @dataclass(frozen=True)
@@ -72,8 +67,7 @@ class Placement:
     pad_token_id: int
     is_packed: bool
     segments: dict[str, Ragged]
-    vision: VisionLayout | None = None
-    """The layout of images as tokens; None for a text model."""
+    vision: VisionLayout | None = None  # the layout of images as tokens; None for a text model
     tree_width: int = 0
     """Cells of a row whose segments share prefixes: then ``width`` and the segments count tokens,
     of which several may be in one cell, and the column ``tree_cells`` has the cell of each."""

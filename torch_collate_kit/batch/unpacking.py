@@ -107,13 +107,11 @@ def in_rows(values: Values, num_rows: int, width: int) -> Values:
 def _check_shape(values: Any, batch: Batch, width: int) -> None:
     num_rows, most = len(batch), int(targets_of(batch) == "next_token")
     if values.ndim < 2 or len(values) != num_rows or width - values.shape[1] not in (0, most):
-        predicted = (
-            f", or [{num_rows}, {width - 1}, ...], one per predicted token (of response tokens "
-            "[R, A] take rl.response_values)"
-        )
+        others = f", or [{num_rows}, {width - 1}, ...], one per predicted token (of response "
+        others = f"{others}tokens [R, A] take rl.response_values)" * most
         raise ValueError(
             f"values have shape {list(values.shape)}, the batch has {num_rows} rows of {width} "
-            f"cells; give [{num_rows}, {width}, ...], one entry per cell{predicted * most}"
+            f"cells; give [{num_rows}, {width}, ...], one entry per cell{others}"
         )
 
 
@@ -252,10 +250,7 @@ def branches_of(batch: Batch) -> tuple[Tensor, list[int], np.ndarray]:
     lengths = placement.segments["lengths"].values
     before = np.full(len(batch) * placement.tree_width, -1)  # the cell before; -2: none
     ends = np.cumsum(lengths)
-    rows = placement.rows()
-    for row, start, end in zip(
-        rows.tolist(), (ends - lengths).tolist(), ends.tolist(), strict=True
-    ):
+    for row, start, end in np.stack([placement.rows(), ends - lengths, ends], axis=1).tolist():
         path = cells[start:end] + row * placement.tree_width
         before[path] = np.append(-2, path[:-1])[: len(path)]
     num_after = np.bincount(before[before >= 0], minlength=len(before))

@@ -80,11 +80,9 @@ class Collator:
     ) -> Batch:
         """Return the Batch of placed examples; ``names`` are its fields."""
         specs = {**placed.specs, "input_ids": PerToken(torch.int64, placement.pad_token_id)}
-        num_loss_tokens = int(placed.num_trained.sum()) + num_loss_tokens_elsewhere
-        counted = {
-            "num_loss_tokens": num_loss_tokens,
-            "loss_mask_divisor": max(1, num_loss_tokens) if self.normalize_loss else 1,
-        }
+        number = int(placed.num_trained.sum()) + num_loss_tokens_elsewhere
+        divisor = max(1, number) if self.normalize_loss else 1
+        counted = {"num_loss_tokens": number, "loss_mask_divisor": divisor}
         if self.targets is None:
             names, counted = tuple(n for n in names if n not in ("labels", "loss_mask")), {}
         row_offsets = placed.pieces.row_offsets
@@ -158,14 +156,12 @@ def check_options(targets: Targets, *, train_all: bool, packing: PackingOptions 
             "share_prefixes lets several tokens be in one cell, where each would need a label of "
             'its own with targets="same_token"; remove share_prefixes'
         )
-    if targets is None and packing is not None:
-        options = {"strategy": packing.strategy, "overflow": packing.overflow}
-        for name, value in options.items():
-            if value in ("wrapped", "split"):
-                raise ValueError(
-                    f"{name}={value!r} cuts an example into pieces, and with targets=None what is "
-                    'trained is of a whole example; pass overflow="truncate" or "drop"'
-                )
+    for name in ("strategy", "overflow") if targets is None else ():
+        if (value := getattr(packing, name, None)) in ("wrapped", "split"):
+            raise ValueError(
+                f"{name}={value!r} cuts an example into pieces, and with targets=None what is "
+                'trained is of a whole example; pass overflow="truncate" or "drop"'
+            )
 
 
 class ForTrainer(ABC):

@@ -124,23 +124,20 @@ def segment_pool(
 ) -> Tensor:
     """Return one vector per segment, ``[S, H]`` in the order of the rows; gradients flow.
 
-    For classes, scores and embeddings of packed or padded rows, of which a model's own head would
-    read one cell per row. The order is that of :func:`segment_sums`, and of the values of
-    ``PerExample`` fields where an example is one segment. Dtype and device are those of ``hidden``;
-    a mean of half precision is summed in fp32.
+    For classes, scores and embeddings. The order is that of :func:`segment_sums`, and of
+    ``PerExample`` values where an example is one segment; dtype and device are those of ``hidden``.
+    A mean of half precision is summed in fp32.
 
     Args:
         hidden: ``[R, W, H]``, or ``[1, R * W, H]`` of a model that gets all rows as one.
         batch: the Batch of these rows, with any ``targets``.
-        how: the segment's "first" token (models with a [CLS] token), its "last" one (causal
-            models), or the "mean" of its tokens.
+        how: the "first" token of a segment ([CLS]), its "last" one (causal models), or the "mean".
         weights: for "mean": ``[R, W]``, a factor for each token, such as 0 for those of a prompt;
             a segment without weight has 0. Where prefixes are shared, ``[R, U]``.
 
     Raises:
         ValueError: an unknown ``how``; weights of another shape, or not for "mean"; hidden states
-            of other cells, such as one vector per row; a Batch that does not say where its
-            segments are.
+            of other cells, such as one vector per row; a Batch without its segments.
         TypeError: hidden states that are not a tensor of floats; not a Batch.
 
     >>> from torch_collate_kit import PackedCollator
@@ -153,10 +150,9 @@ def segment_pool(
     check_floats("hidden", hidden, "pass model(...).last_hidden_state")
     check_batch(batch)
     checked_choice("how", how, ("first", "last", "mean"))
-    cells_RW = batch["input_ids"]
-    states = in_rows(hidden, *cells_RW.shape)
-    if states.ndim != 3 or states.shape[:2] != cells_RW.shape:
-        rows, width = cells_RW.shape
+    rows, width = batch["input_ids"].shape
+    states = in_rows(hidden, rows, width)
+    if states.ndim != 3 or states.shape[:2] != (rows, width):
         raise ValueError(
             f"hidden has shape {list(hidden.shape)}, the batch has {rows} rows of {width} cells; "
             f"pass last_hidden_state, [{rows}, {width}, H] (a pooler_output has one vector per row)"
@@ -164,15 +160,16 @@ def segment_pool(
     if weights is not None and how != "mean":
         raise ValueError(f"weights are factors in a mean, and how={how!r}; remove one of the two")
     firsts, lengths = segment_spans(batch)
-    if how != "mean":
-        tokens = firsts if how == "first" else firsts + lengths - 1
-        return states.flatten(0, 1).index_select(0, _cells_at(tokens, batch))
-    tokens, numbers = span_indices(firsts, lengths), np.repeat(np.arange(len(lengths)), lengths)
+    ends = firsts if how == "first" else firsts + lengths - 1
+    tokens = span_indices(firsts, lengths) if how == "mean" else ends
     taken = states.flatten(0, 1).index_select(0, _cells_at(tokens, batch))
+    if how != "mean":
+        return taken
     if weights is not None:
         check_shape("weights", weights, (len(batch), token_width(batch)), "cells")
         weights = weights.flatten()[torch.from_numpy(tokens).to(weights.device)]
-    segments = torch.from_numpy(numbers).to(taken.device, non_blocking=True)
+    numbers = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))
+    segments = numbers.to(taken.device, non_blocking=True)
     return _reduced(taken, weights, segments, len(lengths), mean=True).to(states.dtype)
 
 
@@ -385,16 +382,13 @@ def _reduced(
     values: Tensor, weights: Tensor | None, segments: Tensor, num_segments: int, *, mean: bool
 ) -> Tensor:
     """Return the sum, or the mean, of each segment's values ``[n, ...]``."""
-    values, ones = widened(values), [1] * (values.ndim - 1)
-    if weights is None:
-        weights = values.new_ones(len(values)).view(-1, *ones)
-    else:  # where() first: a token that weighs nothing may be infinite
-        weights = weights.to(values.dtype).view(-1, *ones)
-        values = torch.where(weights != 0, values, 0) * weights
+    values = widened(values)
+    factors = values.new_ones(len(values)) if weights is None else weights.to(values.dtype)
+    factors = factors.view(-1, *[1] * (values.ndim - 1))
+    if weights is not None:  # where() first: a token that weighs nothing may be infinite
+        values = torch.where(factors != 0, values, 0) * factors
     sums = _added(values, segments, num_segments)
-    if not mean:
-        return sums
-    totals = _added(weights, segments, num_segments)
+    totals = _added(factors, segments, num_segments) if mean else sums.new_ones(1)
     return sums / torch.where(totals == 0, 1, totals)
 
 
@@ -415,8 +409,5 @@ def check_shape(name: str, values: Any, shape: tuple[int, ...], unit: str) -> No
     if not isinstance(values, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(values).__name__}")
     if tuple(values.shape) != shape:
-        number = " x ".join(map(str, shape))
-        raise ValueError(
-            f"{name} have shape {list(values.shape)}, the batch has {number} {unit}; pass "
-            f"{[*shape]}"
-        )
+        has = f"the batch has {' x '.join(map(str, shape))} {unit}"
+        raise ValueError(f"{name} have shape {list(values.shape)}, {has}; pass {[*shape]}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -142,8 +142,7 @@ def loss_mask_of(batch: Batch) -> Tensor:
             "the batch has targets=None, so no token has a target; pool hidden states with "
             "losses.segment_pool, and divide the loss by losses.global_num_examples"
         )
-    mask: Tensor = batch["loss_mask"]
-    return mask
+    return cast("Tensor", batch["loss_mask"])
 
 
 def check_batch(batch: Any) -> None:

@@ -324,8 +324,7 @@ class FieldColumn:
     values: Numbers
     key: str | None = None
     """Key in the examples, for a field of our own, whose numbers must be finite; else None."""
-    most: float = math.inf
-    """Largest number that a field of our own may have."""
+    most: float = math.inf  # largest number that a field of our own may have
 
     def with_row(self, num_tokens: int) -> FieldColumn:
         """Return the column and an example without a response: pads per token, else nothing."""

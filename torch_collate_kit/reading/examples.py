@@ -45,16 +45,12 @@ class RowColumns:
     """Columns of the pieces of a batch, in the order of its rows."""
 
     pieces: Pieces
-    columns: dict[str, Ragged]
-    """Tensors, with the entries of each row."""
-    specs: dict[str, FieldSpec]
-    """Specs of the columns; ids have no pad yet."""
+    columns: dict[str, Ragged]  # tensors, with the entries of each row
+    specs: dict[str, FieldSpec]  # specs of the columns; ids have no pad yet
     counts: dict[str, np.ndarray]
     """int64 [S] each: the "lengths" of the pieces, their "responses", and the "routed" tokens."""
-    num_trained: np.ndarray
-    """int64 [S], trained tokens of each piece."""
-    examples: np.ndarray
-    """int64 [S], the example of each piece."""
+    num_trained: np.ndarray  # int64 [S], trained tokens of each piece
+    examples: np.ndarray  # int64 [S], the example of each piece
     segment_numbers: np.ndarray | None
     """int64 [S], which of its example's segments each piece is; None of one each."""
 
@@ -70,11 +66,9 @@ class ExampleColumns:
     input_ids: Numbers
     target: FieldColumn | None
     """Loss target, if it was given: labels or weights, of all or the last ``num_actions``."""
-    num_actions: np.ndarray | None
-    """int64 [N], as given: of a rollout its response tokens."""
+    num_actions: np.ndarray | None  # int64 [N], as given: of a rollout its response tokens
     fields: Sequence[FieldColumn]
-    names: tuple[str, ...]
-    """Fields of the batch in addition to those of every batch."""
+    names: tuple[str, ...]  # fields of the batch in addition to those of every batch
     images: Images | None
     """None where the collator was given no vision model; else there may be no image in it."""
     per_example: dict[str, list[Any]] = field(default_factory=dict)
@@ -230,16 +224,14 @@ class ExampleColumns:
         target, responses, num_trained = self._target(pieces, is_image)
         counts = {"lengths": pieces.lengths, "responses": responses.lengths}
         placed: dict[str, _Values] = {"input_ids": (PerToken(torch.int64), ids, pieces)}
-        if self.targets is None:
-            pass
-        elif self._has_labels:
+        if self._has_labels:
             placed["labels"] = PerToken(torch.int64, IGNORE_INDEX), target, pieces
             if self.weights is not None:
                 weights = self._times_weights(target != IGNORE_INDEX, pieces)
                 placed["loss_weights"] = PerToken(torch.float32), weights, pieces
         elif self.are_rollouts:
             placed["loss_weights"] = PerResponseToken(torch.float32), target, responses
-        else:
+        elif self.targets is not None:
             placed["loss_weights"] = PerToken(torch.float32), target, pieces
         for column in self.fields:
             if isinstance(column.spec, PerExample):
@@ -257,9 +249,8 @@ class ExampleColumns:
         images = None if self.images is None else replace(self.images, arrays={})
         found = replace(self, images=images)
         if not limits:
-            found = replace(
-                found, fields=[replace(column, most=math.inf) for column in self.fields]
-            )
+            fields = [replace(column, most=math.inf) for column in self.fields]
+            found = replace(found, fields=fields)
         placed = found.place(whole_examples(self.lengths))
         return {
             name: Ragged(tensor_to_numpy(name, None, column.values), column.offsets)

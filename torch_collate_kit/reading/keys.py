@@ -252,22 +252,21 @@ def _is_all_none(column: Any) -> bool:
 
 def _check_targets(owners: Mapping[str, str], targets: Targets) -> None:
     """Check that examples have labels where a token's own are read, and no target elsewhere."""
-    is_same = targets == "same_token"
-    if is_same and "labels" not in owners:
+    read = ("labels", "weight") if targets == "same_token" else ()
+    if read and "labels" not in owners:
         raise DataError(
             'example 0 has no labels, which targets="same_token" reads: give every example one '
             "label per token, -100 where there is none"
         )
+    way_out = f"remove it, as labels of -100 say what is not trained ({targets=})"
+    if not read:
+        way_out = (
+            "nothing per token is trained with targets=None: remove it, or declare a number "
+            "per example under another name, fields={'label': PerExample(torch.int64)}"
+        )
     for key in (*TARGETS, "num_actions", "weight"):
-        if key not in owners or (is_same and key in ("labels", "weight")):
-            continue
-        way_out = f"remove it, as labels of -100 say what is not trained (targets={targets!r})"
-        if not is_same:
-            way_out = (
-                "nothing per token is trained with targets=None: remove it, or declare a number "
-                "per example under another name, fields={'label': PerExample(torch.int64)}"
-            )
-        raise DataError(f"{owners[key]} has {key}; {way_out}")
+        if key in owners and key not in read:
+            raise DataError(f"{owners[key]} has {key}; {way_out}")
 
 
 def check_keys(

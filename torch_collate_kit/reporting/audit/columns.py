@@ -30,8 +30,7 @@ class AuditColumns:
 
     numbers: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.int64))
     """int64 [N], the number of each row in the user's data."""
-    ids: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.int64))
-    """Integers [T]."""
+    ids: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.int64))  # integers [T]
     lengths: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.int64))
     """int64 [N], 1 or more."""
     trained: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.bool_))
@@ -42,8 +41,7 @@ class AuditColumns:
     """int64 [N], tokens that each row had lost before the audit."""
     is_continued: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.int64))
     """int64 [N], 1 for windows that end inside an answer, of which another one has the end."""
-    has_target: bool = False
-    """Whether the rows say what is trained."""
+    has_target: bool = False  # whether the rows say what is trained
     labels: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.int64))
     """Integers [T], where the target is given as labels; else empty."""
     segments: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.int64))
@@ -369,14 +367,10 @@ class Turns:
     """
 
     columns: AuditColumns
-    starts: np.ndarray
-    """int64 [M], the first token of each header."""
-    begins: np.ndarray
-    """int64 [M], the first token after each header."""
-    kinds: np.ndarray
-    """int64 [M], the number of its header in ``Vocabulary.role_ids``."""
-    are_answers: np.ndarray
-    """bool [M]."""
+    starts: np.ndarray  # int64 [M], the first token of each header
+    begins: np.ndarray  # int64 [M], the first token after each header
+    kinds: np.ndarray  # int64 [M], the number of its header in Vocabulary.role_ids
+    are_answers: np.ndarray  # bool [M]
 
     @cached_property
     def rows(self) -> np.ndarray:
