@@ -20,7 +20,7 @@ from torch_collate_kit.loading import map_segments
 from torch_collate_kit.losses import segment_pool
 
 parser = argparse.ArgumentParser(description=__doc__)
-parser.add_argument("--steps", type=int, default=200)
+parser.add_argument("--steps", type=int, default=100)
 parser.add_argument("--batch-size", type=int, default=32, help="pairs of a step")
 parser.add_argument("--most-pairs", type=int, default=3000)
 parser.add_argument("--packages", nargs="+", default=["numpy", "torch", "transformers"])

@@ -220,7 +220,7 @@ FAULTS = [
     Fault("losses/segments.py", "torch.where(cells < ends[found], found, len(firsts))", "found", "test_segments.py"),
     Fault("losses/segments.py", "firsts + lengths - 1)", "firsts + lengths)", "test_segments.py"),
     Fault("losses/segments.py", "sums / torch.where(totals == 0, 1, totals)", "sums / totals.mean()", "test_segments.py"),
-    Fault("losses/segments.py", "values = torch.where(weights != 0, values, 0) * weights", "values = values * weights", "test_segments.py"),
+    Fault("losses/segments.py", "values = torch.where(factors != 0, values, 0) * factors", "values = values * factors", "test_segments.py"),
     Fault("losses/segments.py", "for of_rank in of_ranks for part in of_rank", "for of_rank in of_ranks[:1] for part in of_rank", "preference/test_losses.py"),
     Fault("losses/token_loss.py", "begins &= np.asarray(numbers.values) == 0", "begins &= True", "preference/test_losses.py"),
     # preference
@@ -470,8 +470,8 @@ FAULTS = [
     # targets
     Fault("losses/token_logps.py", "more - (targets_of(batch) == \"next_token\")", "more - 1", "test_targets.py"),
     Fault("batch/unpacking.py", "return \"next_token\" if placement is None else cast(\"Targets\", placement.targets)", "return \"same_token\" if placement is None else cast(\"Targets\", placement.targets)", "test_targets.py"),
-    Fault("losses/segments.py", "tokens = firsts if how == \"first\" else firsts + lengths - 1", "tokens = firsts // token_width(batch) * token_width(batch)", "test_encoder_training.py"),
-    Fault("losses/segments.py", "values = torch.where(weights != 0, values, 0) * weights", "values = values * weights", "test_targets.py"),
+    Fault("losses/segments.py", "ends = firsts if how == \"first\" else firsts + lengths - 1", "ends = firsts // token_width(batch) * token_width(batch)", "test_encoder_training.py"),
+    Fault("losses/segments.py", "values = torch.where(factors != 0, values, 0) * factors", "values = values * factors", "test_targets.py"),
     Fault("reading/examples.py", "before = running_sum(target != untrained)", "before = running_sum(np.append(target[1:], untrained) != untrained)", "test_targets.py"),
     Fault("reading/examples.py", "        if self.targets == \"same_token\":\n            target = self._given(pieces)\n", "        if self.targets == \"same_token\":\n            target = self._given(pieces)\n            target[np.cumsum(pieces.lengths) - pieces.lengths] = untrained\n", "test_targets.py"),
     Fault("collators/padded.py", "longest = width if self.targets == \"same_token\" else longest", "pass", "test_targets.py"),
@@ -482,7 +482,7 @@ FAULTS = [
     Fault("loading/stream.py", "\"targets\": None if collator.targets == \"next_token\" else str(collator.targets)", "\"targets\": None", "test_targets.py"),
     Fault("losses/token_loss.py", "elif return_per_token_outputs:\n        targets", "if return_per_token_outputs:\n        targets", "test_targets.py"),
     Fault("losses/token_logps.py", "return torch.where(is_none, 0, logps) if is_same else logps", "return logps", "test_targets.py"),
-    Fault("loading/skipping.py", "indices = copy.copy(indices)  # with its epoch", "indices = list(indices)", "loading/sampler/test_epoch_of_parts.py"),
+    Fault("loading/skipping.py", "copy.copy(indices) if isinstance(indices, list) else []", "[]", "loading/sampler/test_epoch_of_parts.py"),
     Fault("loading/sampler.py", "part.epoch = self.epoch\n", "part.epoch = self.sampler.epoch\n", "loading/sampler/test_epoch_of_parts.py"),
     Fault("batch/model_kind.py", "if is_packed and is_of_rows:", "if False:", "test_encoder_training.py"),
     Fault("batch/model_kind.py", "if shifts and targets == \"same_token\":", "if False:", "test_encoder_training.py"),

@@ -32,8 +32,7 @@ class Slices(NamedTuple):
     """The cells of one rank: slices within segments, as long as can be, ascending. int64 each."""
 
     segments: np.ndarray
-    begins: np.ndarray
-    """First cell of each run, counted over all rows."""
+    begins: np.ndarray  # first cell of each run, counted over all rows
     ends: np.ndarray
 
 
@@ -214,28 +213,19 @@ def instead_of(name: str, storage: Storage) -> str:
 class _ShardSlices(NamedTuple):
     """The slices of a rank, and the tokens they hold and predict: int64 [K] each."""
 
-    bounds: np.ndarray
-    """[S + 1], those of the segments of the batch, flat over rows."""
-    local: np.ndarray
-    """[P + 1], those of their parts here."""
+    bounds: np.ndarray  # [S + 1], those of the segments of the batch, flat over rows
+    local: np.ndarray  # [P + 1], those of their parts here
     rows: np.ndarray
-    owners: np.ndarray
-    """The segment of the placement that each slice is of."""
-    begins: np.ndarray
-    """The first cell, over all rows of the batch."""
+    owners: np.ndarray  # the segment of the placement that each slice is of
+    begins: np.ndarray  # the first cell, over all rows of the batch
     sizes: np.ndarray
-    skipped: np.ndarray
-    """The tokens of the segment before the slice."""
+    skipped: np.ndarray  # the tokens of the segment before the slice
     tokens: np.ndarray
     targets: np.ndarray
-    inputs: np.ndarray
-    """How many cells have an input id: fewer than tokens at a depth above 1."""
-    responses: np.ndarray
-    """How many of the targets, the last ones, are the response."""
-    starts: np.ndarray
-    """The first cell with a token or target, in its row of the shard."""
-    width: int
-    """Cells of a row of the shard."""
+    inputs: np.ndarray  # how many cells have an input id: fewer than tokens at a depth above 1
+    responses: np.ndarray  # how many of the targets, the last ones, are the response
+    starts: np.ndarray  # the first cell with a token or target, in its row of the shard
+    width: int  # cells of a row of the shard
     depth: int
 
     @classmethod

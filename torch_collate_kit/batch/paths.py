@@ -237,10 +237,8 @@ def _refuse_for_trees(kind: ModelKind) -> None:
 class Paths(NamedTuple):
     """Attention of rows that share prefixes: queries in runs of cells, keys along their paths."""
 
-    cu_q: Tensor
-    """int32 [S + 1], runs of cells of one segment's own, or of pads, over all rows."""
-    cu_k: Tensor
-    """int32 [S + 1], where the path of each run begins and ends in ``cells``."""
+    cu_q: Tensor  # int32 [S + 1], runs of cells of one segment's own, or of pads, over all rows
+    cu_k: Tensor  # int32 [S + 1], where the path of each run begins and ends in cells
     cells: Tensor
     """int64 [K], the cells of all paths: those that the first query of a run sees, and the run."""
     longest_q: int

@@ -27,8 +27,7 @@ _logger = logging.getLogger("torch_collate_kit.loading")
 class Entries(NamedTuple):
     """What an order by rows counts: examples, or with "split" their pieces."""
 
-    lengths: Indices
-    """int64 [E] tokens."""
+    lengths: Indices  # int64 [E] tokens
     atoms: Atoms | None = None
     """What is planned of all of them; None of text, where lengths alone are held."""
     offsets: Indices | None = None
@@ -44,10 +43,8 @@ class Entries(NamedTuple):
 class _Window(NamedTuple):
     """A window of steps: ``num_steps`` and ``stop`` are 0 until its end is looked for."""
 
-    first: int
-    """Its first step."""
-    start: int
-    """Its first place in the order."""
+    first: int  # its first step
+    start: int  # its first place in the order
     num_steps: int = 0
     stop: int = 0
 

@@ -113,10 +113,9 @@ def _of_batch(
             "number or vector for each entry of sub_seq_lengths, as segment_sums does"
         )
     of_segments = np.zeros(len(places.values), np.int64) if segments is None else segments.values
-    values = (
-        values.float() if values.ndim == 2 and values.dtype != torch.float64 else values.double()
-    )
-    return examples[places.values], of_segments, values.cpu().numpy()
+    is_narrow = values.ndim == 2 and values.dtype != torch.float64
+    values = (values.float() if is_narrow else values.double()).cpu().numpy()
+    return examples[places.values], of_segments, values
 
 
 def _ranks(dp: int, group: dist.ProcessGroup | None) -> tuple[bool, list[int]]:

@@ -29,10 +29,8 @@ NEVER_SKIPPED = (MemoryError, StateError, torch.OutOfMemoryError)
 class Skipped(NamedTuple):
     """An example that was left out."""
 
-    example: int
-    """Its index in the dataset, or its position in the stream."""
-    reason: str
-    """Its error, which names it."""
+    example: int  # its index in the dataset, or its position in the stream
+    reason: str  # its error, which names it
     traceback: str = ""
 
 
@@ -237,8 +235,7 @@ class SkippedExample(NamedTuple):
 
     epoch: int
     step: int
-    example: Any
-    """Its index in the dataset, or its position in the stream."""
+    example: Any  # its index in the dataset, or its position in the stream
     error: str | None
     """Its error, which names it; None after a resume, and for streams, which log it."""
 
@@ -248,8 +245,7 @@ class SkippedExamples(NamedTuple):
 
     policy: SkipPolicy
     examples: tuple[SkippedExample, ...] = ()
-    in_a_row: int = 0
-    """Up to the last example read."""
+    in_a_row: int = 0  # up to the last example read
 
     def with_batch(self, epoch: int, step: int, outcomes: _Outcomes) -> SkippedExamples:
         """Return the examples after one more batch, log its skipped ones; DataError if too many."""

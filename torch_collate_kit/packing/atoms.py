@@ -34,26 +34,16 @@ class Atoms:
     Read-only: two columns may be one array, and a column of one number takes no memory.
     """
 
-    examples: Ints
-    """Example of each atom, numbered from 0."""
-    starts: Ints
-    """Its first token there; non-zero only after a split."""
-    tokens: Ints
-    """Its tokens, padding not counted."""
-    cells: Ints
-    """Cells it occupies: each segment, or the tree of all, rounded up to the alignment."""
-    costs: Ints
-    """Its cost in the language model."""
-    segments: Ints
-    """Its segments; 1 unless examples are lists of them."""
-    patches: Ints
-    """Patches of its images."""
-    vision_costs: Ints
-    """Cost of its images in the vision tower."""
-    are_lists: bool = False
-    """Whether examples are lists of segments, which are never cut."""
-    share: bool = False
-    """Whether the segments of an example share prefixes."""
+    examples: Ints  # example of each atom, numbered from 0
+    starts: Ints  # its first token there; non-zero only after a split
+    tokens: Ints  # its tokens, padding not counted
+    cells: Ints  # cells it occupies: each segment, or the tree of all, rounded up to the alignment
+    costs: Ints  # its cost in the language model
+    segments: Ints  # its segments; 1 unless examples are lists of them
+    patches: Ints  # patches of its images
+    vision_costs: Ints  # cost of its images in the vision tower
+    are_lists: bool = False  # whether examples are lists of segments, which are never cut
+    share: bool = False  # whether the segments of an example share prefixes
     reserved: int = 0
     """Cells that a row without an image keeps free: 0 where no example of the run has one."""
 

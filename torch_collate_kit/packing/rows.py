@@ -15,13 +15,10 @@ Sizes: TypeAlias = tuple[Ints, Ints]
 class Limits(NamedTuple):
     """The most that a row may hold."""
 
-    tokens: int
-    """Cells."""
+    tokens: int  # cells
     patches: int
-    pieces: int | None = None
-    """None for no limit."""
-    reserved: int = 0
-    """Cells that a row without an image keeps free, for a dummy image."""
+    pieces: int | None = None  # none for no limit
+    reserved: int = 0  # cells that a row without an image keeps free, for a dummy image
 
     @property
     def text(self) -> int:
@@ -32,23 +29,17 @@ class Limits(NamedTuple):
 class Pieces(NamedTuple):
     """Parts of examples in the order of the rows of a batch; int64 each."""
 
-    examples: np.ndarray
-    """[S] the example that each piece is taken from."""
-    starts: np.ndarray
-    """[S] its first token there; not 0 only after a split."""
-    lengths: np.ndarray
-    """[S] its tokens."""
-    row_offsets: np.ndarray
-    """[R + 1] row r holds the pieces ``row_offsets[r]:row_offsets[r + 1]``."""
+    examples: np.ndarray  # [S] the example that each piece is taken from
+    starts: np.ndarray  # [S] its first token there; not 0 only after a split
+    lengths: np.ndarray  # [S] its tokens
+    row_offsets: np.ndarray  # [R + 1] row r holds the pieces row_offsets[r]:row_offsets[r + 1]
 
 
 class Rows(NamedTuple):
     """A partition of numbered pieces: row r holds ``order[offsets[r]:offsets[r + 1]]``."""
 
-    order: Ints
-    """int64 [S], piece numbers listed row by row."""
-    offsets: Ints
-    """int64 [R + 1]."""
+    order: Ints  # int64 [S], piece numbers listed row by row
+    offsets: Ints  # int64 [R + 1]
 
     @classmethod
     def from_labels(cls, order: Ints, row_of: npt.NDArray[np.integer], num_rows: int) -> Rows:

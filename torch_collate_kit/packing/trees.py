@@ -28,16 +28,11 @@ class Trees(NamedTuple):
 
     depths: Ints
     """int64 [Q], tokens that a segment shares: the position at which its own ones begin."""
-    parents: Ints
-    """int64 [Q], the cell before its own ones; -1 where it shares nothing."""
-    own: Ints
-    """int64 [Q], tokens of its own; 0 of a beginning of an earlier one."""
-    firsts: Ints
-    """int64 [Q], the first of its own cells."""
-    num_cells: Ints
-    """int64 [E], cells of each tree."""
-    cells: np.ndarray
-    """int32 [T], the cell of every token of every segment."""
+    parents: Ints  # int64 [Q], the cell before its own ones; -1 where it shares nothing
+    own: Ints  # int64 [Q], tokens of its own; 0 of a beginning of an earlier one
+    firsts: Ints  # int64 [Q], the first of its own cells
+    num_cells: Ints  # int64 [E], cells of each tree
+    cells: np.ndarray  # int32 [T], the cell of every token of every segment
 
 
 def trees_of(ids: np.ndarray, offsets: Ints, examples: Ints) -> Trees:

@@ -307,10 +307,8 @@ class Images:
 
     layout: VisionLayout
     input_ids: Numbers
-    units: dict[int, ImageUnits]
-    """Images per example, by the number of each example that has some."""
-    arrays: dict[str, dict[int, np.ndarray]]
-    """Arrays by field and example, tiles laid flat."""
+    units: dict[int, ImageUnits]  # images per example, by the number of each example that has some
+    arrays: dict[str, dict[int, np.ndarray]]  # arrays by field and example, tiles laid flat
 
     def with_smallest(self, input_ids: Numbers) -> Images:
         """Return the images with one more example, the smallest image, as in ``input_ids``."""

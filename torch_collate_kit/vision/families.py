@@ -22,8 +22,7 @@ class ImageField(NamedTuple):
 
     per: Literal["patch", "tile", "image", "example", "unknown"]
     num_dims: int
-    kinds: str = "iu"
-    """Accepted kinds of NumPy dtypes."""
+    kinds: str = "iu"  # accepted kinds of NumPy dtypes
 
 
 @dataclass(frozen=True)
@@ -35,20 +34,15 @@ class VisionFamily:
     """
 
     name: str
-    processors: tuple[str, ...]
-    """Class names; a subclass counts, too."""
-    model_types: tuple[str, ...]
-    """``config.model_type``."""
+    processors: tuple[str, ...]  # class names; a subclass counts, too
+    model_types: tuple[str, ...]  # config.model_type
     fields: dict[str, ImageField]
     positions: Literal["mrope", "restarting", "model"]
     token_types: str = ""
     """The field of token types that the model needs beside positions; 1 at image tokens."""
-    not_packed: str = ""
-    """The reason why rows with several examples are refused."""
-    refused: str = ""
-    """The reason why all batches are refused."""
-    joins_tiles: bool = False
-    """Whether the fields of the model are ``[1, tiles, ...]``."""
+    not_packed: str = ""  # the reason why rows with several examples are refused
+    refused: str = ""  # the reason why all batches are refused
+    joins_tiles: bool = False  # whether the fields of the model are [1, tiles, ...]
 
     @property
     def has_grids(self) -> bool:

@@ -41,8 +41,7 @@ class Runs(NamedTuple):
     kinds: np.ndarray
     segments: np.ndarray
     examples: np.ndarray
-    trained: np.ndarray
-    """1, or 0 where it is not trained or that is not known."""
+    trained: np.ndarray  # 1, or 0 where it is not trained or that is not known
 
 
 class Cells(NamedTuple):
@@ -57,8 +56,7 @@ class Cells(NamedTuple):
     """int64 [R, W]: the segment of the row that a token belongs to; -1 where there is none."""
     trained: np.ndarray | None
     """bool [R, W]; None where that is not known without waiting for a device."""
-    num_examples: np.ndarray
-    """int64 [R]: the examples of each row, which are its first segments."""
+    num_examples: np.ndarray  # int64 [R]: the examples of each row, which are its first segments
 
     @property
     def is_own(self) -> np.ndarray:
