@@ -109,6 +109,7 @@ SMOKE = {
     "examples": {
         "test_it_learns_answers_and_saves",
         "test_it_plays_trains_and_saves",
+        "test_it_trains_and_prints_how_often_it_is_right",
         "test_it_trains_and_saves[dpo]",
         "test_it_trains_answers_and_saves",
         "test_it_trains_evaluates_and_saves",
