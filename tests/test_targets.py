@@ -219,6 +219,8 @@ def test_the_batch_carries_its_targets_through_changes_of_rows() -> None:
     torch.testing.assert_close(token_loss(logits, doubled, num_loss_tokens=6), 2 * whole)
     every = batch.with_fields(loss_mask=torch.ones(2, 4))  # a token without a label has no loss
     assert (token_logps(logits, every) == 0).sum() == 2
+    outputs = token_loss(logits, every, num_loss_tokens=6, return_per_token_outputs=True)[1]
+    assert [of[1] for of in outputs.nll if len(of) == 3] == [0, 0]
     with pytest.raises(ValueError, match=r"with targets='next_token', batch 0 with 'same_token'"):
         Batch.cat([batch, PackedCollator(0, max_tokens=4, fixed_width=True)(WORKED)])
 
