@@ -257,9 +257,8 @@ class ExampleColumns:
         images = None if self.images is None else replace(self.images, arrays={})
         found = replace(self, images=images)
         if not limits:
-            found = replace(
-                found, fields=[replace(column, most=math.inf) for column in self.fields]
-            )
+            fields = [replace(column, most=math.inf) for column in self.fields]
+            found = replace(found, fields=fields)
         placed = found.place(whole_examples(self.lengths))
         return {
             name: Ragged(tensor_to_numpy(name, None, column.values), column.offsets)

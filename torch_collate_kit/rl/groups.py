@@ -216,8 +216,7 @@ def merge_steps(
     - ``rewards`` with one value per response token; a scalar is at the last token of its step.
     - ``rollout_expert_indices``, where the route of a token is from the first step that has it. A
       step's last token was sampled and not read, so its route is that of a later step, or a hole.
-    - ``is_last_step`` and all other keys from the last step merged. Declare a key of your own that
-      has one entry per token, or it no longer fits.
+    - ``is_last_step`` and all other keys from the last step merged.
 
     With ``rewritten="branch"`` a trajectory becomes one rollout of several segments, its branches:
     a step continues the longest that its prompt begins with, of all its tokens, or else begins
@@ -225,14 +224,13 @@ def merge_steps(
     token are lists with an entry per branch, ``num_steps`` is added, and ``PackedCollator(...,
     share_prefixes=True)`` computes what branches share once. Images are refused.
 
-    ``fields`` are your own keys per token, declared as for a collator: ``PerResponseToken`` has its
+    Declare your own keys per token in ``fields``, as for a collator: ``PerResponseToken`` has its
     pad at tokens of later prompts, a ``PerToken`` value is from the first step with the token. A
-    call logs the break rate, ``sum(segments - 1) / sum(num_steps - 1)`` over all trajectories. The
-    time is linear in the tokens.
+    call logs the break rate, ``sum(segments - 1) / sum(num_steps - 1)``; time is linear in tokens.
 
-    Examples are read as by ``RolloutCollator`` (docs/contract.md); ``uid`` and ``is_last_step`` are
-    required, a ``trajectory_id`` is checked. Returns new dicts. Merged columns are new ndarrays:
-    ids int64, routes uint8 or int16, the others float32. Everything else is not copied.
+    Examples are read as by ``RolloutCollator``; ``uid`` and ``is_last_step`` are required, a
+    ``trajectory_id`` is checked. Returns new dicts. Merged columns are new ndarrays: ids int64,
+    routes uint8 or int16, the others float32. Everything else is not copied.
 
     Raises:
         DataError: an example that the collator would refuse, or without ``uid`` or
@@ -274,11 +272,8 @@ def merge_steps(
     for branches in trajectories:
         parts = [_merged(examples, rollouts, columns, of) for of in branches]
         if is_split:
-            pairs = zip(branches, parts, strict=True)
-            merged = [
-                (examples[of[-1]], part | weight if len(of) > 1 else {}) for of, part in pairs
-            ]
-            found += [{**last, **part} for last, part in merged]
+            for of, part in zip(branches, parts, strict=True):
+                found.append({**examples[of[-1]], **(part | weight if len(of) > 1 else {})})
             continue
         latest = examples[max(of[-1] for of in branches)]
         whole = {key: value for key, value in latest.items() if key not in CHECKED}
