@@ -54,12 +54,11 @@ def tokenize_chat_dataset(
     ``num_cut_tokens`` (int64, 0 for whole examples), ``train_on="each"`` and windows the
     ``record_index`` (int64) that an example is from, and windows ``is_continued`` (bool); a line of
     the log has the share of trained tokens that truncation would have lost, and "prompt_too_long"
-    is a ``skip_reason``. With ``group_turns`` an example is a conversation,
-    ``input_ids`` and the target are lists of lists with an entry per segment, and segments that are
-    left out are counted one by one. With a processor the vision fields are lists of lists (float32,
-    int64), None in rows without an image; ``with_format("numpy")`` reads them as arrays.
-    ``datasets.map`` shows progress and caches the result by the paths of image files, not by their
-    contents.
+    is a ``skip_reason``. With ``group_turns`` an example is a conversation, ``input_ids`` and the
+    target are lists of lists with an entry per segment, and segments that are left out are counted
+    one by one. With a processor the vision fields are lists of lists (float32, int64), None in rows
+    without an image; ``with_format("numpy")`` reads them as arrays. ``datasets.map`` shows progress
+    and caches the result by the paths of image files, not by their contents.
 
     Raises:
         DataError: as in :func:`tokenize_chat`, naming the index of the example; or every example is
@@ -80,11 +79,8 @@ def tokenize_chat_dataset(
     >>> examples[0]["loss_mask"], skipped
     ([0, 0, 0, 0, 0, 0, 1, 1], Counter({'no_assistant_turn': 1}))
     """
-    check_is_dataset(
-        dataset,
-        "tokenize_chat_dataset",
-        ", or stream.map(tokenize_chat, fn_kwargs=...) and a filter",
-    )
+    others = ", or stream.map(tokenize_chat, fn_kwargs=...) and a filter"
+    check_is_dataset(dataset, "tokenize_chat_dataset", others)
     setup = ChatSetup(tokenizer, options, overflow="drop")
     tokenized = _map(dataset, setup, num_proc)
     removed = [] if options.train_on == "each" else ["record_index"]
@@ -96,13 +92,9 @@ def tokenize_chat_dataset(
             gone = f"truncation would have lost {lost / trained:.1%} of the trained tokens"
             _logger.warning("%s; %s", made, gone)
     removed += [] if setup.overflow == "truncate" else ["num_cut_tokens"]
-    return without_skipped(
-        tokenized,
-        removed,
-        "a record needs an assistant turn with tokens that the chat template trains, before "
-        "max_length",
-        num_conversations=len(dataset) if options.group_turns else None,
-    )
+    needed = "a record needs an assistant turn with tokens that the chat template trains"
+    count = len(dataset) if options.group_turns else None
+    return without_skipped(tokenized, removed, f"{needed}, before max_length", count)
 
 
 def check_is_dataset(dataset: Any, function: str, others: str = "") -> None:
@@ -145,9 +137,8 @@ def without_skipped(
             f"{', '.join(f'{count} with {reason}' for reason, count in skips.items())}; {needed}"
         )
     tokenized = tokenized.remove_columns(["skip_reason", *removed])
-    of_all = plural(
-        num_conversations or len(reasons), "conversation" if num_conversations else "example"
-    )
+    what = "conversation" if num_conversations else "example"
+    of_all = plural(num_conversations or len(reasons), what)
     left_out = plural(skips.total(), "segment") if num_conversations else skips.total()
     if cuts:
         _logger.warning("cut %d tokens off %d of %s", sum(cuts), len(cuts), of_all)

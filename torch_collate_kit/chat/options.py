@@ -68,9 +68,8 @@ class ChatOptions:
         checked_choice("train_on", self.train_on, ("all", "last", "each"))
         checked_choice("overflow", self.overflow, ("raise", "truncate", "drop", "windows", None))
         if self.max_length is not None:
-            limit = checked_int(
-                "max_length", self.max_length, minimum=2, hint="None means no limit"
-            )
+            hint = "None means no limit"
+            limit = checked_int("max_length", self.max_length, minimum=2, hint=hint)
             object.__setattr__(self, "max_length", limit)
         for name in ("group_turns", "allow_empty", "labels", "pixels"):
             checked_bool(name, getattr(self, name))
@@ -80,16 +79,14 @@ class ChatOptions:
                 f"got {self!r}; give max_length, and train_on='all' or 'last'"
             )
         if self.group_turns and self.train_on != "each" and self.overflow != "windows":
+            given = f'train_on="{self.train_on}" makes one'
             raise ValueError(
-                "group_turns=True puts the examples of a conversation together, and "
-                f'train_on="{self.train_on}" makes one; pass train_on="each", or leave group_turns '
-                "out"
+                f"group_turns=True puts the examples of a conversation together, and {given}; "
+                'pass train_on="each", or leave group_turns out'
             )
         if "chat_template" in (self.chat_template_kwargs or {}):
-            raise ValueError(
-                "chat_template_kwargs has 'chat_template', which is an option of its own; pass "
-                "chat_template="
-            )
+            why = "has 'chat_template', which is an option of its own; pass chat_template="
+            raise ValueError(f"chat_template_kwargs {why}")
 
     def __repr__(self) -> str:
         return dataclass_repr(self)

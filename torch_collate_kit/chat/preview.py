@@ -21,23 +21,13 @@ _TAG = re.compile(
     r"<\|[^|<>\s]+\|>|<\uff5c[^\uff5c<>]+\uff5c>|</?[A-Za-z|][^<>\s'\"{}]*>|\[/?[A-Z_]+\]"
 )
 _SHOWN = 150  # characters of a long untrained text, at each end
-_ENDS = (
-    "<|im_end|> <|eot_id|> <end_of_turn> <turn|> <|return|> <|eot|> <|end|> <|END_OF_TURN_TOKEN|>"
-)
-_ENDS += " <end_of_utterance> <\uff5cend\u2581of\u2581sentence\uff5c> </s>"
-_CALL = {
-    "id": "abcdefghi",
-    "type": "function",
-    "function": {"name": "get_time", "arguments": '{"city": "Lima"}'},
-}
-_TOOL = {
-    "type": "function",
-    "function": {
-        "name": "get_time",
-        "description": "The time in a city.",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
-    },
-}
+_ENDS = "<|im_end|> <|eot_id|> <end_of_turn> <turn|> <|return|> <|eot|> <|end|>"
+_ENDS += " <|END_OF_TURN_TOKEN|> <end_of_utterance> <\uff5cend\u2581of\u2581sentence\uff5c> </s>"
+_GET_TIME = {"name": "get_time", "arguments": '{"city": "Lima"}'}
+_CALL = {"id": "abcdefghi", "type": "function", "function": _GET_TIME}
+_CITY = {"type": "object", "properties": {"city": {"type": "string"}}}
+_TIME = {"name": "get_time", "description": "The time in a city.", "parameters": _CITY}
+_TOOL = {"type": "function", "function": _TIME}
 _HI, _HELLO = {"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello!"}
 _WHO, _ME = {"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Me."}
 _ASKED = {"role": "user", "content": "What time is it?"}
@@ -170,10 +160,8 @@ def _shared_tokens(tokenizer: Any, case: str) -> str:
     ids = np.fromiter(itertools.chain.from_iterable(segments), np.int32)
     offsets, example = np.append(0, np.cumsum(lengths)), np.array([0, len(segments)])
     num_cells = int(trees_of(ids, offsets, example).num_cells[0])
-    return (
-        f": {len(segments)} examples, {num_cells} different tokens of {sum(lengths)} "
-        "(group_turns=True)"
-    )
+    cells = f"{num_cells} different tokens of {sum(lengths)} (group_turns=True)"
+    return f": {len(segments)} examples, {cells}"
 
 
 def _tools_of(case: str) -> list[Any] | None:

@@ -111,10 +111,8 @@ def _read_sharegpt(found: Any, where: str) -> Any:
     speaker, value = found.get("from"), found.get("value")
     role = _SHAREGPT_ROLES.get(speaker) if isinstance(speaker, str) else None
     if role is None:
-        raise DataError(
-            f"{where} is from {speaker!r}, which is not one of {', '.join(_SHAREGPT_ROLES)}; "
-            "rename it"
-        )
+        known = ", ".join(_SHAREGPT_ROLES)
+        raise DataError(f"{where} is from {speaker!r}, which is not one of {known}; rename it")
     if not isinstance(value, str):
         raise DataError(f"{where} `value` must be text, got {value!r:.60}; convert or rename it")
     rest = {k: v for k, v in found.items() if k not in ("from", "value")}

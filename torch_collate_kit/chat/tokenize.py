@@ -30,6 +30,7 @@ from torch_collate_kit.vision.families import num_kept
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
+_Ints = Sequence[int]
 _TOO_DEEP = "the record is nested too deeply to be read; flatten it, or give arguments as text"
 _SURROGATE = re.compile("[\ud800-\udfff]")
 # Variables that decide in public templates whether thinking is opened, kept or dropped.
@@ -71,14 +72,13 @@ def tokenize_chat(
     Returns a dict with ``input_ids`` (list of int), ``loss_mask`` (0/1, same length),
     ``num_cut_tokens`` (removed by ``max_length``) and ``skip_reason``. That is "", or with empty
     lists "no_assistant_turn", "no_trained_tokens" (the template or the record's weights select
-    none), "too_long", or "nothing_left_after_truncation". The first token does not count as
-    trained, because nothing predicts it. If the record has a ``weight``, a number that multiplies
-    its loss weights, the example has it, too. With ``train_on="each"`` a list of such dicts, at
-    least one. With ``group_turns`` one dict of all of these: ``input_ids`` and ``loss_mask`` are
+    none), "too_long", "prompt_too_long" (for windows), or "nothing_left_after_truncation". The
+    first token does not count as trained, because nothing predicts it. If the record has a
+    ``weight``, a number that multiplies its loss weights, the example has it, too. With
+    ``train_on="each"``, or windows (:func:`~torch_collate_kit.chat.windows`), a list of such dicts,
+    at least one. With ``group_turns`` one dict of all of these: ``input_ids`` and ``loss_mask`` are
     lists of lists, ``num_cut_tokens`` is a sum, and ``skipped_segments`` has the ``skip_reason`` of
-    those that are left out. With ``overflow="windows"`` a list, or segments, as
-    :func:`~torch_collate_kit.chat.windows` makes them, or "prompt_too_long". If there are images,
-    also the processor's vision fields, as NumPy arrays without padding.
+    those left out. Images add the processor's vision fields, as NumPy arrays without padding.
 
     Raises:
         DataError: the record has another form, is preference data, has an empty answer, or is too
@@ -210,13 +210,8 @@ def _encode(tokenizer: Any, texts: list[str]) -> list[tuple[list[int], Any]]:
     if not texts:
         return []
     # The template writes the special tokens itself: adding them would repeat the BOS.
-    encoded = tokenizer(
-        texts,
-        add_special_tokens=False,
-        verbose=False,
-        return_attention_mask=False,
-        return_token_type_ids=False,
-    )
+    unread = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
+    encoded = tokenizer(texts, add_special_tokens=False, **unread)
     ids = encoded["input_ids"]
     return list(zip(ids, encoded.encodings or [None] * len(ids), strict=True))
 
@@ -317,11 +312,7 @@ def _tokens_of(encoding: Any, start: int, end: int) -> tuple[int, int]:
 
 
 def _result(
-    setup: ChatSetup,
-    ids: Sequence[int] = (),
-    mask: Sequence[int] = (),
-    cut: int = 0,
-    skip_reason: str = "",
+    setup: ChatSetup, ids: _Ints = (), mask: _Ints = (), cut: int = 0, skip_reason: str = ""
 ) -> dict[str, Any]:
     target = loss_target(setup, ids, mask)
     return {"input_ids": list(ids), **target, "num_cut_tokens": cut, "skip_reason": skip_reason}

@@ -26,17 +26,16 @@ def windows(
 ) -> Any:
     """Cut a long example into windows that train each of its trained tokens once.
 
-    A window is the prompt and a run of what follows it: the answer before the window's first own
-    one, as context, and whole answers while they fit. An answer longer than a window goes on in the
-    next one. Every trained token keeps its weight, and the token before it.
+    A window is the prompt and a run of what follows: the answer before the first own one, as
+    context, and whole answers while they fit. A longer answer goes on in the next window. Every
+    trained token keeps its weight, and the token before it.
 
     Args:
         example: a mapping with ``input_ids`` and a loss target in any form that collators read.
         max_length: the most tokens of a window; a shorter example is a window by itself.
         pinned: tokens that every window begins with; None: those before the first trained one.
         overlap: begin with earlier answers, up to this many tokens before the first own one.
-        as_segments: return one example with a segment per window, whose prompt is computed once by
-            ``PackedCollator(share_prefixes=True)``.
+        as_segments: return one example, whose segments ``share_prefixes`` packs with one prompt.
 
     Returns a list of dicts, with ``as_segments`` a dict of lists of lists, all copies. Keys with an
     entry per token are cut as ``input_ids`` is, others repeated; ``num_actions`` becomes a mask of
@@ -59,10 +58,9 @@ def windows(
     least = int(is_trained_T.argmax()) if pinned is None else pinned
     first = checked_int("pinned", least, minimum=0, hint="None pins the whole prompt")
     if len(is_trained_T) > limit < first + 2:
-        raise DataError(
-            f"the prompt has {first} tokens, and max_length={limit} must hold it and two more; "
-            "raise max_length, pin less of it (pinned=), or leave the example out"
-        )
+        way_out = "raise max_length, pin less of it (pinned=), or leave the example out"
+        what = f"the prompt has {first} tokens, and max_length={limit} must hold it and two more"
+        raise DataError(f"{what}; {way_out}")
     found, untrained = [], type(columns[target][0])(IGNORE_INDEX if target == "labels" else 0)
     for start, new, stop, is_continued in _spans(is_trained_T, limit, first, overlap):
         window = {key: of[:first] + of[start:stop] for key, of in columns.items()}
@@ -83,16 +81,12 @@ def _read(example: Any) -> tuple[dict[str, list[Any]], dict[str, Any], str, np.n
         raise TypeError(f"an example is a mapping with input_ids, got {type_name(example)}")
     given = {k: value for k, value in example.items() if value is not None and k != "weight"}
     if images := [name for name in MEDIA if name in given]:
-        raise DataError(
-            f"the example has {images[0]}, and windows are of text: one could leave an image out; "
-            "raise max_length, or leave the example out"
-        )
+        why = "and windows are of text: one could leave an image out; raise max_length, or leave"
+        raise DataError(f"the example has {images[0]}, {why} the example out")
     read = read_columns([given])
     if read.segment_offsets is not None:
-        raise DataError(
-            f"input_ids holds {len(read.lengths)} lists; give one example of one segment, in "
-            "Dataset.map without batched=True"
-        )
+        way_out = "give one example of one segment, in Dataset.map without batched=True"
+        raise DataError(f"input_ids holds {len(read.lengths)} lists; {way_out}")
     found = read.checked(limits=False)
     name = "loss_mask" if read.target is None else read.target.name
     target = found["labels" if name == "labels" else "loss_weights"].values
@@ -108,10 +102,7 @@ def _read(example: Any) -> tuple[dict[str, list[Any]], dict[str, Any], str, np.n
 
 
 def _spans(is_trained_T: np.ndarray, limit: int, pinned: int, overlap: int) -> list[Any]:
-    """Return what follows the pinned tokens in each window.
-
-    Its first token, the first own one, its end, and whether that is inside a run of trained tokens.
-    """
+    """Return of each window's rest its start, first own token, stop, and whether it cuts a run."""
     if (num_tokens := len(is_trained_T)) <= limit:
         return [(pinned, 0, num_tokens, False)]
     edges = np.flatnonzero(np.diff(is_trained_T, prepend=False, append=False)).tolist()

@@ -109,13 +109,8 @@ def read_columns(
         columns = _per_token(raw, declared, numbers, vision, are_rollouts=are_rollouts)
     if not per_example and not per_segment and offsets is None and targets == "next_token":
         return columns  # a copy takes 10 us
-    return replace(
-        columns,
-        per_example=per_example,
-        per_segment=per_segment,
-        segment_offsets=offsets,
-        targets=targets,
-    )
+    found: dict[str, Any] = {"per_example": per_example, "per_segment": per_segment}
+    return replace(columns, **found, segment_offsets=offsets, targets=targets)
 
 
 def _per_token(
@@ -319,9 +314,8 @@ def _wanted_entries(key: str, expected: int, is_response: bool, are_rollouts: bo
 
 
 def _row_metadata(raw: Mapping[str, Any], offsets: np.ndarray | None) -> dict[str, list[Any]]:
-    found: dict[str, list[Any]] = {
-        f"{key}s": id_column(key, raw[key]) for key in ("uid", "trajectory_id") if key in raw
-    }
+    names = [key for key in ("uid", "trajectory_id") if key in raw]
+    found: dict[str, list[Any]] = {f"{key}s": id_column(key, raw[key]) for key in names}
     if "is_last_step" in raw:
         found["is_last_step"] = flag_column("is_last_step", raw["is_last_step"])
     if offsets is not None:  # the segments of a rollout are steps of one trajectory

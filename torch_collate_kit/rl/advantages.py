@@ -64,11 +64,10 @@ def compute_advantages(
         response_mask: ``[B, A]``, not 0 at the response tokens.
         uids: the prompt of each row; a list of hashables, an ndarray or a tensor.
         estimator: see above.
-        is_last_step: one bool per row, where rows are steps of trajectories. The rows of a
-            trajectory lie next to each other, and the last is True. Then trajectories are
-            compared by the sum of the rewards of all their rows, and each advantage goes to the
-            tokens of all its steps. ``RolloutCollator`` makes rows of the segments of a rollout,
-            and says in ``row_metadata["is_last_step"]`` which is the last.
+        is_last_step: one bool per row, where rows are steps of trajectories, or segments of
+            rollouts: pass ``row_metadata["is_last_step"]``. The rows of a trajectory lie next to
+            each other, and the last is True. Then trajectories are compared by the sum of all their
+            rewards, and each advantage goes to the tokens of all its steps.
         trajectory_ids: the trajectory of each row, within its uid; hashables like ``uids``. They
             check ``is_last_step``, or replace it if it is None.
         values: ``[B, A]``, for "gae" only. The critic's targets are ``advantages + values``.

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch_collate_kit._checks import checked_choice, checked_int
 from torch_collate_kit.batch.fields import PackedValues, PerExample, PerResponseToken
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reading.columns import flag_column, id_column
 from torch_collate_kit.reading.entries import DeclaredFields, checked_fields
 from torch_collate_kit.reading.examples import ExampleColumns
@@ -22,6 +21,7 @@ from torch_collate_kit.reading.reader import read_columns
 from torch_collate_kit.reading.source import is_sequence
 
 Uids = Sequence[Hashable] | np.ndarray | Tensor
+_Columns = Mapping[str, list[np.ndarray]]  # a row per step
 _BASE = 0x9E3779B97F4A7C15  # of prefix hashes; odd
 _logger = logging.getLogger("torch_collate_kit.rl")
 
@@ -216,8 +216,7 @@ def merge_steps(
     - ``rewards`` with one value per response token; a scalar is at the last token of its step.
     - ``rollout_expert_indices``, where the route of a token is from the first step that has it. A
       step's last token was sampled and not read, so its route is that of a later step, or a hole.
-    - ``is_last_step`` and all other keys from the last step merged. Declare a key of your own that
-      has one entry per token, or it no longer fits.
+    - ``is_last_step`` and all other keys from the last step merged.
 
     With ``rewritten="branch"`` a trajectory becomes one rollout of several segments, its branches:
     a step continues the longest that its prompt begins with, of all its tokens, or else begins
@@ -225,14 +224,13 @@ def merge_steps(
     token are lists with an entry per branch, ``num_steps`` is added, and ``PackedCollator(...,
     share_prefixes=True)`` computes what branches share once. Images are refused.
 
-    ``fields`` are your own keys per token, declared as for a collator: ``PerResponseToken`` has its
+    Declare your own keys per token in ``fields``, as for a collator: ``PerResponseToken`` has its
     pad at tokens of later prompts, a ``PerToken`` value is from the first step with the token. A
-    call logs the break rate, ``sum(segments - 1) / sum(num_steps - 1)`` over all trajectories. The
-    time is linear in the tokens.
+    call logs the break rate, ``sum(segments - 1) / sum(num_steps - 1)``; time is linear in tokens.
 
-    Examples are read as by ``RolloutCollator`` (docs/contract.md); ``uid`` and ``is_last_step`` are
-    required, a ``trajectory_id`` is checked. Returns new dicts. Merged columns are new ndarrays:
-    ids int64, routes uint8 or int16, the others float32. Everything else is not copied.
+    Examples are read as by ``RolloutCollator``; ``uid`` and ``is_last_step`` are required, a
+    ``trajectory_id`` is checked. Returns new dicts. Merged columns are new ndarrays: ids int64,
+    routes uint8 or int16, the others float32. Everything else is not copied.
 
     Raises:
         DataError: an example that the collator would refuse, or without ``uid`` or
@@ -240,21 +238,16 @@ def merge_steps(
             list of segments; images with "branch".
         TypeError, ValueError: not a list of mappings, or an option is wrong.
 
-    >>> steps = [
-    ...     {"uid": "a", "is_last_step": False, "prompt_ids": [1, 2], "response_ids": [3],
-    ...      "loss_mask": [1], "rewards": 0.0},
-    ...     {"uid": "a", "is_last_step": True, "prompt_ids": [1, 2, 3, 4], "response_ids": [5, 6],
-    ...      "loss_mask": [1, 1], "rewards": 1.0},
-    ... ]
-    >>> [merged] = merge_steps(steps)
-    >>> merged["prompt_ids"], merged["response_ids"].tolist(), merged["loss_mask"].tolist()
-    ([1, 2], [3, 4, 5, 6], [1.0, 0.0, 1.0, 1.0])
-    >>> merged["rewards"].tolist()
-    [0.0, 0.0, 0.0, 1.0]
-    >>> steps[1]["prompt_ids"] = [1, 9, 3, 4]  # rewritten
-    >>> [rollout] = merge_steps(steps, rewritten="branch")
+    >>> step = {"uid": "a", "is_last_step": False, "prompt_ids": [1, 2], "response_ids": [3],
+    ...         "loss_mask": [1], "rewards": 1.0}
+    >>> last = {**step, "is_last_step": True, "prompt_ids": [1, 2, 3, 4], "response_ids": [5]}
+    >>> [merged] = merge_steps([step, last])
+    >>> merged["prompt_ids"], merged["response_ids"].tolist(), merged["rewards"].tolist()
+    ([1, 2], [3, 4, 5], [1.0, 0.0, 1.0])
+    >>> last["prompt_ids"] = [1, 9, 3, 4]  # rewritten
+    >>> [rollout] = merge_steps([step, last], rewritten="branch")
     >>> rollout["prompt_ids"], [ids.tolist() for ids in rollout["response_ids"]]
-    ([[1, 2], [1, 9, 3, 4]], [[3], [5, 6]])
+    ([[1, 2], [1, 9, 3, 4]], [[3], [5]])
     """
     checked_choice("rewritten", rewritten, ("split", "branch"))
     declared = checked_fields(fields, (*ROLLOUT_KEYS, "num_steps"))
@@ -266,10 +259,11 @@ def merge_steps(
         return []
     rollouts = read_columns(examples, rollouts=True, fields=declared)
     uids, last = _checked_steps(rollouts, rewritten)
-    columns, is_split = rollouts.checked(), rewritten == "split"
+    is_split = rewritten == "split"
+    columns = {name: list(column) for name, column in rollouts.checked().items()}
     starts = [i for i in range(len(last)) if not i or last[i - 1] or uids[i] != uids[i - 1]]
     steps = (range(*bounds) for bounds in pairwise([*starts, len(last)]))
-    trajectories = [_branches(rollouts, columns["input_ids"], of, is_split) for of in steps]
+    trajectories = [_branches(rollouts, columns, of, is_split) for of in steps]
     broken, later = sum(map(len, trajectories)) - len(starts), len(last) - len(starts)
     rate = 100 * broken / max(1, later)
     _logger.info("break rate %.1f%%: %d of %d later steps continue no other", rate, broken, later)
@@ -311,24 +305,23 @@ def _checked_steps(rollouts: ExampleColumns, rewritten: str) -> tuple[list[Any],
 
 
 def _branches(
-    rollouts: ExampleColumns, ids: Ragged, steps: range, is_split: bool
+    rollouts: ExampleColumns, columns: _Columns, steps: range, is_split: bool
 ) -> list[list[int]]:
     """Return the steps of each branch of a trajectory; split, only the latest branch goes on.
 
     The branches that end where a prompt may begin with them are found by hashes of the prefixes of
     their lengths: sums of ids times powers of an odd number, modulo 2**64.
     """
-    longest = int(rollouts.lengths[steps.start : steps.stop].max())
-    powers = np.cumprod(np.full(longest, _BASE, dtype=np.uint64))
+    longest = max(len(columns["input_ids"][step]) for step in steps)
+    powers = np.cumprod(np.full(longest, _BASE, dtype=np.uint64)).view(np.int64)
     branches: list[list[int]] = []
     ends: dict[int, dict[int, list[list[int]]]] = {}  # of each length, by hash
     for step in steps:
-        tokens, branch = ids[step], None
-        hashes = np.cumsum(tokens.astype(np.uint64) * powers[: len(tokens)])
-        num_prompt = _num_prompt(rollouts, step)
+        tokens, branch, num_prompt = columns["input_ids"][step], None, _num_prompt(columns, step)
+        hashes = np.cumsum(tokens * powers[: len(tokens)])
         for length in sorted((n for n in ends if n <= num_prompt), reverse=True):
             same = ends[length].get(int(hashes[length - 1]), [])
-            if same and _continues(rollouts, ids, same[-1][-1], step):
+            if same and _continues(rollouts, columns, same[-1][-1], step):
                 branch = same.pop()
                 if not same and len(ends[length]) == 1:
                     del ends[length]
@@ -342,14 +335,14 @@ def _branches(
     return branches
 
 
-def _num_prompt(rollouts: ExampleColumns, step: int) -> int:
-    assert rollouts.num_actions is not None
-    return int(rollouts.lengths[step] - rollouts.num_actions[step])
+def _num_prompt(columns: _Columns, step: int) -> int:
+    return len(columns["input_ids"][step]) - len(columns["loss_weights"][step])
 
 
-def _continues(rollouts: ExampleColumns, ids: Ragged, earlier: int, later: int) -> bool:
+def _continues(rollouts: ExampleColumns, columns: _Columns, earlier: int, later: int) -> bool:
     """Check whether its prompt begins with all tokens and images of an earlier step."""
-    tokens, prompt = ids[earlier], ids[later][: _num_prompt(rollouts, later)]
+    tokens, prompt = (columns["input_ids"][step] for step in (earlier, later))
+    prompt = prompt[: _num_prompt(columns, later)]
     arrays = {} if rollouts.images is None else rollouts.images.arrays
     pairs = [(array.get(earlier), array.get(later)) for array in arrays.values()]
     return np.array_equal(prompt[: len(tokens)], tokens) and all(
@@ -361,47 +354,48 @@ def _continues(rollouts: ExampleColumns, ids: Ragged, earlier: int, later: int) 
 def _merged(
     examples: Sequence[Mapping[str, Any]],
     rollouts: ExampleColumns,
-    columns: Mapping[str, Ragged],
+    columns: _Columns,
     steps: Sequence[int],
 ) -> dict[str, Any]:
     """Return what has an entry per token, of steps that continue each other."""
-    merged = {"prompt_ids": examples[steps[0]]["prompt_ids"]}
-    tokens = columns["input_ids"][steps[-1]][_num_prompt(rollouts, steps[0]) :]
-    merged["response_ids"] = tokens.astype(np.int64)
-    weights = _joined_responses(rollouts, columns["loss_weights"], steps)
-    merged["loss_mask"] = weights.astype(np.float32)
+    tokens = columns["input_ids"][steps[-1]][_num_prompt(columns, steps[0]) :]
+    merged = {
+        "prompt_ids": examples[steps[0]]["prompt_ids"],
+        "response_ids": tokens.astype(np.int64),
+        "loss_mask": _joined_responses(columns, "loss_weights", steps).astype(np.float32),
+    }
     for field in rollouts.fields:
-        key, column = field.key or field.name, columns[field.name]
-        if isinstance(field.spec, PerExample):
-            continue
+        key = field.key or field.name
         if isinstance(field.spec, PerResponseToken):
-            merged[key] = _joined_responses(rollouts, column, steps, field.spec.pad)
+            merged[key] = _joined_responses(columns, field.name, steps, field.spec.pad)
         elif key == "rollout_expert_indices":
-            merged[key] = _joined_routes(column, rollouts.lengths, steps)
-        else:
-            covered = zip(steps, [0, *rollouts.lengths[steps[:-1]].tolist()], strict=True)
-            merged[key] = np.concatenate([column[step][begin:] for step, begin in covered])
+            merged[key] = _joined_routes(columns, steps)
+        elif not isinstance(field.spec, PerExample):
+            covered = zip(
+                steps, [0, *(len(columns["input_ids"][i]) for i in steps[:-1])], strict=True
+            )
+            merged[key] = np.concatenate([columns[key][i][begin:] for i, begin in covered])
     return merged
 
 
 def _joined_responses(
-    rollouts: ExampleColumns, field: Ragged, steps: Sequence[int], pad: float = 0
+    columns: _Columns, name: str, steps: Sequence[int], pad: float = 0
 ) -> np.ndarray:
     """Join the values of the responses, with ``pad`` for tokens that the next prompt added."""
-    parts = [field[steps[0]]]
+    parts = [columns[name][steps[0]]]
     for earlier, later in pairwise(steps):
-        added = _num_prompt(rollouts, later) - int(rollouts.lengths[earlier])
-        parts += [np.full((added, *parts[0].shape[1:]), pad, parts[0].dtype), field[later]]
+        added = _num_prompt(columns, later) - len(columns["input_ids"][earlier])
+        parts += [np.full((added, *parts[0].shape[1:]), pad, parts[0].dtype), columns[name][later]]
     return np.concatenate(parts)
 
 
-def _joined_routes(routes: Ragged, lengths: np.ndarray, steps: Sequence[int]) -> np.ndarray:
+def _joined_routes(columns: _Columns, steps: Sequence[int]) -> np.ndarray:
     """Join the routes of steps; -1 where no step has one, in int16."""
     # an engine that fills the row of the last sampled token, which it never read, fills a dummy
-    parts = [routes[step][: lengths[step] - (step != steps[-1])] for step in steps]
+    stops = [len(columns["input_ids"][step]) - (step != steps[-1]) for step in steps]
+    parts = [columns["rollout_expert_indices"][i][:n] for i, n in zip(steps, stops, strict=True)]
     joined = np.full((max(map(len, parts)), *parts[0].shape[1:]), -1, dtype=np.int16)
     for part in parts:
-        own = joined[: len(part)]
-        is_new = own[:, 0, 0] < 0
-        own[is_new] = part[is_new]
-    return joined.astype(routes.values.dtype)  # without holes in uint8: the longest part has none
+        is_new = joined[: len(part), 0, 0] < 0
+        joined[: len(part)][is_new] = part[is_new]
+    return joined.astype(parts[0].dtype)  # without holes in uint8: the longest part has none

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from bisect import bisect_left
 from collections.abc import Sequence, Sized
 from functools import partial
 from itertools import pairwise
@@ -125,8 +126,7 @@ def unstage(staged: Sequence[Sequence[Batch]], outputs: Sequence[Sequence[Any]])
     if not parts:
         raise ValueError("staged is empty; pass what stage_mini_batches returned")
     row_of = np.concatenate(rows)
-    kept = np.flatnonzero(row_of >= 0)
-    order = kept[np.argsort(row_of[kept], kind="stable")]
+    order = np.argsort(row_of, kind="stable")[np.count_nonzero(row_of < 0) :]
     odd = np.flatnonzero(row_of[order] != np.arange(len(order)))
     if len(odd):
         raise ValueError(
@@ -154,8 +154,7 @@ def _stage(
     if "num_loss_tokens" in metadata and metadata.get("loss_mask_divisor", 1) != 1:
         divisor = max(metadata["num_loss_tokens"], 1)
         whole = Batch.of_storage(whole.stored().with_divisor(divisor))
-    own = None if costs is None else costs[start:stop]
-    rows = _rows_of_ranks(whole, own, dp_size)
+    rows = _rows_of_ranks(whole, None if costs is None else costs[start:stop], dp_size)
     mini = whole.pad_rows(multiple_of=int(rows.size))
     mini.row_metadata["row_indices"][stop - start :] = -1
     if "input_ids" in mini:
@@ -285,9 +284,8 @@ def micro_batches(
     widths of all ranks' rows. No micro-batch is empty, and the longest rows come first on every
     rank. A micro-batch in which only some ranks have images causes a warning.
 
-    Rows of a rollout of several segments may be in several micro-batches.
-    Metadata is that of the mini-batch, such as the divisor ``metadata["num_loss_tokens"]``, and
-    ``"is_last_part"``, as of ``Batch.split``.
+    Rows of a rollout of several segments may be in several micro-batches. Metadata is that of the
+    mini-batch, such as the divisor ``metadata["num_loss_tokens"]``, and ``"is_last_part"``.
     :func:`unstage` restores the order of rows, from lists as :func:`response_values` returns them.
 
     Args:
@@ -340,10 +338,8 @@ def micro_batches(
         Batch.of_storage(changed_rows(batch.stored(), partial(take_rows, rows=rows), divides=True))
         for rows in _rows(own, max_tokens, count)
     ]
-    pairs = [
-        (widths, rows) for widths, parts in zip(of_ranks, ranks, strict=True) for rows in parts
-    ]
-    num_cells = sum(len(rows) * int(widths[rows].max()) for widths, rows in pairs)
+    pairs = zip(of_ranks, ranks, strict=True)
+    num_cells = sum(len(rows) * int(of[rows].max()) for of, chosen in pairs for rows in chosen)
     for i, part in enumerate(parts, 1):  # cells of all ranks, once they are trimmed
         part.metadata |= {"step_num_cells": num_cells, "is_last_part": i == count}
     return [Batch.of_storage(trimmed(part.stored(), multiple_of=multiple)) for part in parts]
@@ -381,14 +377,11 @@ def _rows(widths: Ints, max_cells: int, num_micro_batches: int) -> list[Ints]:
     """Return the rows of each micro-batch, widest first, with the fewest cells in the largest."""
     order = np.argsort(-widths, kind="stable")
     descending = widths[order]
-    low, high = int(descending[0]), max_cells
-    while low < high:  # the smallest budget for which that many are enough
-        middle = (low + high) // 2
-        if len(_sizes(descending, middle)) <= num_micro_batches:
-            high = middle
-        else:
-            low = middle + 1
-    parts = np.split(order, np.cumsum(_sizes(descending, high))[:-1])
+    # the smallest budget for which that many are enough
+    budgets = range(int(descending[0]), max_cells)
+    place = bisect_left(budgets, -num_micro_batches, key=lambda n: -len(_sizes(descending, n)))
+    sizes = _sizes(descending, int(descending[0]) + place)
+    parts = np.split(order, np.cumsum(sizes)[:-1])
     while len(parts) < num_micro_batches:
         cells = [len(rows) * int(widths[rows[0]]) if len(rows) > 1 else 0 for rows in parts]
         i = int(np.argmax(cells))
