@@ -469,7 +469,7 @@ FAULTS = [
     Fault("chat/dataset.py", "get(\"RANK\", \"0\") != \"0\"", "get(\"RANK\", \"0\") == \"0\"", "chat/test_dataset.py"),
     # targets
     Fault("losses/token_logps.py", "more - (targets_of(batch) == \"next_token\")", "more - 1", "test_targets.py"),
-    Fault("batch/unpacking.py", "return \"next_token\" if placement is None else cast(\"Targets\", placement.targets)", "return \"same_token\" if placement is None else cast(\"Targets\", placement.targets)", "test_targets.py"),
+    Fault("batch/unpacking.py", "return \"next_token\" if placement is None else cast(\"TargetKind\", placement.targets)", "return \"same_token\" if placement is None else cast(\"TargetKind\", placement.targets)", "test_targets.py"),
     Fault("losses/segments.py", "tokens = firsts if how == \"first\" else firsts + lengths - 1", "tokens = firsts // token_width(batch) * token_width(batch)", "test_encoder_training.py"),
     Fault("losses/segments.py", "values = torch.where(weights != 0, values, 0) * weights", "values = values * weights", "test_targets.py"),
     Fault("reading/examples.py", "before = running_sum(target != untrained)", "before = running_sum(np.append(target[1:], untrained) != untrained)", "test_targets.py"),

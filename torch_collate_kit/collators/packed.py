@@ -16,7 +16,7 @@ from torch_collate_kit.batch.fields import PackedValues, PerToken
 from torch_collate_kit.batch.placement import (
     MAX_WIDTH,
     Placement,
-    Targets,
+    TargetKind,
     longest_segments,
     packed,
     too_wide,
@@ -110,7 +110,7 @@ class PackedCollator(Collator, ForTrainer):
         train_all: bool = False,
         fields: DeclaredFields | None = None,
         vision: VisionLayout | None = None,
-        targets: Targets = "next_token",
+        targets: TargetKind = "next_token",
     ) -> None:
         names = (*KNOWN, *ROLLOUT_KEYS, *_FIELDS, *_MADE)
         super().__init__(tokenizer, normalize_loss, fields, vision, names, targets)
