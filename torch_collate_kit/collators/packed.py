@@ -388,7 +388,8 @@ def _check_rollouts(rollouts: ExampleColumns, packing: PackingOptions, *, has_vi
         raise unknown_images(f"example {min(rollouts.images.units)}")
     if rollouts.segment_offsets is not None:
         counts = np.diff(rollouts.segment_offsets)
-        if packing.share_prefixes and "router_padding_mask" in rollouts.names:
+        is_shared = packing.share_prefixes and counts.max() > 1
+        if is_shared and "router_padding_mask" in rollouts.names:
             raise DataError(
                 f"example {counts.argmax()} has rollout_expert_indices in {counts.max()} segments, "
                 "and with share_prefixes a cell of several tokens could follow one route only; "
