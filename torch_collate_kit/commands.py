@@ -35,8 +35,8 @@ from torch_collate_kit.reporting import audit, packing_report
 from torch_collate_kit.vision import load_processor
 
 FILES = (
-    "a .jsonl or .json file (also with .gz or .zst), a .parquet or .arrow file, a saved dataset "
-    "folder or a hub name, of chats, tokenized rows or rollouts"
+    "a .jsonl or .json file (also with .gz or .zst), a .parquet, .arrow or .txt file, a saved "
+    "dataset folder or a hub name, of chats, tokenized rows or rollouts"
 )
 _FORMS = (
     "chats (messages, conversations, prompt and completion, instruction and output), pairs "

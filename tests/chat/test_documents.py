@@ -281,6 +281,9 @@ def test_the_command_forces_texts_and_refuses_what_is_tokenized(saved, capsys):
     ):
         assert run_command("tokenize", write(saved / "other.jsonl", rows), *common) == 2
         assert f"holds {name}; tokenized are pairs, chats and texts" in capsys.readouterr().err
+    (saved / "one.txt").write_text("a\n\nb")
+    assert run_command("tokenize", saved / "one.txt", *common) == 0
+    assert TokenizedDataset(out).lengths.tolist() == [5]
     (saved / "full").mkdir()
     (saved / "full" / "own.txt").write_text("mine")
     assert run_command("tokenize", data, *common[:3], saved / "full") == 2

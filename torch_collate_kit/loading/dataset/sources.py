@@ -48,7 +48,9 @@ if TYPE_CHECKING:
 DatasetSource: TypeAlias = "Examples | str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
 IDS = ("input_ids", "labels")  # tokens; masks may be weights
 _KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow"}
-_KINDS |= dict.fromkeys((".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst"), "json")
+_KINDS |= {".txt": "text"} | dict.fromkeys(
+    (".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst"), "json"
+)
 _MAX_DEPTH = 63  # of an Arrow table; at some 5,000 its JSON reader ends the process
 _SAFE_DEPTH = 500
 
@@ -106,7 +108,8 @@ def _read_file(datasets: Any, path: Path) -> Dataset:
             parquet = needed_package("pyarrow.parquet", "reading Parquet files")
             if not parquet.read_metadata(path).num_rows:
                 raise ValueError("there are no rows in it (0 examples); give at least one")
-        return datasets.load_dataset(kind, data_files=glob.escape(str(path)), split="train")
+        how: Any = {"sample_by": "document"} if kind == "text" else {}  # a file is one document
+        return datasets.load_dataset(kind, data_files=glob.escape(str(path)), split="train", **how)
     except Exception as error:  # of many types, as the file is broken
         if kind == "json":
             _check_depth(path, _MAX_DEPTH)
