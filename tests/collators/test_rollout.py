@@ -206,6 +206,8 @@ def test_routes_of_segments_that_share_cells_are_refused() -> None:
     assert routes.flatten().tolist() == [1] * 9
     with pytest.raises(DataError, match=r"^example 1 has rollout_expert_indices in 2 seg"):
         PackedCollator(0, max_tokens=9, share_prefixes=True)(examples)
+    alone = PackedCollator(0, max_tokens=9, share_prefixes=True)(examples[:1])
+    assert alone["rollout_expert_indices"].flatten().tolist() == [1] * 3
 
 
 def test_a_log_prob_may_be_nan_where_the_engine_did_not_score_the_token() -> None:

@@ -42,9 +42,7 @@ def slices_of_rank(bounds: np.ndarray, num_rows: int, rank: int, size: int, layo
     ``bounds`` int64 ``[S + 1]`` are those of the segments, flat over rows of one width, from 0 on.
     "zigzag" cuts every segment, "head_tail" every row, into ``2 * size`` equal parts, of which rank
     ``r`` has the parts ``r`` and ``2 * size - 1 - r``; "contiguous" cuts every row into ``size``.
-
-    Raises:
-        ValueError: an unknown layout; segments or rows that do not divide.
+    ValueError: an unknown layout; segments or rows that do not divide.
     """
     checked_choice("layout", layout, LAYOUTS)
     whole = np.asarray(bounds, dtype=np.int64)
@@ -73,24 +71,20 @@ def _check_divides(lengths: np.ndarray, parts: int, layout: str, size: int) -> N
     found = int(lengths[wrong[0]])
     what, way_out = f"segment {wrong[0]} has {found} cells", ""
     if layout != "zigzag":
-        what, way_out = (
-            f"rows have {found} cells",
-            f", or padded rows with pad_to_multiple_of={parts}",
-        )
+        what = f"rows have {found} cells"
+        way_out = f", or padded rows with pad_to_multiple_of={parts}"
     raise ValueError(
         f"{what}, which {layout} does not divide into {parts} equal parts for {size} context "
         f"ranks; collate with parallel=ParallelLayout(cp={size}){way_out}"
     )
 
 
-def _cut_at(
-    bounds: np.ndarray, begins: np.ndarray, ends: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the slices, which ascend and do not overlap, cut where segments end."""
+def _cut_at(bounds: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> list[np.ndarray]:
+    """Return begins and ends of slices, which ascend and do not overlap, cut where segments end."""
     edges = np.unique(np.concatenate([bounds, begins, ends]))
     run = np.searchsorted(begins, edges[:-1], side="right") - 1
     inside = (run >= 0) & (edges[:-1] < ends[run])
-    return edges[:-1][inside], edges[1:][inside]
+    return [edges[:-1][inside], edges[1:][inside]]
 
 
 def local_bounds(segments: np.ndarray, sizes: np.ndarray) -> np.ndarray:
@@ -120,23 +114,15 @@ def shard_of(storage: Storage, rank: int, size: int, layout: str, depth: int) ->
     _check(storage, rank, size, depth)
     placement = storage.columns.placement
     slices = _ShardSlices.of(placement, storage.num_rows, rank, size, layout, depth)
-    columns = _columns_of(storage, slices)
-    given = _given_of(storage, slices)
+    columns, given = _columns_of(storage, slices), _given_of(storage, slices)
     if "mrope_position_ids" in storage.names and "mrope_position_ids" not in given:
         whole: Any = make_field("mrope_position_ids", storage.columns, {}, storage.metadata)
         given["mrope_position_ids"] = _cells_of(whole, slices, of_axis=2)
-    trained = columns.is_trained()
-    shard = Shard(
-        rank,
-        size,
-        layout,
-        placement.width,
-        tuple(slices.bounds.tolist()),
-        _checksum(storage),
-        None if "loss_mask" in given or not trained.is_cpu else int(trained.count_nonzero()),
-        placement.has_left_pads,
-        depth,
-    )
+    trained, bounds = columns.is_trained(), tuple(slices.bounds.tolist())
+    is_known = "loss_mask" not in given and trained.is_cpu
+    number, pads = int(trained.count_nonzero()) if is_known else None, placement.has_left_pads
+    of_whole = (placement.width, bounds, _checksum(storage), number, pads)
+    shard = Shard(rank, size, layout, *of_whole, depth)
     columns = replace(columns, placement=replace(columns.placement, shard=shard))
     row_metadata = {k: v for k, v in storage.row_metadata.items() if k != "num_trained"}
     boundaries = {
@@ -200,14 +186,10 @@ def refuse_shard(storage: Storage, what: str, way_out: str) -> None:
         )
 
 
-_INSTEAD = {"labels": '["targets"], shifted already', "cu_seq_lens": '.metadata["cu_seq_lens"]'}
-
-
 def instead_of(name: str, storage: Storage) -> str:
     """Return what a shard has in place of a field of its batch, as the end of a message."""
-    placement = storage.columns.placement
-    is_shard = placement is not None and placement.shard is not None
-    return f"; a context shard has {_INSTEAD[name]}" if is_shard and name in _INSTEAD else ""
+    of = {"labels": '["targets"], shifted already', "cu_seq_lens": '.metadata["cu_seq_lens"]'}
+    return f"; a context shard has {of[name]}" if is_shard(storage.columns) and name in of else ""
 
 
 class _ShardSlices(NamedTuple):
@@ -222,7 +204,7 @@ class _ShardSlices(NamedTuple):
     skipped: np.ndarray  # the tokens of the segment before the slice
     tokens: np.ndarray
     targets: np.ndarray
-    inputs: np.ndarray  # how many cells have an input id: fewer than tokens at a depth above 1
+    inputs: np.ndarray  # cells with an input id: fewer than tokens at a depth above 1
     responses: np.ndarray  # how many of the targets, the last ones, are the response
     starts: np.ndarray  # the first cell with a token or target, in its row of the shard
     width: int  # cells of a row of the shard
@@ -251,22 +233,11 @@ class _ShardSlices(NamedTuple):
         rows = begins // max(width, 1)
         sizes = ends - begins
         places = np.cumsum(sizes) - sizes + begin - begins  # in the flat shard
-        return cls(
-            bounds,
-            local_bounds(owners, sizes),
-            rows,
-            owners,
-            begins,
-            sizes,
-            begin - first,
-            last - begin,
-            predicting - begin,
-            np.clip(first + length - depth + 1, begin, ends) - begin,
-            predicting - of_response,
-            places - rows * (width // size),
-            width // size,
-            depth,
-        )
+        inputs = np.clip(first + length - depth + 1, begin, ends) - begin
+        where = (bounds, local_bounds(owners, sizes), rows, owners, begins, sizes, begin - first)
+        counts = (last - begin, predicting - begin, inputs, predicting - of_response)
+        own_width = width // size
+        return cls(*where, *counts, places - rows * own_width, own_width, depth)
 
     def reading(self) -> _ShardSlices:
         """Return the slices whose targets are what the cells read: those of a depth less."""
@@ -296,26 +267,21 @@ def _count(placement: Placement, name: str) -> np.ndarray:
 def _columns_of(storage: Storage, slices: _ShardSlices) -> Columns:
     columns, num_rows = storage.columns, storage.num_rows
     offsets = np.searchsorted(slices.rows, np.arange(num_rows + 1))
-    specs: dict[str, Any] = {}
-    values: dict[str, Any] = {}
-    placement = columns.placement
-    inputs = {*_INPUTS, *(placement.vision.token_fields if placement.vision else ())}
-    for name, spec in columns.specs.items():
-        specs[name] = spec
-        column = columns.values.get(name)
-        if column is None or isinstance(spec, PerExample | PerImage):
-            if column is not None:
-                values[name] = column
-            continue
+    specs, placement = dict(columns.specs), columns.placement
+    values: dict[str, Any] = dict(columns.values)
+    inputs = _INPUTS.union(getattr(placement.vision, "token_fields", ()))
+    for name, column in columns.values.items():
+        spec: Any = specs[name]
         if isinstance(spec, PerToken) and name not in inputs:
-            specs[name] = PerTarget(spec.dtype, spec.pad, spec.shape)
-        values[name] = _picked(column.values, slices, placement, specs[name].count, offsets)
+            spec = specs[name] = PerTarget(spec.dtype, spec.pad, spec.shape)
+        if not isinstance(spec, PerExample | PerImage):
+            values[name] = _picked(column.values, slices, placement, spec.count, offsets)
     if slices.depth > 1:
         pad, ids = placement.pad_token_id, columns.values["input_ids"].values
         specs["input_ids"] = PerTarget(torch.int64, pad, count="inputs")
         values["input_ids"] = _picked(ids, slices.reading(), placement, "targets", offsets)
-    _add_targets(columns, slices, specs, values)
-    names = [_TARGETS_FOR.get(name, name) for name in columns.names]
+    _add_targets(columns, slices, offsets, specs, values)
+    names = ["targets" if name == "labels" else name for name in columns.names]
     if "targets" not in names:
         names.insert(names.index("loss_mask") if "loss_mask" in names else 1, "targets")
     if "loss_mask" in storage.given:  # it may train tokens that had no target
@@ -329,9 +295,6 @@ def _columns_of(storage: Storage, slices: _ShardSlices) -> Columns:
     return Columns.of(values, specs, kept, local, device=columns.segments["num_segments"].device)
 
 
-_TARGETS_FOR = {"labels": "targets"}
-
-
 def _picked(
     values: Tensor, slices: _ShardSlices, placement: Placement, count: str, offsets: np.ndarray
 ) -> Ragged:
@@ -342,24 +305,22 @@ def _picked(
 
 
 def _add_targets(
-    columns: Columns, slices: _ShardSlices, specs: dict[str, Any], values: dict[str, Any]
+    columns: Columns, slices: _ShardSlices, offsets: np.ndarray, specs: Any, values: dict[str, Any]
 ) -> None:
     """Add the ids that cells predict, -100 where that is not trained, and their weights."""
     if "labels" in values:
         specs["targets"], values["targets"] = specs.pop("labels"), values.pop("labels")
         trained: Ragged = values["targets"]
         if "loss_weights" not in values:
-            weights = Ragged(trained.values != IGNORE_INDEX, trained.offsets)
             specs["loss_weights"] = PerTarget(torch.float32)
-            values["loss_weights"] = weights
+            values["loss_weights"] = Ragged(trained.values != IGNORE_INDEX, trained.offsets)
         return
     weights, spec = values["loss_weights"], specs["loss_weights"]
-    ids = columns.values["input_ids"].values
-    starts, counts = slices.picks(columns.placement, "targets")
     if spec.count == "responses":
-        starts, counts = starts + slices.targets - slices.responses, slices.responses
-    places = torch.from_numpy(span_indices(starts, counts)).to(ids.device, non_blocking=True)
-    taken = ids.index_select(0, places)
+        skipped = slices.skipped + slices.targets - slices.responses
+        slices = slices._replace(skipped=skipped, targets=slices.responses)
+    ids = columns.values["input_ids"].values
+    taken = _picked(ids, slices, columns.placement, "targets", offsets).values
     taken = taken if taken.dtype.is_signed else taken.long()
     taken = torch.where(weights.values != 0, taken, IGNORE_INDEX)
     specs["targets"] = type(spec)(torch.int64, IGNORE_INDEX)
@@ -368,15 +329,9 @@ def _add_targets(
 
 def _placement_of(storage: Storage, slices: _ShardSlices, offsets: np.ndarray) -> Placement:
     placement = storage.columns.placement
-    counts = {
-        "starts": slices.starts,
-        "lengths": slices.tokens,
-        "targets": slices.targets,
-        "responses": slices.responses,
-        "depths": slices.skipped,
-        "columns": slices.begins - slices.rows * placement.width,
-        "cells": slices.sizes,
-    }
+    counts = {name: getattr(slices, name) for name in ("starts", "targets", "responses")}
+    counts |= {"lengths": slices.tokens, "depths": slices.skipped, "cells": slices.sizes}
+    counts["columns"] = slices.begins - slices.rows * placement.width
     if slices.depth > 1:
         counts["inputs"] = slices.inputs
     if "routed" in placement.segments:
@@ -389,7 +344,7 @@ def _given_of(storage: Storage, slices: _ShardSlices) -> dict[str, Any]:
     """Return the dense fields that were given or changed: cells, or with the predicting cell."""
     given: dict[str, Any] = {}
     placement, specs = storage.columns.placement, storage.columns.specs
-    inputs = {*_INPUTS, *(placement.vision.token_fields if placement.vision else ())}
+    inputs = _INPUTS.union(getattr(placement.vision, "token_fields", ()))
     field: Any
     for name, field in storage.given.items():
         if name == "mrope_position_ids":
@@ -405,7 +360,8 @@ def _given_of(storage: Storage, slices: _ShardSlices) -> dict[str, Any]:
             given[name] = _cells_of(field, slices, of_axis=1)
         elif field.shape[1] in (placement.width, placement.response_length):
             pad = IGNORE_INDEX if name == "labels" else getattr(specs.get(name), "pad", 0)
-            given[_TARGETS_FOR.get(name, name)] = _with_predicting(field, slices, pad, placement)
+            moved = _with_predicting(field, slices, pad, placement)
+            given["targets" if name == "labels" else name] = moved
         else:
             given[name] = field
     return given

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from torch_collate_kit.batch.placement import Targets
+from torch_collate_kit.batch.placement import TargetKind
 from torch_collate_kit.errors import IsolationError
 from torch_collate_kit.families import (
     ISOLATED,
@@ -130,7 +130,7 @@ class ModelKind:
                 f"call isolate_mixers(model), or {_PAD_ON_THE_RIGHT}"
             )
 
-    def check_head(self, targets: Targets, *, is_packed: bool) -> None:
+    def check_head(self, targets: TargetKind, *, is_packed: bool) -> None:
         """Check that the model's own loss, as of a Trainer, is that of a batch's labels."""
         is_of_rows, is_of_tokens, shifts = map(self.head.endswith, _HEADS)
         if is_packed and is_of_rows:

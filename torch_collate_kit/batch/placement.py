@@ -12,7 +12,7 @@ from torch_collate_kit.packing.rows import Pieces
 from torch_collate_kit.ragged import SHORT_SPAN, Ragged, span_indices, unchecked
 from torch_collate_kit.vision import VisionLayout
 
-Targets = Literal["next_token", "same_token"] | None
+TargetKind = Literal["next_token", "same_token"] | None
 MAX_WIDTH = int(np.iinfo(np.int32).max)  # cells of a row; places there are int32
 
 
@@ -73,7 +73,7 @@ class Placement:
     of which several may be in one cell, and the column ``tree_cells`` has the cell of each."""
     shard: Shard | None = None
     """The part of a batch that these rows are, of those of all context ranks."""
-    targets: Targets = "next_token"
+    targets: TargetKind = "next_token"
     """What labels are of, as the collator was told; its readers never ask a width."""
     num_token_types: int = 0
     """The types of tokens in ``token_type_ids`` of the examples, 0 to one less; 0 without them."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch_collate_kit.batch.batch import Batch
 from torch_collate_kit.batch.context_shards import refuse_shard
 from torch_collate_kit.batch.dense import cells_of_responses, cells_of_rows
-from torch_collate_kit.batch.placement import Targets
+from torch_collate_kit.batch.placement import TargetKind
 from torch_collate_kit.ragged import Ragged, span_indices
 
 Count = Literal["responses", "tokens", "predicted"]
@@ -226,10 +226,10 @@ def response_cells(batch: Batch) -> Tensor | None:
     return cells_of_responses(stored.columns, batch._shared)
 
 
-def targets_of(batch: Any) -> Targets:
+def targets_of(batch: Any) -> TargetKind:
     """Return what the labels of a batch are of; of one built from tensors the next tokens."""
     placement = getattr(batch, "placement", None)
-    return "next_token" if placement is None else cast("Targets", placement.targets)
+    return "next_token" if placement is None else cast("TargetKind", placement.targets)
 
 
 def shares_prefixes(batch: Any) -> bool:

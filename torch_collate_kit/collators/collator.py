@@ -16,7 +16,7 @@ from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.fields import PerToken
 from torch_collate_kit.batch.model_inputs import model_inputs
 from torch_collate_kit.batch.model_kind import ModelKind
-from torch_collate_kit.batch.placement import Placement, Targets
+from torch_collate_kit.batch.placement import Placement, TargetKind
 from torch_collate_kit.batch.storage import Columns, Storage
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing import PackingOptions
@@ -36,7 +36,7 @@ class Collator:
         fields: DeclaredFields | None,
         vision: VisionLayout | None,
         names: tuple[str, ...],
-        targets: Targets = "next_token",
+        targets: TargetKind = "next_token",
     ) -> None:
         checked_choice("targets", targets, ("next_token", "same_token", None))
         self.targets = targets
@@ -145,7 +145,7 @@ def _pad_token_id_of(tokenizer: Any) -> int:
     return int(pad_token_id)
 
 
-def check_options(targets: Targets, *, train_all: bool, packing: PackingOptions | None) -> None:
+def check_options(targets: TargetKind, *, train_all: bool, packing: PackingOptions | None) -> None:
     """Refuse options with which targets of this kind have no place."""
     if targets == "next_token":
         return
@@ -168,7 +168,7 @@ class ForTrainer(ABC):
     """A collator that ``transformers.Trainer`` can use, through ``for_trainer()``."""
 
     fields: DeclaredFields
-    targets: Targets
+    targets: TargetKind
 
     @abstractmethod
     def make_batch(self, examples: Any, *, for_trainer: bool = False) -> Batch:

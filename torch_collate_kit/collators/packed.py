@@ -16,7 +16,7 @@ from torch_collate_kit.batch.fields import PackedValues, PerToken
 from torch_collate_kit.batch.placement import (
     MAX_WIDTH,
     Placement,
-    Targets,
+    TargetKind,
     longest_segments,
     packed,
     too_wide,
@@ -110,7 +110,7 @@ class PackedCollator(Collator, ForTrainer):
         train_all: bool = False,
         fields: DeclaredFields | None = None,
         vision: VisionLayout | None = None,
-        targets: Targets = "next_token",
+        targets: TargetKind = "next_token",
     ) -> None:
         names = (*KNOWN, *ROLLOUT_KEYS, *_FIELDS, *_MADE)
         super().__init__(tokenizer, normalize_loss, fields, vision, names, targets)
@@ -388,7 +388,8 @@ def _check_rollouts(rollouts: ExampleColumns, packing: PackingOptions, *, has_vi
         raise unknown_images(f"example {min(rollouts.images.units)}")
     if rollouts.segment_offsets is not None:
         counts = np.diff(rollouts.segment_offsets)
-        if packing.share_prefixes and "router_padding_mask" in rollouts.names:
+        is_shared = packing.share_prefixes and counts.max() > 1
+        if is_shared and "router_padding_mask" in rollouts.names:
             raise DataError(
                 f"example {counts.argmax()} has rollout_expert_indices in {counts.max()} segments, "
                 "and with share_prefixes a cell of several tokens could follow one route only; "

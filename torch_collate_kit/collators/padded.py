@@ -12,7 +12,7 @@ from torch_collate_kit.batch.fields import PackedValues
 from torch_collate_kit.batch.placement import (
     MAX_WIDTH,
     Placement,
-    Targets,
+    TargetKind,
     padded,
     too_wide,
     whole_examples,
@@ -186,7 +186,7 @@ class PaddedCollator(_OneExamplePerRow, ForTrainer):
         train_all: bool = False,
         fields: DeclaredFields | None = None,
         vision: VisionLayout | None = None,
-        targets: Targets = "next_token",
+        targets: TargetKind = "next_token",
     ) -> None:
         super().__init__(tokenizer, normalize_loss, fields, vision, (*KNOWN, *_FIELDS), targets)
         checked_choice("padding_side", padding_side, ("left", "right"))

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from torch_collate_kit._checks import KindAndSize, call_repr, checked_choice, checked_int
-from torch_collate_kit.batch.placement import Targets
+from torch_collate_kit.batch.placement import TargetKind
 from torch_collate_kit.loading.checks import Indices, checked_length
 from torch_collate_kit.loading.dataset import TokenizedDataset
 from torch_collate_kit.loading.dataset.fingerprints import digest_in_blocks
@@ -201,7 +201,7 @@ class Mixture:
         """Trained tokens of every example: int64 [N], of sources that are TokenizedDatasets."""
         return self.count_loss_tokens("next_token")
 
-    def count_loss_tokens(self, targets: Targets) -> Indices:
+    def count_loss_tokens(self, targets: TargetKind) -> Indices:
         """Return the trained tokens of every example with these targets: int64 [N]."""
         return np.concatenate([source.count_loss_tokens(targets) for source in self._tokenized()])
 

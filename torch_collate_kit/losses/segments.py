@@ -18,12 +18,7 @@ from torch_collate_kit._checks import checked_bool, checked_choice
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.context_shards import refuse_shard
 from torch_collate_kit.batch.dense import cells_of_rows
-from torch_collate_kit.batch.unpacking import (
-    in_rows,
-    segment_spans,
-    shares_prefixes,
-    token_width,
-)
+from torch_collate_kit.batch.unpacking import in_rows, segment_spans, shares_prefixes, token_width
 from torch_collate_kit.losses.token_logps import (
     check_batch,
     check_floats,
@@ -189,12 +184,10 @@ def sums_by(
     the device.
 
     Args:
-        values: ``[n]``, one for each trained token, as :func:`token_logps` returns, or one such
-            tensor for each micro-batch.
+        values: ``[n]``, one for each trained token, as :func:`token_logps` returns, or a list.
         batches: the Batch of these values, or the micro-batches.
         name: a declared ``PerExample`` field, of numbers or strings.
-        per: "example" for values ``[P]``, one for each example in the order of the rows, as losses
-            of pairs are.
+        per: "example" for values ``[P]``, one for each example in row order, as losses of pairs.
         group: the data-parallel ranks, all ranks by default.
 
     Raises:
@@ -227,20 +220,16 @@ def example_losses(
     sampler: Any = None,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, np.ndarray]:
-    """Return a table with the loss of each example and its trained tokens, over all ranks.
+    """Return the loss of each example and its trained tokens, over all ranks: a table.
 
     Keep ``segment_sums(-token_logps(...).detach(), batch)`` and the batch in the loop, which waits
-    for nothing, and call this where losses are logged: one copy to the host, one gather.
+    for nothing, and call this where losses are logged, on every rank: one copy, one gather.
 
     Columns have a row per example, ascending: ``"example"``, ``"loss"``, a sum, ``"tokens"``, and
     ``"source"`` if declared, or known of a ``Mixture``. Segments and pieces of an example add up.
-
-    Args:
-        sums: ``[S]``, as :func:`segment_sums` returns, or one such tensor for each micro-batch.
-        batches: the Batch of these sums, or the micro-batches: of one step, with a sampler of any.
-        sampler: that of a ``PrefetchLoader``, whose batches know their epoch and step. Examples are
-            then indices in its dataset, without it those of the collator's input.
-        group: the data-parallel ranks, all ranks by default; each must call it.
+    ``sums`` ``[S]`` are of one batch, or a list of micro-batches': of one step, with the
+    ``sampler`` of a ``PrefetchLoader``, whose batches know their epoch and step, of any. Examples
+    are then indices in its dataset, else those of the collator's input.
 
     Raises:
         ValueError: other numbers of sums; a context shard; documents that are not isolated; batches
@@ -249,9 +238,8 @@ def example_losses(
 
     >>> from torch_collate_kit import PackedCollator
     >>> batch = PackedCollator(0, max_tokens=8)([{"input_ids": [1, 2]}, {"input_ids": [3, 1, 2]}])
-    >>> table = example_losses(torch.tensor([5.0, 3.0]), batch)
-    >>> table["example"].tolist(), table["loss"].tolist(), table["tokens"].tolist()
-    ([0, 1], [3.0, 5.0], [1, 2])
+    >>> {name: column.tolist() for name, column in example_losses(torch.ones(2), batch).items()}
+    {'example': [0, 1], 'loss': [1.0, 1.0], 'tokens': [1, 2]}
     """
     given: Any = ([sums], [batches]) if isinstance(batches, Batch) else (list(sums), list(batches))
     if len(given[0]) != len(given[1]):
@@ -260,11 +248,9 @@ def example_losses(
     parts = [_of_segments(own, batch, read) for own, batch in zip(*given, strict=True)]
     if parts:
         numbers = torch.cat([part.pop("numbers") for part in parts], dim=1).cpu().double().numpy()
-        joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-        parts = [joined | {"loss": numbers[0], "tokens": numbers[1]}]
-    none = dict.fromkeys(("loss", "tokens"), np.zeros(0)) | {"example": np.zeros(0, np.int64)}
-    parts = _of_all_ranks(parts, group) or [none | {"place": np.zeros((0, 3))}]
-    found = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        parts = [_joined(parts) | {"loss": numbers[0], "tokens": numbers[1]}]
+    none = dict.fromkeys(("example", "loss", "tokens"), np.zeros(0, np.int64))
+    found = _joined(_of_all_ranks(parts, group) or [none | {"place": np.zeros((0, 3))}])
     place, mixture = found.pop("place"), getattr(sampler, "mixture", None)
     if sampler is None and len(np.unique(place, axis=0)) < len(place):
         why = "the batches are of several steps, or of ranks that collated their own"
@@ -278,18 +264,21 @@ def example_losses(
     return table
 
 
+def _joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
 def _of_segments(sums: Any, batch: Any, read: Callable[..., Any] | None) -> dict[str, Any]:
     """Return columns of segments: example, place, source, and numbers ``[2, S]`` on the device."""
     check_floats("sums", sums, "pass those that segment_sums returns")
     check_batch(batch)
     segments, num_segments = _segments_of_trained(batch)
     check_shape("sums", sums, (num_segments,), "segments")
-    metadata = batch.row_metadata
+    metadata, sums = batch.row_metadata, widened(sums.detach())
     if "document_indices" in metadata:
         raise ValueError("a segment of isolate=False has several examples; pack with isolate=True")
     names = ("example_indices", "example_starts", "segment_numbers")
     place = np.stack([metadata.get(name, metadata[names[1]]).values for name in names], axis=1)
-    sums = widened(sums.detach())
     counts = _added(torch.ones_like(segments, dtype=sums.dtype), segments, num_segments)
     columns = {"place": place, "example": place[:, 0], "numbers": torch.stack([sums, counts])}
     if "source" in metadata or "source" in batch:
@@ -310,10 +299,8 @@ def _in_dataset(batch: Batch, read: Callable[..., Any]) -> np.ndarray:
     if len(examples) != number:  # some were skipped, and the others numbered anew
         examples = examples[~np.isin(examples, batch.metadata.get("skipped", []))]
     if len(examples) != number:
-        raise ValueError(
-            f"the batch has {number} examples, step {step} of epoch {epoch} has {len(examples)} in "
-            "this sampler; pass that of the loader"
-        )
+        has = f"the batch has {number} examples, step {step} of epoch {epoch} has {len(examples)}"
+        raise ValueError(f"{has} in this sampler; pass that of the loader")
     return examples
 
 
@@ -356,10 +343,8 @@ def _keys(batch: Batch, name: str) -> tuple[list[Any], np.ndarray]:
     elif isinstance(batch.get(name), Ragged):
         keys = batch[name].values.tolist()
     else:
-        raise ValueError(
-            f"the batch has no PerExample field {name!r}; declare it in the collator, "
-            f"fields={{{name!r}: PerExample(str)}}"
-        )
+        way_out = f"declare it in the collator, fields={{{name!r}: PerExample(str)}}"
+        raise ValueError(f"the batch has no PerExample field {name!r}; {way_out}")
     is_first = np.ones(num_segments, bool) if numbers is None else np.asarray(numbers.values) == 0
     if len(keys) == num_segments:
         keys = [key for key, first in zip(keys, is_first.tolist(), strict=True) if first]

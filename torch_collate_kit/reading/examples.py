@@ -15,7 +15,7 @@ from torch import Tensor
 from torch_collate_kit._checks import computed_once
 from torch_collate_kit.batch import IGNORE_INDEX
 from torch_collate_kit.batch.fields import FieldSpec, PerExample, PerResponseToken, PerToken
-from torch_collate_kit.batch.placement import Targets, whole_examples
+from torch_collate_kit.batch.placement import TargetKind, whole_examples
 from torch_collate_kit.errors import DataError, examples_named
 from torch_collate_kit.packing.rows import Pieces, row_sums, running_sum
 from torch_collate_kit.packing.trees import Trees, trees_of
@@ -80,7 +80,7 @@ class ExampleColumns:
     """float32 [N], what multiplies the loss weights of each example, if it was given."""
     segment_offsets: np.ndarray | None = None
     """int64, the first segment of each example, and the number of all; None of one each."""
-    targets: Targets = "next_token"
+    targets: TargetKind = "next_token"
 
     @classmethod
     def of_none(cls, fields: DeclaredFields, vision: VisionLayout | None) -> ExampleColumns:

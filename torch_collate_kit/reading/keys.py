@@ -15,7 +15,7 @@ from torch import Tensor
 from torch_collate_kit._checks import bare_key, respelt, type_name
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.fields import PerToken
-from torch_collate_kit.batch.placement import Targets
+from torch_collate_kit.batch.placement import TargetKind
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing.rank_plan import SourceName
 from torch_collate_kit.ragged import Nested, Ragged
@@ -64,7 +64,7 @@ def raw_columns(
     train_all: bool,
     fields: Mapping[str, Any],
     vision: VisionLayout | None,
-    targets: Targets = "next_token",
+    targets: TargetKind = "next_token",
 ) -> tuple[dict[str, Any], bool, dict[str, PerToken]]:
     """Return the known columns as given, whether they are rollouts, and fields per token."""
     given: Any = examples
@@ -250,7 +250,7 @@ def _is_all_none(column: Any) -> bool:
     return all(entry is None for entry in column)
 
 
-def _check_targets(owners: Mapping[str, str], targets: Targets) -> None:
+def _check_targets(owners: Mapping[str, str], targets: TargetKind) -> None:
     """Check that examples have labels where a token's own are read, and no target elsewhere."""
     read = ("labels", "weight") if targets == "same_token" else ()
     if read and "labels" not in owners:
@@ -274,7 +274,7 @@ def check_keys(
     *,
     train_all: bool,
     declared: tuple[str, ...] = (),
-    targets: Targets = "next_token",
+    targets: TargetKind = "next_token",
 ) -> None:
     """Check the keys of examples; ``owners`` names the first with each, such as "example 0"."""
     others = [key for key in owners if key not in KNOWN and key not in declared]

@@ -19,7 +19,7 @@ from torch_collate_kit.batch.fields import (
     PerRoutedToken,
     PerToken,
 )
-from torch_collate_kit.batch.placement import MAX_WIDTH, Targets, too_wide
+from torch_collate_kit.batch.placement import MAX_WIDTH, TargetKind, too_wide
 from torch_collate_kit.errors import DataError, examples_named
 from torch_collate_kit.ragged import Nested, Ragged, unchecked
 from torch_collate_kit.reading.columns import (
@@ -84,7 +84,7 @@ def read_columns(
     train_all: bool = False,
     fields: DeclaredFields | None = None,
     vision: VisionLayout | None = None,
-    targets: Targets = "next_token",
+    targets: TargetKind = "next_token",
 ) -> ExampleColumns:
     """Check the examples, and return their columns."""
     options: dict[str, Any] = {"train_all": train_all, "fields": fields or {}, "targets": targets}

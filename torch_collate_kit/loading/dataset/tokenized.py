@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from torch_collate_kit._checks import checked_bool, checked_int
-from torch_collate_kit.batch.placement import Targets
+from torch_collate_kit.batch.placement import TargetKind
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.loading.dataset.columns import (
     ArrayColumn,
@@ -208,7 +208,7 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
         """
         return self.count_loss_tokens("next_token")
 
-    def count_loss_tokens(self, targets: Targets) -> np.ndarray:
+    def count_loss_tokens(self, targets: TargetKind) -> np.ndarray:
         """Return the trained tokens of every row with these targets: int64 [N], a new array."""
         text = [k for k, of in self._columns.items() if not isinstance(of, ArrayColumn)]
         image_token_id = None if self._vision is None else self._vision.image_token_id

@@ -17,7 +17,7 @@ import torch
 from torch_collate_kit._checks import checked_bool, checked_choice, checked_optional_int
 from torch_collate_kit.batch import IGNORE_INDEX
 from torch_collate_kit.batch.fields import PerExample
-from torch_collate_kit.batch.placement import Targets
+from torch_collate_kit.batch.placement import TargetKind
 from torch_collate_kit.chat.dataset import bars_of_rank_0
 from torch_collate_kit.chat.options import DEFAULT_OPTIONS, ChatOptions, ChatSetup
 from torch_collate_kit.chat.tokenize import tokenize_records
@@ -63,7 +63,7 @@ def audit(
     train_all: bool = False,
     chat: ChatOptions = DEFAULT_OPTIONS,
     vision: VisionLayout | None = None,
-    targets: Targets = "next_token",
+    targets: TargetKind = "next_token",
 ) -> AuditReport:
     """Find supervision that looks healthy and is not.
 
@@ -151,7 +151,7 @@ def read_dataset(
     vision: VisionLayout | None,
     chat_setup: Callable[[], ChatSetup],
     borders: Sequence[str],  # tokens that begin or end turns
-    targets: Targets = "next_token",
+    targets: TargetKind = "next_token",
 ) -> AuditColumns:
     """Return the rows of a dataset in any form; DataError if none can be read."""
     source = Source(dataset, "dataset")
@@ -252,7 +252,7 @@ class _BlockReader:
 
     train_all: bool = False
     vision: VisionLayout | None = None
-    targets: Targets = "next_token"
+    targets: TargetKind = "next_token"
     refused: list[Refused] = field(default_factory=list)
     _blocks: dict[str, list[dict[str, np.ndarray]]] = field(default_factory=dict)
     """Columns of AuditColumns, in parts, by the form of their rows."""

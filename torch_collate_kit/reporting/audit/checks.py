@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from torch_collate_kit._checks import plural
-from torch_collate_kit.batch.placement import Targets
+from torch_collate_kit.batch.placement import TargetKind
 from torch_collate_kit.chat.preview import CASES
 from torch_collate_kit.chat.template import ChatTemplate, num_shared
 from torch_collate_kit.chat.turns import plain_turn
@@ -21,7 +21,7 @@ from torch_collate_kit.reporting.audit.vocabulary import THINKING_TAGS
 
 _Run: TypeAlias = Callable[[AuditColumns], Found | None]
 
-EVERY: tuple[Targets, ...] = ("next_token", "same_token", None)
+EVERY: tuple[TargetKind, ...] = ("next_token", "same_token", None)
 FEW, MOST = 1 / 3, 0.5  # of the rows with a target: an exception; what the others do
 
 _NEEDS = {  # attributes of the columns or of their vocabulary, in words
@@ -64,7 +64,7 @@ class Check:
     of_rollouts: Severity | None = None
     of_most: Severity | None = None
     at_most: float = float("inf")
-    targets: tuple[Targets, ...] = ("next_token",)
+    targets: tuple[TargetKind, ...] = ("next_token",)
 
     @property
     def name(self) -> str:

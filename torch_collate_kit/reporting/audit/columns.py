@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from torch_collate_kit.batch.placement import Targets
+from torch_collate_kit.batch.placement import TargetKind
 from torch_collate_kit.reporting.audit.findings import Found, Refused, Severity, words_of
 from torch_collate_kit.reporting.audit.vocabulary import Vocabulary
 
@@ -71,7 +71,7 @@ class AuditColumns:
     vocabulary: Vocabulary = field(default_factory=Vocabulary)
     max_tokens: int | None = None
     classes: np.ndarray = field(default_factory=partial(np.empty, 0))  # all labels, or of examples
-    targets: Targets = "next_token"
+    targets: TargetKind = "next_token"
 
     @property
     def are_rollouts(self) -> bool:
