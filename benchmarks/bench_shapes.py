@@ -68,7 +68,7 @@ def recompilations(report: Report, folder: Path) -> None:
 
 
 def fullness(report: Report, folder: Path) -> None:
-    """Share of the cells of an epoch of steps of 16 rows on 8 ranks that hold tokens."""
+    """Share of the cells of the full steps of an epoch, 16 rows on 8 ranks, that hold tokens."""
     rows = []
     for name in _MIXES:
         for width in (8192, 4096):
@@ -84,7 +84,9 @@ def fullness(report: Report, folder: Path) -> None:
                     max_sequences_per_row=limit,
                 )
                 collate = PackedCollator(0, packing=packing, normalize_loss=False)
-                sampler = PackedBatchSampler(lengths, collate, batch_rows=16, dp_rank=0)
+                sampler = PackedBatchSampler(
+                    lengths, collate, batch_rows=16, dp_rank=0, tail="drop"
+                )
                 plans = [part.plan for part in sampler]
                 if ratio is None:
                     counts = np.concatenate([plan.rows.counts() for plan in plans])
@@ -96,7 +98,15 @@ def fullness(report: Report, folder: Path) -> None:
             rows.append([what, segments, *(f"{value:.2f}%" for value in found)])
             report.target(f"{what}: cells lost at 1.25", found[0] - found[1], "<%", 1)
     header = ["", "segments, most", "no limit", "1.25 x mean", "1.5", "2"]
-    report.table("Fullness", header, rows, "Examples longer than a row are cut at its end.")
+    report.table(
+        "Fullness",
+        header,
+        rows,
+        (
+            "Examples longer than a row are cut at its end. Of full steps: the last of an epoch "
+            "holds what is left, and one more of them is 1.5% of an epoch of 67."
+        ),
+    )
 
 
 def block_masks(report: Report, rounds: int) -> None:
@@ -121,7 +131,7 @@ def block_masks(report: Report, rounds: int) -> None:
         {"create_block_mask, 8,192 cells": timed(compared)}, rounds=rounds, warm_up=1
     )
     report.times("Block masks", times)
-    ratio = times["create_block_mask, 8,192 cells"].median / times["8,192 cells"].median
+    ratio = times["create_block_mask, 8,192 cells"].least / times["8,192 cells"].least
     report.target("create_block_mask against the closed form, 8,192 cells", ratio, "x", 500)
 
 

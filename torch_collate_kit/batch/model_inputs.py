@@ -175,8 +175,8 @@ def _boundaries(
     longest = max(stored.row_metadata["max_segment_length"], default=0)
     found: dict[str, Any] = {}
     if mask is not None or "seq_idx" in kind.keywords:
-        cells = torch.arange(shape.numel(), device=flat.device, dtype=flat.dtype)
-        segments = torch.searchsorted(flat[1:], cells, right=True, out_int32=True).view(shape)
+        lengths = torch.diff(flat)  # of a known sum, so that nothing waits for the device
+        segments = torch.repeat_interleave(lengths, output_size=shape.numel()).view(shape)
     if mask is not None and kind.attention == "flex_attention":
         masks: Any = document_masks(flat, segments, window=window, two_way=kind.is_two_way)
         is_one = isinstance(masks, dict) and kind.all_slide  # such a model may take no dict
