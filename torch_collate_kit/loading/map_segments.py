@@ -114,8 +114,8 @@ def _of_batch(
         )
     of_segments = np.zeros(len(places.values), np.int64) if segments is None else segments.values
     is_narrow = values.ndim == 2 and values.dtype != torch.float64
-    values = (values.float() if is_narrow else values.double()).cpu().numpy()
-    return examples[places.values], of_segments, values
+    found = (values.float() if is_narrow else values.double()).cpu().numpy()
+    return examples[places.values], of_segments, found
 
 
 def _ranks(dp: int, group: dist.ProcessGroup | None) -> tuple[bool, list[int]]:
