@@ -49,6 +49,7 @@ def vision_arguments() -> argparse.Namespace:
     add("--max-patches", type=int, help="of a row's images; none: 128, with --model no limit")
     add("--padded", dest="no_packing", action="store_true", help="as --no-packing")
     args = parse_arguments(parser, from_scratch=1.5e-3, packed_rows=1)
+    args.example_log = None  # the losses of examples are logged by sft.py alone
     if args.context_parallel > 1 or args.align > 1:
         fail("--context-parallel and --align are for text: an image may be on several ranks")
     if args.max_patches is None and not args.model:

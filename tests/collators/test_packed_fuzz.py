@@ -74,6 +74,10 @@ def test_model_inputs_are_the_fields_and_flat_boundaries(data: st.DataObject) ->
         flat += [row * width + boundary for boundary in boundaries[1:]]
     longest = max(b - a for a, b in itertools.pairwise(flat))
     assert flat[-1] == num_rows * width
+    most = options.collator.get("max_sequences_per_row")
+    if most is not None and options.collator.get("fixed_width"):  # a promised shape
+        flat += [flat[-1]] * (num_rows * (most + 1) + 1 - len(flat))
+        longest = width
     for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
         boundaries = inputs.pop(name)
         assert boundaries.dtype == torch.int32

@@ -244,7 +244,7 @@ def test_states_by_hand() -> None:
         "align": 1, "row_align": 1, "dp": 1, "overflow": "raise", "max_sequences_per_row": None,
         "balance": "attention", "max_patches": None, "cost": [24576, 1, 5266, 1],
         "dummy_image_tokens": 0, "rows_multiple_of": None, "fixed_width": False, "pad_token_id": 0,
-        "normalize_loss": True, "train_all": False, "fields": "",
+        "normalize_loss": True, "train_all": False, "fields": "", "targets": None,
         "seed": None, "presharded": False, "epoch": None,
         "fingerprint": {"num_examples": 43, **TokenizedDataset(EXAMPLES).fingerprint()},
     }  # fmt: skip
