@@ -136,7 +136,9 @@ ALONE = {  # several seconds each
     "test_chains_see_a_keyed_order_that_is_off_by_one",
     "test_equals_the_examples_one_by_one",
     "test_every_family_does_with_its_inputs_what_the_table_says",
+    "test_every_two_way_type_of_the_table_has_a_case",
     "test_streams_cut_trees_and_resume_within_one",
+    "test_the_path_of_flash_attention_equals_each_text_alone",
 }
 Setting = TypeVar("Setting")
 

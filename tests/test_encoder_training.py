@@ -271,7 +271,7 @@ HEADS = ("SequenceClassification", "MultipleChoice", "QuestionAnswering", "NextS
 def test_heads_of_whole_rows_are_refused_by_trainer(head: str) -> None:
     model = encoder_model(f"BertFor{head}", **BERT)
     for targets in ("same_token", "next_token", None):
-        collate = PackedCollator(0, max_tokens=32, targets=targets)  # type: ignore[arg-type]
+        collate = PackedCollator(0, max_tokens=32, targets=targets)
         with pytest.raises(IsolationError, match=f"BertFor{head} reads one cell of .*segment_pool"):
             collate.for_trainer(model)
 

@@ -70,7 +70,6 @@ CASES = [
 POOLS_CELL_0 = ("BigBirdForTokenClassification",)
 
 
-@pytest.mark.skipif(not ALL_CASES, reason="a process of its own: ALL_CASES=1")
 def test_the_path_of_flash_attention_equals_each_text_alone() -> None:
     """With a stand-in for the kernel; numbers are multiples of the bounds."""
     command = [sys.executable, "-m", "tests.kernels.encoders"]
@@ -81,7 +80,6 @@ def test_the_path_of_flash_attention_equals_each_text_alone() -> None:
     assert max(found.values()) < 1, found
 
 
-@pytest.mark.skipif(not ALL_CASES, reason="imports all of them: ALL_CASES=1")
 def test_every_two_way_type_of_the_table_has_a_case() -> None:
     models = [getattr(transformers, encoder.name).config_class for encoder in ENCODERS]
     of_cases = {config.model_type for config in models} | {"embedding_gemma2"}

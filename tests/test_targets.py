@@ -128,7 +128,7 @@ def test_losses_of_labels_that_are_classes(data: st.DataObject) -> None:
     collate = same(overflow="split" if split else "raise", max_tokens=4 if split else 12)
     if data.draw(st.booleans()):
         side = data.draw(st.sampled_from(["left", "right"]))
-        collate = PaddedCollator(0, targets="same_token", padding_side=side)  # type: ignore[assignment]
+        collate = PaddedCollator(0, targets="same_token", padding_side=side)
     batch = collate(examples)
     torch.manual_seed(len(examples))
     hidden = torch.randn(*batch["input_ids"].shape, 4, dtype=torch.float64, requires_grad=True)

@@ -135,7 +135,7 @@ BY_HAND: dict[str, tuple[dict[str, int], list[tuple[list[int], list[int], bool]]
             ([5, 3, 9, 9, 4, 4, 4], [0, 0, 0, 0, 1, 1, 1], False),
         ],
     ),
-    "a row that fits": ({"max_length": 12}, [(*ROW.values(), False)]),  # type: ignore[list-item]
+    "a row that fits": ({"max_length": 12}, [(*ROW.values(), False)]),
 }
 
 
@@ -350,15 +350,15 @@ BAD_OPTIONS: dict[str, tuple[Any, type[Exception], str]] = {
         "pinned must be at least 0, got -1; None pins the whole prompt",
     ),
     "overlap": (
-        lambda: windows(ROW, 9, overlap=2.0), TypeError,  # type: ignore[arg-type]
+        lambda: windows(ROW, 9, overlap=2.0), TypeError,
         "overlap must be an int, got 2.0 of type float; 0 begins with one earlier answer",
     ),
     "as_segments": (
-        lambda: windows(ROW, 9, as_segments=1), TypeError,  # type: ignore[arg-type]
+        lambda: windows(ROW, 9, as_segments=1), TypeError,
         "as_segments must be True or False, got 1",
     ),
     "no mapping": (
-        lambda: windows([1, 2], 9), TypeError,  # type: ignore[arg-type]
+        lambda: windows([1, 2], 9), TypeError,
         "an example is a mapping with input_ids, got a list",
     ),
 }  # fmt: skip

@@ -63,7 +63,7 @@ def test_the_layout_by_hand() -> None:
 
 
 def test_routes_by_hand() -> None:
-    """Tokens behind the routes, and pads, hold distinct experts and are marked."""
+    """Tokens after the last route, and pads, hold distinct experts and are marked."""
     batch = collated(
         [
             rollout(1, 2, rollout_expert_indices=[[[5, 9, 7]], [[1, 2, 3]]]),
@@ -80,7 +80,7 @@ def test_routes_by_hand() -> None:
 
 @pytest.mark.parametrize("kind", ["block", "packed"])
 def test_a_hole_is_a_token_without_a_route_everywhere(kind: str) -> None:
-    """Marked are pads, tokens behind the routes, and holes; after every change of the rows, too."""
+    """Marked are pads, holes, and tokens after the last route, whatever is done to the rows."""
     hole = [[-1, -1]] * 2
     routes = [[[[3, 1], [0, 4]], hole, [[30, 2], [5, 6]]], [hole] * 2, [[[7, 8], [9, 10]]] * 3]
     examples = [rollout(1, 3, rollout_expert_indices=own) for own in routes]
