@@ -19,8 +19,9 @@ $(VENV)/.installed: setup.cfg pyproject.toml constraints.txt
 	@echo "Setting up $(VENV) with torch and the rest: minutes, the first time, and nothing is shown meanwhile"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[test,dev,docs]'
+	$(BIN)/pip install --quiet --no-compile -c constraints.txt -e '.[test,dev,docs]'
 	$(BIN)/pip install --quiet --no-deps -c constraints.txt trl  # its chat templates, for tests/chat
+	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # pip does it on one core; templates fail
 	touch $@
 
 sft: $(VENV)/.installed

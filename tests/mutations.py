@@ -85,7 +85,7 @@ FAULTS = [
     Fault("batch/model_inputs.py", 'if "cu_seqlens_cpu" in kind.keywords:', "if False:", "collators/test_capacity.py"),
     Fault("batch/block_masks.py", "ends - (window - 1)", "ends - window", "test_block_masks.py"),
     Fault("batch/block_masks.py", "torch.minimum(stops, ends + window)", "torch.minimum(stops, ends + window - 1)", "test_block_masks.py"),
-    Fault("batch/block_masks.py", "(high + (_SIZE - 1)) >> 7", "high >> 7", "test_block_masks.py"),
+    Fault("batch/block_masks.py", "(high + (_SIZE - 1)) // _SIZE", "high // _SIZE", "test_block_masks.py"),
     Fault("batch/block_masks.py", "if width % _SIZE:", "if False:", "test_block_masks.py"),
     Fault("packing/planner.py", "if int(rows.counts().max()) <= slots:", "if int(rows.counts().max()) <= slots + 1:", "packing/test_slots.py"),
     Fault("packing/balance.py", "(limits.pieces or len(order)) - counts)", "len(order) - counts)", "packing/test_slots.py"),

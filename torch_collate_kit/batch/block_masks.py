@@ -66,8 +66,8 @@ def _tables(first: Tensor, stop: Tensor, begin: Tensor, width: int) -> list[Tens
     of_block = begin.expand_as(low).contiguous()
     inside = torch.searchsorted(high, of_block, right=True, out_int32=True)
     beyond = torch.searchsorted(low, of_block + _SIZE, out_int32=True)
-    lo, full_hi = torch.stack([inside, low >> 7], 1)  # of blocks of queries, and of keys
-    hi, full_lo = torch.stack([beyond, (high + (_SIZE - 1)) >> 7], 1)
+    lo, full_hi = torch.stack([inside, low // _SIZE], 1)  # of blocks of queries, and of keys
+    hi, full_lo = torch.stack([beyond, (high + (_SIZE - 1)) // _SIZE], 1)
     # The blocks from lo to before hi are seen, as a whole those from full_lo to before full_hi.
     full = (full_hi - full_lo).clamp_(min=0)
     partial, full_lo = hi - lo - full, torch.clamp(full_lo, lo, hi)
