@@ -445,7 +445,7 @@ FAULTS = [
     Fault("preference/tokenize.py", "(asked[:n] + answer[m:])[:limit]", "asked[:n] + answer[m:]", "preference"),
     Fault("reporting/audit/auditing.py", 'weight = () if found.weights is None else ("weight",)', "weight = ()", "reporting/test_audit_forms.py"),
     Fault("reporting/audit/token_checks.py", "np.where(is_chat, of_template, of_tokenizer)", "(is_chat | of_tokenizer)", "reporting/test_audit_borders.py"),
-    Fault("reporting/candidates.py", 'verb = "lose" if any', 'verb = "cut" if any', "reporting/test_recommendation.py"),
+    Fault("reporting/candidates.py", 'verb = "lose" if any', 'verb = "cut" if any', "reporting/test_report_layouts.py"),
     Fault("batch/showing/explanation.py", 'f"field {name}" if name in own else name', "name", "test_batch_explain.py"),
     # refusals, and behaviours that a review found unseen
     Fault("attention/isolation.py", "if not found <= allowed * largest:", "if found > allowed * largest:", "test_isolation.py"),
