@@ -459,9 +459,9 @@ FAULTS = [
     Fault("reading/keys.py", 'is_logprobs = "logprob" in bare or bare.endswith("logp")', "is_logprobs = False", "test_refusals.py"),
     Fault("batch/context_shards.py", 'if "cu_seq_lens" in storage.given:', "if False:", "test_refusals.py"),
     # commands
-    Fault("commands.py", "train_on=options.train_on", "train_on='all'", "test_command_line.py test_command_options.py test_command_errors.py"),
+    Fault("commands.py", "train_on=options.train_on", "train_on='all'", "test_command_line.py test_command_options.py"),
     Fault("commands.py", "model=_model_config(options)", "model=None", "test_command_options.py"),
-    Fault("commands.py", "image_root=options.image_root", "image_root=None", "test_command_line.py test_command_options.py test_command_errors.py"),
+    Fault("commands.py", "image_root=options.image_root", "image_root=None", "test_command_line.py test_command_options.py"),
     Fault("commands.py", "options.cp, options.fp8", "1, options.fp8", "test_command_line.py test_command_options.py"),
     Fault("commands.py", "lengths[: options.limit]", "lengths", "test_command_line.py test_command_options.py"),
     Fault("commands.py", "min(80, shutil", "min(120, shutil", "test_command_line.py"),

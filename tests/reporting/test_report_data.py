@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.test_batch_plot import check_a_plot
+from tests.test_batch_drawing import check_a_plot, plots
 from torch_collate_kit import (
     DataError,
     PaddedCollator,
@@ -20,6 +20,8 @@ from torch_collate_kit import (
 from torch_collate_kit.ragged import Ragged
 from torch_collate_kit.reporting import PackingReport
 from torch_collate_kit.vision import VisionLayout
+
+__all__ = ["plots"]  # a fixture
 
 IDS = [[5, 6, 7], [8], [9, 4]]
 EXAMPLES = [{"input_ids": ids, "loss_mask": [0] * len(ids)} for ids in IDS]
