@@ -171,19 +171,6 @@ def test_pairs_are_reported_audited_and_explained(run: Run, folder: Path) -> Non
     ]
 
 
-def test_records_of_pairs_are_tokenized(run: Run, folder: Path) -> None:
-    rows = [{"prompt": f"Is it {i}?", "chosen": f"Yes {i}", "rejected": "No"} for i in range(3)]
-    (folder / "records.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    code, _, err = run("audit", "records.jsonl")
-    assert (code, "records.jsonl holds preferences, which need a tokenizer" in err) == (2, True)
-    tokenizer = ("--tokenizer", "tokenizer")
-    out = run("report", "records.jsonl", *tokenizer, "--max-tokens", "64")[1]
-    assert out.startswith("3 examples of 6 segments")
-    assert run("audit", "records.jsonl", *tokenizer)[1].startswith("audit of 3 rows")
-    out = run("explain", "records.jsonl", *tokenizer, "--row", "1")[1]
-    assert out.count("record 1 of 3, segment") == 2
-
-
 # ---- explain
 
 
@@ -258,6 +245,7 @@ ERRORS = {
         "report chats.jsonl --tokenizer ./none",
         "'./none' is neither a folder nor a name on the hub with a processor or tokenizer ",
     ),
+    "pairs without a tokenizer": ("audit pairs.jsonl", "pairs.jsonl holds preferences, which need"),
     "no template": ("explain chats.jsonl --tokenizer bare", ""),
     "no such record": ("explain tokens.jsonl --row 2", "--row 2: tokens.jsonl has 2 records, 0 to"),
     "a record that is not trained": ("explain question.jsonl CHAT", "record 0: it is skipped, as"),
@@ -272,6 +260,7 @@ ERRORS = {
 @pytest.mark.parametrize("name", list(ERRORS))
 def test_errors_are_one_line_that_names_the_way_out(name: str, run: Run) -> None:
     Path("nothing.jsonl").touch()
+    Path("pairs.jsonl").write_text('{"prompt": "Is it?", "chosen": "Yes", "rejected": "No"}')
     Path("folder").mkdir()
     Path("broken.jsonl").write_text(json.dumps(CHATS[0]) + '\n{"messages": [\n')
     Path("broken.jsonl.gz").write_bytes(gzip.compress(b'{"input_ids": [5]}\n{"input_ids"\n'))

@@ -160,11 +160,9 @@ def _own(r: Example) -> str:
 _FLAT, _SHIFTED = "reward_without_variance", "logprobs_shifted"
 _DISAGREE = "mask_disagrees_with_logprobs"
 ROLLOUT_DEFECTS: dict[str, Callable[[list[Example]], Planted]] = {
-    "all rewards zero": _changed(_FLAT, 1, rewards=lambda r: 0.0),
     "rewards per token": _changed(_FLAT, 1, rewards=lambda r: [*_all(0.0)(r)[1:], 1.0]),
     "logprobs shifted left": _changed(_SHIFTED, 1, logprobs=_moved(-1)),
     "logprobs shifted right": _changed(_SHIFTED, 1, logprobs=_moved(1)),
-    "logprobs shifted right in a third": _changed(_SHIFTED, 3, logprobs=_moved(1)),
     "logprobs rolled in a fifth": _changed(
         _SHIFTED, 5, logprobs=lambda r: r["logprobs"][1:] + r["logprobs"][:1]
     ),
@@ -172,10 +170,6 @@ ROLLOUT_DEFECTS: dict[str, Callable[[list[Example]], Planted]] = {
         *("no_trained_token", 5, "masks_all_zero eos_never_trained"),
         loss_mask=_all(0), logprobs=_all(0.0),  # what is not trained needs no log-probs
     ),
-    "ids beyond the vocabulary": _changed(
-        "id_out_of_vocabulary", 5, response_ids=lambda r: [5000, *r["response_ids"][1:]]
-    ),
-    "two BOS": _changed("double_bos", 1, prompt_ids=lambda r: [1, 1, *r["prompt_ids"]]),
     "logprobs of one value": _changed("logprobs_constant", 5, logprobs=_all(-1.0)),
     "probabilities": _changed(
         "logprobs_positive", 5, logprobs=lambda r: np.exp(r["logprobs"]).tolist()
@@ -184,7 +178,6 @@ ROLLOUT_DEFECTS: dict[str, Callable[[list[Example]], Planted]] = {
     "first tokens masked": _changed(
         _DISAGREE, 5, loss_mask=lambda r: [0, 0, *r["loss_mask"][2:]]
     ),
-    "uids of their own": _changed("uid_without_group", 5, uid=_own),
     "a uid in every row": _changed("uid_without_group", 1, uid=_own),
     "uids of another prompt": _changed(
         "uid_of_several_prompts", 5, uid=lambda r: f"task {(int(r['uid'][-1]) + 1) % 8}"

@@ -156,18 +156,11 @@ def _packed() -> Trap:
     return [{key: a[key] + b[key] for key in a} for a, b in pairs], tokenizer
 
 
-_SCRIPTS = (
-    "\u4eca\u5929\u5929\u6c14\u5f88\u597d", "\u041f\u0440\u0438\u0432\u0435\u0442", "\U0001f600",
-    "`<eos >` [x] {y}",
-)  # fmt: skip
 TRAPS: dict[str, Callable[[], Trap]] = {
     "clean": _clean,
     "EOS as pad, and trained": lambda: _clean(lambda i, e: as_labels(e), pad_token="<|im_end|>"),
     "turns end with another token than EOS": lambda: _clean(eos_token="<eos>", pad_token="<eos>"),
     "no template": lambda: _clean(chat_template=None),
-    "weights in place of a mask": lambda: _clean(
-        lambda i, e: e | {"loss_mask": [0.5 * m for m in e["loss_mask"]]}
-    ),
     "one BOS each": lambda: _clean(
         lambda i, e: {"input_ids": [1, *e["input_ids"]], "loss_mask": [0, *e["loss_mask"]]}
     ),
@@ -175,24 +168,8 @@ TRAPS: dict[str, Callable[[], Trap]] = {
     "documents in chunks": _chunks,
     "trials of one task": lambda: _parts(20, _trial),
     "last of three turns in part": _last_turns,
-    "few answers, as of a classifier": lambda: _chats(
-        40, lambda i: (f"Yes or no? Is {i} even?", "No." if i % 2 else "Yes.")
-    ),
     "four solutions of each problem": lambda: _chats(
         40, lambda i: (f"Solve {i // 4}.", f"Way {i % 4}: it is {i // 4}.")
-    ),
-    "one token everywhere": lambda: _parts(
-        20, lambda i: [("x" * (i + 2), 0), ("x" * (2 * i + 2) + "<|im_end|>", 1)]
-    ),
-    "empty thinking in the prompt": lambda: _parts(
-        20,
-        lambda i: [
-            (f"<|im_start|>user\n{i} and 3?<|im_end|>\n<|im_start|>assistant\n", 0),
-            ("<think>\n\n</think>\n\n", 0), (f"{i + 3}<|im_end|>", 1), ("\n", 0),
-        ],
-    ),
-    "thinking": lambda: _chats(
-        20, lambda i: (f"{i} and 3?", f"<think>\n{i}, 3.\n</think>\n\n{i + 3}")
     ),
     "added tokens": lambda: _chats(20, lambda i: (f"<tool>{i}", f"<memory>{i}")),
     "rollouts of which two groups are right": lambda: _rollouts(
@@ -209,9 +186,6 @@ TRAPS: dict[str, Callable[[], Trap]] = {
     "line breaks trained in half": lambda: _texts(
         lambda i, text: text.replace("\u27e7\n", "\n\u27e7") if i % 2 else text
     ),
-    "other scripts and code": lambda: _texts(
-        lambda i, text: text.replace("It is", f"{_SCRIPTS[i % 4]}: it is")
-    ),
     "other roles": lambda: _texts(
         lambda i, text: text.replace("|>system", f"|>{('developer', 'observation')[i % 2]}")
         if i % 5 else text
@@ -219,9 +193,6 @@ TRAPS: dict[str, Callable[[], Trap]] = {
     "two conversations in a row": _packed,
     "answers that prompts begin": lambda: _texts(
         lambda i, text: text.replace("\u27e6It is", "It is\u27e6")
-    ),
-    "short answers": lambda: _texts(
-        lambda i, text: text.replace(", I think", "").replace("It is ", "")
     ),
 }  # fmt: skip
 
@@ -306,7 +277,7 @@ def test_ids_of_another_tokenizer(real: Clean) -> None:
     assert len(found) >= 0.9 * len(rows), "a short row may come back by chance"
 
 
-@pytest.mark.parametrize("name", DEFECTS)
+@pytest.mark.parametrize("name", sorted(DEFECTS.keys() - TEMPLATES))  # the latter read no row
 def test_planted_in_real_conversations(name: str, real: Clean) -> None:
     planted = DEFECTS[name](real)
     check(planted, planted.tokenizer)

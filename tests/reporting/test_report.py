@@ -210,6 +210,12 @@ def test_what_is_printed(capsys):
         "  the least padding of those that drop and cut nothing",
         "  segments per row: 2.5, at most 3; max_sequences_per_row=4 promises one shape",
     ]
+    html = report._repr_html_()
+    assert html.count("<tr>") == 4
+    bold = html.split('<tr style="font-weight:bold">')[1].split("</tr>")[0]
+    assert ">32</td>" in bold
+    assert ">best_fit_decreasing</td>" in bold
+    assert "padding 67.3% -&gt; 23.4% at max_tokens=32" in html
 
 
 def test_lines_fit_100_characters():
@@ -222,16 +228,6 @@ def test_lines_fit_100_characters():
     assert all(len(line) <= 100 for line in lines)
     assert "8 ranks; rank tokens and cost: the slowest rank of a step / the mean" in lines
     assert "examples aligned to 16 tokens" in lines
-
-
-def test_html_has_the_same_figures_with_the_recommended_row_bold():
-    report = packing_report([5, 3, 9, 2], 10, show=False)
-    html = report._repr_html_()
-    assert html.count("<tr>") == 4
-    bold = html.split('<tr style="font-weight:bold">')[1].split("</tr>")[0]
-    assert '<td style="text-align:left;white-space:pre">balanced</td>' in bold
-    assert '<td style="text-align:left;white-space:pre">sequential</td>' in html
-    assert "padding 47.2% -&gt; 5.0% at max_tokens=10" in html
 
 
 @pytest.mark.parametrize(
@@ -294,13 +290,10 @@ def test_images_are_packed_by_patches_too():
     ("arguments", "options", "error", "message"),
     [
         (([],), {}, DataError, r"no examples \(0 lengths\).*pass at least 1"),
-        (([5, 0], 8), {}, DataError, "example 1 has length 0"),
         (([5, 9], 8), {"overflow": "raise"}, DataError, "example 1 has 9 tokens"),
-        (([5.5],), {}, TypeError, "lengths must be integers"),
         ((7, 8), {}, TypeError, "data is an int; pass lengths, or a list of examples"),
         (([5], []), {}, ValueError, "max_tokens is empty; give at least one"),
         (([5], "8"), {}, TypeError, "max_tokens must be an int, got '8' of type str"),
-        (([5], 8.0), {}, TypeError, "max_tokens must be an int, got 8.0 of type float"),
         (([5], {8, 9}), {}, TypeError, r"max_tokens must be an int, got \{8, 9\} of type set"),
         (([5], 0), {}, ValueError, "max_tokens must be at least 1, got 0"),
         (([5], 8), {"strategies": []}, ValueError, "strategies is empty; give at least one"),
