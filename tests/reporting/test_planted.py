@@ -26,6 +26,7 @@ from tests.reporting.clean_data import (
 from tests.reporting.planted import (
     DEFECTS,
     ROLLOUT_DEFECTS,
+    TEMPLATES,
     Planted,
     clean_rollouts,
 )
