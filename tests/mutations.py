@@ -445,7 +445,7 @@ FAULTS = [
     Fault("preference/tokenize.py", "(asked[:n] + answer[m:])[:limit]", "asked[:n] + answer[m:]", "preference"),
     Fault("reporting/audit/auditing.py", 'weight = () if found.weights is None else ("weight",)', "weight = ()", "reporting/test_audit_forms.py"),
     Fault("reporting/audit/token_checks.py", "np.where(is_chat, of_template, of_tokenizer)", "(is_chat | of_tokenizer)", "reporting/test_audit_borders.py"),
-    Fault("reporting/candidates.py", 'verb = "lose" if any', 'verb = "cut" if any', "reporting/test_recommendation.py"),
+    Fault("reporting/candidates.py", 'verb = "lose" if any', 'verb = "cut" if any', "reporting/test_report_layouts.py"),
     Fault("batch/showing/explanation.py", 'f"field {name}" if name in own else name', "name", "test_batch_explain.py"),
     # refusals, and behaviours that a review found unseen
     Fault("attention/isolation.py", "if not found <= allowed * largest:", "if found > allowed * largest:", "test_isolation.py"),
@@ -459,9 +459,9 @@ FAULTS = [
     Fault("reading/keys.py", 'is_logprobs = "logprob" in bare or bare.endswith("logp")', "is_logprobs = False", "test_refusals.py"),
     Fault("batch/context_shards.py", 'if "cu_seq_lens" in storage.given:', "if False:", "test_refusals.py"),
     # commands
-    Fault("commands.py", "train_on=options.train_on", "train_on='all'", "test_command_line.py test_command_options.py test_command_errors.py"),
+    Fault("commands.py", "train_on=options.train_on", "train_on='all'", "test_command_line.py test_command_options.py"),
     Fault("commands.py", "model=_model_config(options)", "model=None", "test_command_options.py"),
-    Fault("commands.py", "image_root=options.image_root", "image_root=None", "test_command_line.py test_command_options.py test_command_errors.py"),
+    Fault("commands.py", "image_root=options.image_root", "image_root=None", "test_command_line.py test_command_options.py"),
     Fault("commands.py", "options.cp, options.fp8", "1, options.fp8", "test_command_line.py test_command_options.py"),
     Fault("commands.py", "lengths[: options.limit]", "lengths", "test_command_line.py test_command_options.py"),
     Fault("commands.py", "min(80, shutil", "min(120, shutil", "test_command_line.py"),

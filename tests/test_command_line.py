@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+CHAT = "chats.jsonl --tokenizer tokenizer"
 Run = Callable[..., tuple[int, str, str]]
 
 
@@ -45,14 +47,25 @@ ROLLOUTS = [
 ]
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with data of every kind, made once."""
+    return write_data(tmp_path_factory.mktemp("data"))
+
+
+def write_data(at: Path, **more: list[dict[str, Any]]) -> Path:
+    for name, rows in {"chats": CHATS, "tokens": TOKENS, "rollouts": ROLLOUTS, **more}.items():
+        (at / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    np.save(at / "lengths.npy", np.array([5, 3, 9, 2]))
+    byte_tokenizer(TEMPLATE).save_pretrained(at / "tokenizer")
+    return at
+
+
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with data of every kind."""
+def folder(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a copy of the data."""
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    for name, rows in {"chats": CHATS, "tokens": TOKENS, "rollouts": ROLLOUTS}.items():
-        Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    np.save("lengths.npy", np.array([5, 3, 9, 2]))
-    byte_tokenizer(TEMPLATE).save_pretrained("tokenizer")
     return tmp_path
 
 
@@ -66,7 +79,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
     return called
 
 
-# --- report --------------------------------------------------------------------------------------
+# ---- report
 
 
 def test_a_report_as_json_is_that_of_the_function(run: Run) -> None:
@@ -87,14 +100,14 @@ def test_a_report_as_json_is_that_of_the_function(run: Run) -> None:
         assert json.loads(out)["data"] == expected["data"]
 
 
-# --- audit ---------------------------------------------------------------------------------------
+# ---- audit
 
 
 def test_an_audit_says_by_its_exit_code_whether_there_are_findings(run: Run) -> None:
-    code, out, err = run("audit", "chats.jsonl", "--tokenizer", "tokenizer", "--max-tokens", "99")
+    code, out, err = run(*f"audit {CHAT} --max-tokens 99".split())
     assert (code, err) == (0, "")
     assert out.startswith("audit of 3 rows (")
-    code, out, _ = run("audit", "chats.jsonl", "--tokenizer", "tokenizer", "--max-tokens", "12")
+    code, out, _ = run(*f"audit {CHAT} --max-tokens 12".split())
     assert code == 1
     assert "warning: prompt_longer_than_row" in out
     code, out, _ = run("audit", "tokens.jsonl", "--json")
@@ -135,7 +148,7 @@ def test_audit_and_template_fit_80_columns_and_break_no_word(
             assert printed.split() == whole.split()
 
 
-# --- pairs ---------------------------------------------------------------------------------------
+# ---- pairs
 
 
 def test_pairs_are_reported_audited_and_explained(run: Run, folder: Path) -> None:
@@ -143,14 +156,13 @@ def test_pairs_are_reported_audited_and_explained(run: Run, folder: Path) -> Non
     rated = {"label": True, "weight": 0.5}
     rows = [pair | rated | {"input_ids": [[5, 6, 7, 8 + i], [5, 6, 9]]} for i in range(3)]
     (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    code, out, err = run("report", "pairs.jsonl", "--max-tokens", "14")
-    assert (code, err) == (0, "")
-    assert out.startswith("3 examples of 6 segments, 21 tokens")
-    code, out, err = run("audit", "pairs.jsonl")
-    assert (code, err) == (0, "")
-    assert out.startswith("audit of 3 rows (21 tokens): nothing found")
-    code, out, err = run("explain", "pairs.jsonl", "--row", "2")
-    assert (code, err) == (0, "")
+    for command, start in (
+        ("report pairs.jsonl --max-tokens 14", "3 examples of 6 segments, 21 tokens"),
+        ("audit pairs.jsonl", "audit of 3 rows (21 tokens): nothing found"),
+        ("explain pairs.jsonl --row 2", "record 2 of 3, segment 1 of 2"),
+    ):
+        code, out, err = run(*command.split())
+        assert (code, err, out.startswith(start)) == (0, "", True)
     titles = [line for line in out.splitlines() if line.startswith("record")]
     of, weight = "record 2 of 3, segment {} of 2 of it: ", ", weight 0.5 of the record"
     assert titles == [
@@ -159,26 +171,11 @@ def test_pairs_are_reported_audited_and_explained(run: Run, folder: Path) -> Non
     ]
 
 
-def test_records_of_pairs_are_tokenized(run: Run, folder: Path) -> None:
-    rows = [{"prompt": f"Is it {i}?", "chosen": f"Yes {i}", "rejected": "No"} for i in range(3)]
-    (folder / "records.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    code, _, err = run("audit", "records.jsonl")
-    assert (code, "records.jsonl holds preferences, which need a tokenizer" in err) == (2, True)
-    tokenizer = ("--tokenizer", "tokenizer")
-    out = run("report", "records.jsonl", *tokenizer, "--max-tokens", "64")[1]
-    assert out.startswith("3 examples of 6 segments")
-    assert run("audit", "records.jsonl", *tokenizer)[1].startswith("audit of 3 rows")
-    out = run("explain", "records.jsonl", *tokenizer, "--row", "1")[1]
-    assert out.count("record 1 of 3, segment") == 2
-
-
-# --- explain -------------------------------------------------------------------------------------
+# ---- explain
 
 
 def test_a_chat_is_explained(run: Run) -> None:
-    code, out, err = run(
-        "explain", "chats.jsonl", "--tokenizer", "tokenizer", "--row", "1", "--all"
-    )
+    code, out, err = run(*f"explain {CHAT} --row 1 --all".split())
     assert (code, err) == (0, "")
     title, header, *lines = out.splitlines()
     assert title.startswith("record 1 of 3: ")
@@ -186,9 +183,9 @@ def test_a_chat_is_explained(run: Run) -> None:
     assert header.split() == ["cell", "id", "text", "position", "label", "weight"]
     trained = [line.split()[2] for line in lines if line.split()[-1] == "1"]
     assert trained == ["'6'", "'<|im_end|>'", "'y'", "'e'", "'s'", "'<|im_end|>'"]
-    last = run("explain", "chats.jsonl", "--tokenizer", "tokenizer", "--row", "-1", "--show", "4")
-    assert last[1].startswith("record 2 of 3: ")
-    assert len(last[1].splitlines()) == 2 + 4 + 1
+    last = run(*f"explain {CHAT} --row -1 --show 4".split())[1]
+    assert last.startswith("record 2 of 3: ")
+    assert len(last.splitlines()) == 2 + 4 + 1
 
 
 def test_tokens_and_rollouts_are_explained(run: Run) -> None:
@@ -218,7 +215,114 @@ def test_tokens_and_rollouts_are_explained(run: Run) -> None:
     assert texts == [repr(byte_tokenizer(TEMPLATE).decode([i])) for i in (5, 6, 7, 8)]
 
 
-# --- the process ----------------------------------------------------------------------------------
+# ---- what goes wrong: one line that names the way out
+
+# The command, and how its message begins; "CHAT" names the tokenizer
+ERRORS = {
+    "no file": ("report no.jsonl", "no.jsonl: there is no such file"),
+    "no lengths": ("report no.npy", "no.npy: there is no such file"),
+    "no folder": ("report ./no", "./no: there is no such file or folder"),
+    "an empty file": ("audit nothing.jsonl", "nothing.jsonl: there is no record in it"),
+    "a broken line": ("report broken.jsonl CHAT", "broken.jsonl: line 2 is not JSON: "),
+    "a broken line of a gz": ("report broken.jsonl.gz", "broken.jsonl.gz: line 2 is not JSON: "),
+    "a gz that is none": ("report none.jsonl.gz", "none.jsonl.gz: cannot be decompressed: Not a"),
+    "a cut gz": ("report cut.json.gz", "cut.json.gz: cannot be decompressed: Compressed"),
+    "a zst that is none": ("report none.jsonl.zst", "none.jsonl.zst: cannot be decompressed: zstd"),
+    "no compressed file": ("report no.jsonl.zst", "no.jsonl.zst: there is no such file"),
+    "another kind of file": ("report data.csv", "data.csv: not a kind of file that is read (.json"),
+    "other columns": ("report text.jsonl", "text.jsonl: has the columns text; it must hold chats "),
+    "no array": ("report junk.npy", "junk.npy: not a file of lengths that np.save wrote; write it"),
+    "one number": ("report one.npy", "one.npy: lengths must be one flat array, got 0-D"),
+    "lengths that are not whole": ("report floats.npy", "floats.npy: lengths must be integers, go"),
+    "no tokenizer": ("explain chats.jsonl", "chats.jsonl holds chats, which need a tokenizer; pas"),
+    "a folder without a tokenizer": (
+        "report chats.jsonl --tokenizer folder",
+        "the folder 'folder' holds no processor or tokenizer that can be loaded: ",
+    ),
+    "a template in such a folder": ("template folder", "'folder' is not a .jinja file, and a toke"),
+    "a folder without templates": ("template --all folder", "folder: there is no .jinja file in i"),
+    "a tokenizer that is not there": (
+        "report chats.jsonl --tokenizer ./none",
+        "'./none' is neither a folder nor a name on the hub with a processor or tokenizer ",
+    ),
+    "pairs without a tokenizer": ("audit pairs.jsonl", "pairs.jsonl holds preferences, which need"),
+    "no template": ("explain chats.jsonl --tokenizer bare", ""),
+    "no such record": ("explain tokens.jsonl --row 2", "--row 2: tokens.jsonl has 2 records, 0 to"),
+    "a record that is not trained": ("explain question.jsonl CHAT", "record 0: it is skipped, as"),
+    "a record that is refused": ("explain target.jsonl", "record 0: has 'extra' and no loss targe"),
+    "images without a processor": (
+        "audit chats.jsonl CHAT --image-root .",
+        "--image-root is for images, and tokenizer is a tokenizer alone; ",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(ERRORS))
+def test_errors_are_one_line_that_names_the_way_out(name: str, run: Run) -> None:
+    Path("nothing.jsonl").touch()
+    Path("pairs.jsonl").write_text('{"prompt": "Is it?", "chosen": "Yes", "rejected": "No"}')
+    Path("folder").mkdir()
+    Path("broken.jsonl").write_text(json.dumps(CHATS[0]) + '\n{"messages": [\n')
+    Path("broken.jsonl.gz").write_bytes(gzip.compress(b'{"input_ids": [5]}\n{"input_ids"\n'))
+    Path("cut.json.gz").write_bytes(gzip.compress(b'[{"input_ids": [5]}]')[:-9])
+    for packed in ("none.jsonl.gz", "none.jsonl.zst"):
+        Path(packed).write_text(json.dumps({"input_ids": [5]}))
+    Path("data.csv").write_text("a,b\n")
+    Path("text.jsonl").write_text('{"text": "hi"}\n')
+    Path("junk.npy").write_text("junk")
+    Path("question.jsonl").write_text(json.dumps(chat("who?")))
+    Path("target.jsonl").write_text('{"input_ids": [5, 6], "extra": 1}')
+    np.save("floats.npy", np.array([1.5]))
+    np.save("one.npy", np.array(5))
+    bare = byte_tokenizer("")
+    bare.chat_template = None
+    bare.save_pretrained("bare")
+    arguments, message = ERRORS[name]
+    code, out, err = run(*arguments.replace("CHAT", "--tokenizer tokenizer").split())
+    assert (code, out) == (2, "")
+    assert err.startswith(f"error: {message}")
+    assert err.count("\n") == 1
+    if name == "no template":
+        assert "has no chat_template; use the tokenizer of the model's chat version" in err
+    if name == "a record that is refused":
+        assert "pass --train-all to train every token" in err
+        assert run("explain", "target.jsonl", "--train-all")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "required: command"),
+        (("report",), "required: DATA"),
+        (("report", "lengths.npy", "--max-tokens", "0"), "'0' is not a whole number of at least 1"),
+        (("report", "lengths.npy", "--max-tokens", "4k"), "'4k' is not a whole number"),
+        (("report", "--dp", "lengths.npy"), "at least 1; name the file before the options"),
+        (("report", "lengths.npy", "--strategy", "best"), "invalid choice: 'best'"),
+        (("explain", "tokens.jsonl", "--all", "--show", "3"), "not allowed with"),
+        (("unknown",), "invalid choice: 'unknown'"),
+    ],
+)
+def test_wrong_usage(arguments: tuple[str, ...], message: str, run: Run) -> None:
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "")
+    assert message in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "note"),
+    [
+        ("report lengths.npy --split test --num-proc 2", "holds lengths; not used: --split, --num"),
+        ("audit tokens.jsonl --train-on last", "holds tokenized rows; not used: --train-on\n"),
+        ("explain rollouts.jsonl --image-root .", "holds rollouts; not used: --image-root\n"),
+        ("audit tokens.jsonl --max-tokens 9", ""),
+    ],
+)
+def test_options_that_change_nothing_are_named(arguments: str, note: str, run: Run) -> None:
+    err = run(*arguments.split())[2]
+    assert (note in err) if note else not err
+
+
+# ---- the process
 
 
 ASKED = """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 from PIL import Image
 
 from tests.command import byte_tokenizer, parser
-from tests.test_command_line import TEMPLATE, TOKENS, Run, chat, folder, run
+from tests.test_command_line import CHAT, TEMPLATE, TOKENS, Run, chat, folder, run, write_data
 from tests.vision.families import FAMILIES
 
 __all__ = ["folder", "run"]  # fixtures
@@ -24,7 +23,6 @@ RED = [{"type": "image", "path": "red.png"}, {"type": "text", "text": "?"}]
 ANSWERS = chat("?", "red", "sure?", "yes")["messages"]
 EMPTY = [chat("?", " "), chat("?", "yes")]
 RECORD = [{"messages": [{"role": "user", "content": RED}, *ANSWERS[1:]]}]
-CHATS = "chats.jsonl --tokenizer tokenizer"
 REWRITTEN = "chats.jsonl --tokenizer thinking"  # "all" is refused
 PICTURES = "pictures.jsonl --tokenizer processor"
 EMPTY_CHATS = "empty.jsonl --tokenizer tokenizer"
@@ -57,62 +55,66 @@ OPTIONS = [
         '"notes": []',
         "left are wrong in rwkv",
     ),
-    ("report", CHATS, "--num-proc 2", "chats:   0%", "chats (num_proc=2):"),
+    ("report", CHAT, "--num-proc 2", "chats:   0%", "chats (num_proc=2):"),
     ("report", EMPTY_CHATS, "--allow-empty", "is an empty answer", "2 examples, "),
     ("audit", "splits", "--split test", "audit of 2 rows", "audit of 1 row "),
     ("audit", "tokens.jsonl", "--limit 1", "audit of 2 rows", "audit of 1 row "),
     ("audit", "chats.jsonl", "--tokenizer tokenizer", "pass --tokenizer", "audit of 3 rows"),
-    ("audit", f"{CHATS} --max-tokens 50", "--train-on last", "target_trunc", "prompt_longer_"),
+    ("audit", f"{CHAT} --max-tokens 50", "--train-on last", "target_trunc", "prompt_longer_"),
     ("audit", f"{PICTURES} --max-tokens 99", "--image-root images", "refused", "(64 tokens)"),
     ("audit", "tokens.jsonl", "--json", "audit of 2 rows", '"num_rows": 2'),
-    ("audit", CHATS, "--max-tokens 12", "without --max-tokens", "warning: prompt_longer_than_row"),
+    ("audit", CHAT, "--max-tokens 12", "without --max-tokens", "warning: prompt_longer_than_row"),
     ("audit", "extra.jsonl", "--train-all", "pass --train-all", "audit of 1 row "),
     ("explain", "splits", "--split test", "of 2: 4 tokens", "of 1: 2 tokens"),
     ("explain", "tokens.jsonl", "--limit 1", "record 0 of 2", "record 0 of 1"),
     ("explain", "tokens.jsonl", "--tokenizer tokenizer", "id  position", "id  text"),
-    ("explain", f"{CHATS} --row 1", "--train-on last", "6 trained", "4 trained"),
+    ("explain", f"{CHAT} --row 1", "--train-on last", "6 trained", "4 trained"),
     ("explain", f"{PICTURES} --image-root images", "--train-on last", "8 trained", "4 trained"),
     ("explain", PICTURES, "--image-root images", "does not exist", "64 tokens"),
     ("explain", "tokens.jsonl", "--json", "cell  id", '"record": 0'),
     ("explain", "tokens.jsonl", "--row -1", "record 0 ", "record 1 "),
     ("explain", "tokens.jsonl", "--max-tokens 3", "4 tokens in", "3 tokens in"),
-    ("explain", CHATS, "--max-tokens 20", "26 tokens in", "20 tokens in"),
+    ("explain", CHAT, "--max-tokens 20", "26 tokens in", "20 tokens in"),
     ("explain", "extra.jsonl", "--train-all", "pass --train-all", "1 trained"),
     ("explain", "extra.jsonl --max-tokens 9", "--train-all", "pass --train-all", "1 trained"),
     ("explain", "tokens.jsonl", "--show 2", "1   6 ", "2 more tokens"),
     ("explain", "long.jsonl", "--all", "more tokens", "40  40  "),
     ("explain", EMPTY_CHATS, "--allow-empty", "is an empty answer", "record 0 of 2"),
     ("tokenize", "splits --out t", "--split none", "splits holds tokens", "no split 'none'"),
-    ("tokenize", f"{CHATS} --out t", "--limit 1", "3 examples", "1 example of"),
+    ("tokenize", f"{CHAT} --out t", "--limit 1", "3 examples", "1 example of"),
     ("tokenize", "chats.jsonl --out t", "--tokenizer tokenizer", "with --tokenizer", "3 examples"),
     ("tokenize", f"{REWRITTEN} --out t", "--train-on each", "error: example 1", "4 examples"),
     ("tokenize", f"{PICTURES} --out t", "--image-root images", "does not exist", "1 example of"),
-    ("tokenize", f"{CHATS} --out t", "--json", "3 examples", '"examples": 3'),
+    ("tokenize", f"{CHAT} --out t", "--json", "3 examples", '"examples": 3'),
     ("tokenize", f"{EMPTY_CHATS} --out t", "--allow-empty", "is an empty answer", "2 examples"),
-    ("tokenize", f"{CHATS} --out t", "--max-length 26", "3 examples of", "too_long"),
-    ("tokenize", f"{CHATS} --out t", "--num-proc 2 --out u", "chats:   0%", "chats (num_proc=2):"),
-    ("tokenize", CHATS, "--out t", "required: --out", "3 examples"),
-    ("tokenize", f"{CHATS} --out t", "--text messages", "3 examples", "not texts"),
+    ("tokenize", f"{CHAT} --out t", "--max-length 26", "3 examples of", "too_long"),
+    ("tokenize", f"{CHAT} --out t", "--num-proc 2 --out u", "chats:   0%", "chats (num_proc=2):"),
+    ("tokenize", CHAT, "--out t", "required: --out", "3 examples"),
+    ("tokenize", f"{CHAT} --out t", "--text messages", "3 examples", "not texts"),
     ("template", "", "--all .", "no template given", "| template | one turn"),
 ]
 
 
-@pytest.fixture(autouse=True)
-def files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Data that one of the options reads."""
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with data that one of the options reads, made once."""
     rows = {"rows": ROWS, "long": LONG, "extra": EXTRA, "pictures": RECORD, "empty": EMPTY}
-    for name, records in rows.items():
-        Path(f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    at = write_data(tmp_path_factory.mktemp("data"), **rows)
     splits = {"train": TOKENS, "test": TOKENS[1:]}
     saved = {name: datasets.Dataset.from_list(records) for name, records in splits.items()}
-    datasets.DatasetDict(saved).save_to_disk("splits")
-    byte_tokenizer(THINKING).save_pretrained("thinking")
-    FAMILIES["gemma3"].make_processor().save_pretrained("processor")
-    Path("rwkv").mkdir()
-    Path("rwkv/config.json").write_text('{"model_type": "rwkv"}')
-    Path("images").mkdir()
-    Image.new("RGB", (64, 64)).save("images/red.png")
-    Path("words.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    datasets.DatasetDict(saved).save_to_disk(at / "splits")
+    byte_tokenizer(THINKING).save_pretrained(at / "thinking")
+    FAMILIES["gemma3"].make_processor().save_pretrained(at / "processor")
+    for name in ("rwkv", "images"):
+        (at / name).mkdir()
+    (at / "rwkv/config.json").write_text('{"model_type": "rwkv"}')
+    Image.new("RGB", (64, 64)).save(at / "images/red.png")
+    (at / "words.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    return at
+
+
+@pytest.fixture(autouse=True)
+def without_caches() -> Iterator[None]:
     datasets.disable_caching()  # or a bar of progress is shown once only
     yield
     datasets.enable_caching()

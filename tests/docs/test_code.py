@@ -6,12 +6,17 @@ Python blocks with ``>>>`` are run by doctest instead (``--doctest-glob=*.md``).
 from __future__ import annotations
 
 import ast
+import base64
+import importlib.util
+import math
 import re
 import shlex
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from PIL import Image
 
 import torch_collate_kit
@@ -125,3 +130,71 @@ def test_output_that_is_missing_or_differs_is_found():
     check_printed(["a", "in 3 ms"], ["a", "b", "in 4.5 ms"], Path("page.md"))
     with pytest.raises(AssertionError, match=r"page\.md says 'b'"):
         check_printed(["a", "b"], ["b", "a"], Path("page.md"))
+
+
+PAGE = DOCS / "guide" / "preference.md"
+
+
+def log_sigmoid(x: float) -> float:
+    return -math.log1p(math.exp(-x))
+
+
+def answer(model: Any, example: Any, side: int) -> list[float]:
+    """The log-prob of each token of an answer, from a call with that side alone."""
+    ids, mask = (torch.tensor(example[name][side]) for name in ("input_ids", "loss_mask"))
+    logps = model(ids[None]).logits[0].double().log_softmax(-1)
+    return [logps[i - 1, ids[i]].item() for i in range(1, len(ids)) if mask[i]]
+
+
+@torch.no_grad()
+def test_losses_of_the_page_equal_each_pair_alone() -> None:
+    names: dict[str, Any] = {}
+    blocks = [block for _, block in blocks_of(PAGE)]
+    rated = next(i for i, block in enumerate(blocks) if '"label": i' in block)
+    with torch.enable_grad():
+        exec(compile("\n".join(blocks[:rated]), str(PAGE), "exec"), names)
+        exec(compile("\n".join(blocks[rated + 1 :]), str(PAGE), "exec"), names)
+    batch = names["batch"]
+    names["model"].eval()  # called without segments
+    order = batch.row_metadata["example_indices"].values[::2].tolist()
+    assert sorted(order) == list(range(12))
+    for place, i in enumerate(order):
+        chosen, rejected = (answer(names["model"], names["examples"][i], side) for side in (0, 1))
+        base = [sum(answer(names["reference"], names["examples"][i], side)) for side in (0, 1)]
+        ratio = sum(chosen) - base[0] - (sum(rejected) - base[1])
+        means = [sum(logps) / len(logps) for logps in (chosen, rejected)]
+        odds = [mean - math.log(1 - math.exp(mean)) for mean in means]
+        expected = {
+            "ipo": (ratio - 1 / (2 * 0.1)) ** 2,
+            "simpo": -log_sigmoid(2.0 * (means[0] - means[1]) - 0.5),
+            "orpo": -means[0] - 0.1 * log_sigmoid(odds[0] - odds[1]),
+        }
+        for name, loss in expected.items():
+            assert names[name][place].item() == pytest.approx(loss, rel=2e-4), (name, i)
+
+
+def code(source: str, *outputs: dict[str, Any]) -> dict[str, Any]:
+    return {"cell_type": "code", "source": [source], "outputs": list(outputs)}
+
+
+def test_text_code_pictures_and_html() -> None:
+    """Pictures are files of their own; HTML goes before its plain text, on one line."""
+    spec = importlib.util.spec_from_file_location(
+        "notebook_pages", ROOT / "website" / "notebook_pages.py"
+    )
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    text = {"cell_type": "markdown", "source": ["# Rows\n", "Text."]}
+    printed = {"output_type": "stream", "name": "stdout", "text": ["1\n", "2\n"]}
+    picture = {"data": {"image/png": base64.b64encode(b"PNG").decode(), "text/plain": "<Figure>"}}
+    shown = {"data": {"text/html": ["<table>\n", "\n", "<tr></tr></table>"], "text/plain": "Batch"}}
+    cells = [text, code("print(1)\nprint(2)", printed), code("draw()", picture), code("b", shown)]
+    pages = dict(module.pages_of({"cells": cells}, "01_rows"))
+    page = pages["01_rows.md"]
+    start = "# Rows\nText.\n\n````python\nprint(1)\nprint(2)\n````\n\n````text\n1\n2\n````\n"
+    assert page.startswith(start)
+    assert pages["01_rows_0.png"] == b"PNG"
+    assert page.count("](01_rows_") == 1
+    assert "<div class='output'><table> <tr></tr></table></div>" in page
+    assert "Batch" not in page
+    assert "<Figure>" not in page

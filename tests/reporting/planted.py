@@ -1,157 +1,62 @@
-"""Defects of supervision, planted in clean conversations: the truth that ``audit`` is held to.
+"""Defects of supervision, planted in clean data: the truth that ``audit`` is held to.
 
-Those that an edit of a text can make are in planted_texts.py.
-
-They were written from the list of findings, not from the code of audit.
+Those that an edit of a text can make are in test_planted_texts.py; those that a loop over the
+tokens of a row finds are drawn in test_audit.py.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
-from tests.reporting.clean_data import CHATML, Clean, with_target
-from tests.reporting.planted_edits import (
-    Case,
-    Planted,
-    another_id,
-    answers,
-    bos,
-    first_trained,
-    inserted,
-    last_trained,
-    last_turn_beyond,
-    long_answer,
-    long_prompt,
-    no_end,
-    of_three_turns,
-    shifted,
-)
+import numpy as np
 
-__all__ = ["DEFECTS", "TEMPLATES", "Planted", "answers", "of_three_turns", "shifted"]
-
-_SHIFT = "generation_prompt_trained eos_never_trained eos_not_trained eos_truncated"
-_ZERO, _ONE = "masks_all_zero no_trained_token eos_never_trained", "generation_prompt_trained"
-_LOST = "eos_truncated no_trained_token prompt_longer_than_row target_truncated"
+from tests.reporting.clean_data import CHATML, Clean, Example, as_labels, chat_tokenizer
 
 
-def _zeros(target: list[Any]) -> list[Any]:
-    return [0] * len(target)
+@dataclass(frozen=True)
+class Planted:
+    """Damaged data and what must be found in it."""
+
+    name: str
+    examples: list[Example]
+    tokenizer: Any
+    rows: set[int] | None  # the damaged ones; None: rows mean nothing
+    also: set[str] = field(default_factory=set)  # may be found, too, in damaged rows only
 
 
-def _ones(target: list[Any]) -> list[Any]:
-    return [1] * len(target)
+def shifted(values: list[Any], by: int, fill: Any) -> list[Any]:
+    """The values moved by one: +1 to the right, -1 to the left."""
+    return [fill, *values[:-1]] if by == 1 else [*values[1:], fill]
 
 
-DEFECTS: dict[str, Callable[[Clean], Planted]] = {
-    **{
-        f"labels shifted by {by}, {rows}": Case(
-            "labels_shifted", rows=rows, form="labels", also=_SHIFT,
-            moved=lambda of, by=by: shifted(of, by, -100),
-        )
-        for by in (-1, 1) for rows in ("all", "twentieth")
-    },
-    "some masks zero": Case("no_trained_token", moved=_zeros, rows="tenth", also=_ZERO),
-    "template without generation marks": Case(
-        "masks_all_zero", form="assistant_masks", moved=_zeros, also=_ZERO
-    ),
-    "all masks one": Case("masks_all_one", moved=_ones, also=_ONE),
-    "mask ends before EOS": Case("eos_never_trained", no_end),
-    "no EOS in the data": Case(
-        "eos_never_trained", also="eos_truncated",
-        edit=lambda c, e: {k: v[: last_trained(e)] for k, v in e.items()},
-    ),
-    **{
-        f"EOS masked as a pad in {form}": Case(
-            "eos_masked_as_pad", no_end, "eos_never_trained", form=form, eos_is_pad=True
-        )
-        for form in ("labels", "loss_mask")
-    },
-    "row ends within the answer": Case(
-        "eos_truncated", long_answer(20), "target_truncated", rows="tenth", has_limit=True,
-        form="labels",
-    ),
-    **{
-        f"prompt longer than the row of {form}": Case(
-            "prompt_longer_than_row", long_prompt(more), _LOST, rows="tenth", has_limit=True,
-            form=form,
-        )
-        for form, more in (("loss_mask", 25), ("labels", 1))
-    },
-    "last turn beyond the row": Case(
-        "target_truncated", last_turn_beyond, "eos_truncated", rows="tenth", has_limit=True
-    ),
-    **{
-        f"two BOS, {rows}": Case("double_bos", bos, rows=rows, form=form, everywhere=bos)
-        for rows, form in (("all", "loss_mask"), ("tenth", "labels"))
-    },
-    "first id beyond the vocabulary": Case(
-        "id_out_of_vocabulary", another_id(lambda c, e: first_trained(e) + 1, 0), rows="tenth"
-    ),
-}  # fmt: skip
+# ---- conversations
+
+_ALSO = "generation_prompt_trained eos_never_trained eos_not_trained eos_truncated masks_all_one"
 
 
-def _next_tokens_as_labels(clean: Clean) -> Planted:
-    """The x, y pairs of a loop that shifts itself: nothing is masked."""
-    examples = [
-        {"input_ids": e["input_ids"][:-1], "labels": e["input_ids"][1:]} for e in clean.examples
-    ]
-    also = {*_SHIFT.split(), "masks_all_one"}
-    return Planted("labels_shifted", examples, clean.tokenizer, [clean.all_rows()], also=also)
-
-
-def _pads(form: str, *, left: bool = False) -> Callable[[Clean], Planted]:
-    """Rows padded to one length, and trained there; the longest row has no pads.
-
-    The first token of a row is never trained, so one pad on the left is none that is.
-    """
-
+def _edited(
+    name: str, edit: Callable[[Example], Example], first: int = 0, step: int = 1
+) -> Callable[[Clean], Planted]:
     def made(clean: Clean) -> Planted:
-        width = max(len(e["input_ids"]) for e in clean.examples)
-        num_pads = [width - len(e["input_ids"]) for e in clean.examples]
-        examples = [
-            with_target(
-                inserted(e, 0 if left else width, [clean.tokenizer.pad_token_id] * pads, 1), form
-            )
-            for e, pads in zip(clean.examples, num_pads, strict=True)
-        ]
-        rows = {i for i, pads in enumerate(num_pads) if pads > left}
-        return Planted("pad_trained", examples, clean.tokenizer, [rows], also={"padded_rows"})
+        rows = set(range(first, len(clean.examples), step))
+        examples = [edit(e) if i in rows else as_labels(e) for i, e in enumerate(clean.examples)]
+        return Planted(name, examples, clean.tokenizer, rows, set(_ALSO.split()))
 
     return made
 
 
-def _repeated(name: str, form: str, *groups: tuple[int, ...]) -> Callable[[Clean], Planted]:
-    """Each group's first row, or its prompt before their own answers, over its other rows."""
-
-    def made(clean: Clean) -> Planted:
-        count = len(clean.examples)
-        examples = list(clean.examples)
-        found = [[row % count for row in group] for group in groups]
-        for first, *others in found:
-            source = examples[first]
-            prompt = first_trained(source)
-            for row in others:
-                e = clean.examples[row]
-                asked = {
-                    key: of[:prompt] + e[key][first_trained(e) :] for key, of in source.items()
-                }
-                examples[row] = asked if name == "contradictory_answers" else source
-        rows = [{row for g in found for row in g}, {row for g in found for row in g[1:]}]
-        examples = [with_target(e, form) | {"id": i} for i, e in enumerate(examples)]
-        return Planted(name, examples, clean.tokenizer, rows)
-
-    return made
+def _labels_shifted(by: int) -> Callable[[Example], Example]:
+    return lambda e: as_labels(e) | {"labels": shifted(as_labels(e)["labels"], by, -100)}
 
 
 def _templated(template: str) -> Callable[[Clean], Planted]:
     """A template that writes the beginning of a conversation differently when it goes on."""
+    assert template != CHATML, "the damage was not done"
 
     def made(clean: Clean) -> Planted:
-        tokenizer = copy.deepcopy(clean.tokenizer)
-        assert template != CHATML, "the damage was not done"
-        tokenizer.chat_template = template
+        tokenizer = clean.with_template(template).tokenizer
         return Planted("template_not_prefix_stable", clean.examples, tokenizer, None)
 
     return made
@@ -182,11 +87,99 @@ TEMPLATES: dict[str, Callable[[Clean], Planted]] = {
         CHATML.replace("assistant\n' }}{% endif %}", "assistant\n<think>\n' }}{% endif %}")
     ),
 }
-DEFECTS |= {
-    "next tokens as labels": _next_tokens_as_labels,
-    "pad tail in labels": _pads("labels"),
-    "pads before the prompt in labels": _pads("labels", left=True),
-    "neighbours twice": _repeated("duplicates", "loss_mask", (4, 5), (20, 21)),
-    "two answers": _repeated("contradictory_answers", "loss_mask", (4, 5), (20, 28)),
+DEFECTS: dict[str, Callable[[Clean], Planted]] = {
+    **{
+        f"labels shifted by {by}, {rows}": _edited("labels_shifted", _labels_shifted(by), *of)
+        for by in (-1, 1)
+        for rows, of in (("all", ()), ("a twentieth", (7, 20)))
+    },
+    "next tokens as labels": _edited(  # the x, y pairs of a loop that shifts itself
+        "labels_shifted", lambda e: {"input_ids": e["input_ids"][:-1], "labels": e["input_ids"][1:]}
+    ),
+    "all masks one": _edited("masks_all_one", lambda e: as_labels(e) | {"labels": e["input_ids"]}),
     **TEMPLATES,
 }
+
+# ---- rollouts: rewards, log-probs, masks and ids
+
+
+def clean_rollouts(groups: int = 8, size: int = 4, *, tools: bool = True) -> list[Example]:
+    """Groups of answers to one prompt, with a tool's answer in the middle (0.0 as log-probs)."""
+    tokenizer, rng = chat_tokenizer(), np.random.default_rng(0)
+    rollouts = []
+    for i in range(groups * size):
+        group, trial = divmod(i, size)
+        question = f"<|im_start|>user\nNumber {group}?<|im_end|>\n<|im_start|>assistant\n"
+        parts = [(f"call {i}<|im_end|>", 1), (f"got {group}\n", 0), (f"It is {i}<|im_end|>", 1)]
+        ids, mask = [], []
+        for text, weight in parts if tools else parts[2:]:
+            found = tokenizer.encode(text, add_special_tokens=False)
+            ids, mask = ids + found, mask + [weight] * len(found)
+        drawn = np.round(rng.uniform(-3, -0.05, len(ids)), 2)
+        rollouts.append(
+            {
+                "prompt_ids": tokenizer.encode(question, add_special_tokens=False),
+                "response_ids": ids,
+                "loss_mask": mask,
+                "logprobs": [float(p) if m else 0.0 for p, m in zip(drawn, mask, strict=True)],
+                "rewards": float(trial == group % size),
+                "uid": f"task {group}",
+            }
+        )
+    return rollouts
+
+
+def _changed(
+    name: str, step: int, also: str = "", **changes: Callable[[Example], Any]
+) -> Callable[[list[Example]], Planted]:
+    """Every rollout of so many gets other values, which are made of it."""
+
+    def made(rollouts: list[Example]) -> Planted:
+        rows = set(range(0, len(rollouts), step))
+        examples = [
+            r | {key: of(r) for key, of in changes.items()} if i in rows else r
+            for i, r in enumerate(rollouts)
+        ]
+        return Planted(name, examples, chat_tokenizer(), rows, set(also.split()))
+
+    return made
+
+
+def _moved(by: int) -> Callable[[Example], Any]:
+    return lambda r: shifted(r["logprobs"], by, 0.0)
+
+
+def _all(value: float) -> Callable[[Example], Any]:
+    return lambda r: [value] * len(r["response_ids"])
+
+
+def _own(r: Example) -> str:
+    return f"run {r['response_ids']}"
+
+
+_FLAT, _SHIFTED = "reward_without_variance", "logprobs_shifted"
+_DISAGREE = "mask_disagrees_with_logprobs"
+ROLLOUT_DEFECTS: dict[str, Callable[[list[Example]], Planted]] = {
+    "rewards per token": _changed(_FLAT, 1, rewards=lambda r: [*_all(0.0)(r)[1:], 1.0]),
+    "logprobs shifted left": _changed(_SHIFTED, 1, logprobs=_moved(-1)),
+    "logprobs shifted right": _changed(_SHIFTED, 1, logprobs=_moved(1)),
+    "logprobs rolled in a fifth": _changed(
+        _SHIFTED, 5, logprobs=lambda r: r["logprobs"][1:] + r["logprobs"][:1]
+    ),
+    "response masks zero": _changed(
+        *("no_trained_token", 5, "masks_all_zero eos_never_trained"),
+        loss_mask=_all(0), logprobs=_all(0.0),  # what is not trained needs no log-probs
+    ),
+    "logprobs of one value": _changed("logprobs_constant", 5, logprobs=_all(-1.0)),
+    "probabilities": _changed(
+        "logprobs_positive", 5, logprobs=lambda r: np.exp(r["logprobs"]).tolist()
+    ),
+    "a tool trained": _changed(_DISAGREE, 5, "text_after_end_trained", loss_mask=_all(1)),
+    "first tokens masked": _changed(
+        _DISAGREE, 5, loss_mask=lambda r: [0, 0, *r["loss_mask"][2:]]
+    ),
+    "a uid in every row": _changed("uid_without_group", 1, uid=_own),
+    "uids of another prompt": _changed(
+        "uid_of_several_prompts", 5, uid=lambda r: f"task {(int(r['uid'][-1]) + 1) % 8}"
+    ),
+}  # fmt: skip

@@ -8,8 +8,17 @@ from typing import Any
 import pytest
 from tokenizers import processors
 
-from tests.reporting.clean_data import Clean, Example, chat_tokenizer, masked
-from tests.reporting.planted_texts import conversations, encoded, tool_tokenizer
+from tests.reporting.clean_data import (
+    CHATML,
+    Clean,
+    Example,
+    chat_tokenizer,
+    conversations,
+    encoded,
+    masked,
+    tool_tokenizer,
+)
+from tests.reporting.clean_data import serious as rows_of_findings
 from torch_collate_kit import audit
 from torch_collate_kit.errors import DataError
 
@@ -17,13 +26,12 @@ ROWS = {3, 25, 47}
 
 
 def serious(examples: Any, tokenizer: Any) -> dict[str, set[int]]:
-    report = audit(examples, tokenizer)
-    return {f.name: set(f.rows.tolist()) for f in report.findings if f.severity != "note"}
+    return {name: {*rows} for name, rows in rows_of_findings(examples, tokenizer).items()}
 
 
-def with_bos(template: str | None = None, *, adds: bool = True, eos: bool = False) -> Any:
+def with_bos(template: str = CHATML, *, adds: bool = True, eos: bool = False) -> Any:
     """A tokenizer of bytes that adds BOS, and maybe EOS, to a text."""
-    tokenizer = chat_tokenizer() if template is None else chat_tokenizer(template)
+    tokenizer = chat_tokenizer(template)
     if adds:
         tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
             single="<bos> $A <eos>" if eos else "<bos> $A",
@@ -48,7 +56,6 @@ def test_a_row_without_ids_is_refused_by_number(other: Any, ids: Any) -> None:
 # ---- BOS
 
 TEXTS = [f"Chapter {i}. It rained for {i * i} days." for i in range(30)]
-CHATML = chat_tokenizer().chat_template
 WRITES = "{{ bos_token }}" + CHATML
 
 
@@ -135,8 +142,7 @@ def test_a_second_end_at_the_end_of_a_row() -> None:
             assert serious(some, tokenizer)["end_repeated"] == ROWS
             found = serious([encoded(tail(t), tokenizer) for t in texts], tokenizer)
             assert found["end_repeated"] == set(range(60))
-    bare = chat_tokenizer()
-    bare.chat_template, bare.pad_token = None, bare.eos_token
+    bare = chat_tokenizer(chat_template=None, pad_token="<|im_end|>")
     end = bare.eos_token_id
 
     def tailed(num: Callable[[int], int]) -> list[Example]:
@@ -257,12 +263,12 @@ def test_an_answer_left_out_beside_others_is_a_note() -> None:
 @pytest.mark.parametrize("num_classes", [2, 5])
 def test_classes_of_one_token_stay_silent(cut: int | None, num_classes: int) -> None:
     clean = Clean.made()
-    for prompts in ([e["input_ids"] for e in clean.examples],
-                    [clean.encode(text) for text in conversations(60)]):  # fmt: skip
+    texts = [encoded(text, clean.tokenizer) for text in conversations(60)]
+    for prompts in ([e["input_ids"] for e in of] for of in (clean.examples, texts)):
         rows = []
         for i, prompt in enumerate(prompts):
             kept = prompt[:cut]
-            target = clean.encode("ABCDE"[i % num_classes])
+            target = encoded("ABCDE"[i % num_classes], clean.tokenizer)["input_ids"]
             rows.append({"input_ids": kept + target, "loss_mask": [0] * len(kept) + [1]})
         report = audit(rows, clean.tokenizer)
         assert report.ok, report

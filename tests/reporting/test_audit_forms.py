@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
+from PIL import Image
 
-from tests.reporting.audit_words import TEMPLATE, chat, rows_like, word_tokenizer
+from tests.reporting.clean_data import TEMPLATE, as_labels, chat, rows_like, serious, word_tokenizer
 from tests.vision.families import FAMILIES
 from torch_collate_kit import ChatOptions, DataError, TokenizedDataset, audit
 from torch_collate_kit.chat import windows
@@ -25,13 +28,7 @@ def tokenizer() -> Any:
     return word_tokenizer()
 
 
-def serious(report: Any) -> dict[str, list[int]]:
-    return {f.name: f.rows.tolist() for f in report.findings if f.severity != "note"}
-
-
 def forms(folder: Path) -> dict[str, Any]:
-    import datasets
-    import pyarrow as pa
 
     dataset = datasets.Dataset.from_list(ROWS)
     dataset.to_parquet(folder / "rows.parquet")
@@ -46,23 +43,19 @@ def forms(folder: Path) -> dict[str, Any]:
         "Table": pa.Table.from_pylist(ROWS),
         "TokenizedDataset": TokenizedDataset(ROWS),
         "path": str(folder / "rows.parquet"),
-        "labels": [
-            {"input_ids": ids, "labels": [t if m else -100 for t, m in zip(ids, mask, strict=True)]}
-            for ids, mask in (row.values() for row in ROWS)
-        ],
-        "assistant_masks": [{**r, "assistant_masks": r["loss_mask"]} for r in ROWS],
+        "labels": [as_labels(row) for row in ROWS],
+        "assistant_masks": [dict(zip(("input_ids", "assistant_masks"), row.values(), strict=True))
+                            for row in ROWS],
         "num_actions": [
             {"input_ids": r["input_ids"], "loss_mask": r["loss_mask"][5:], "num_actions": n - 5}
             for r, n in ((r, len(r["input_ids"])) for r in ROWS)
         ],
-    }
+    }  # fmt: skip
 
 
 def test_every_form_gives_the_same_report(tmp_path: Path, tokenizer: Any) -> None:
     expected = audit(ROWS, tokenizer, max_tokens=100).to_dict()
     for name, data in forms(tmp_path).items():
-        if name == "assistant_masks":
-            data = [{k: v for k, v in row.items() if k != "loss_mask"} for row in data]
         report = audit(data, tokenizer, max_tokens=100)
         assert serious(report) == EXPECTED, name
         if name != "num_actions":
@@ -71,7 +64,6 @@ def test_every_form_gives_the_same_report(tmp_path: Path, tokenizer: Any) -> Non
 
 def test_rows_that_were_cut_before(tokenizer: Any) -> None:
     """``num_cut_tokens`` is a column of numbers; a row without it was not cut."""
-    import datasets
 
     rows = [{**row, "num_cut_tokens": 3 * (i == 2)} for i, row in enumerate(rows_like())]
     columns = {key: [row[key] for row in rows] for key in rows[0]}
@@ -84,7 +76,6 @@ def test_rows_that_were_cut_before(tokenizer: Any) -> None:
 
 def test_windows_that_end_inside_an_answer(tokenizer: Any) -> None:
     """``is_continued`` tells them from rows that stop; nothing is lost, so it is a note."""
-    import datasets
 
     answer = {"input_ids": [3, 33, 8, 2, 4, *range(20, 29), 2], "loss_mask": [0] * 5 + [1] * 10}
     whole = [{**row, "is_continued": False} for row in rows_like()]
@@ -94,16 +85,13 @@ def test_windows_that_end_inside_an_answer(tokenizer: Any) -> None:
     for data in (rows, datasets.Dataset.from_list(rows), TokenizedDataset(rows)):
         found = audit(data, tokenizer)["eos_truncated"]
         assert (found.severity, found.rows.tolist()) == ("note", [6, 7])
-        assert (
-            "2 of 9 rows lose the end of their answer, which another window has (2), so nothi"
-            in (found.message)
-        )
+        lost = "2 of 9 rows lose the end of their answer, which another window has (2), so nothing"
+        assert lost in found.message
     assert audit(rows, tokenizer).ok
     found = audit([*rows, stopped], tokenizer)["eos_truncated"]
     assert (found.severity, found.rows.tolist()) == ("warning", [6, 7, 9])
-    assert (
-        "as they stop without EOS or which another window has (2), so they teach" in found.message
-    )
+    words = "as they stop without EOS or which another window has (2), so they teach"
+    assert words in found.message
     other = {**answer, "input_ids": [*answer["input_ids"][:10], 34, 35, 36, 37, 2]}
     report = audit([*rows, *windows(other, 10)], tokenizer)  # goes on otherwise after one token
     assert report.names == ["duplicates", "eos_truncated"]
@@ -165,8 +153,6 @@ def test_rows_that_are_refused(name: str, tokenizer: Any) -> None:
 
 
 def test_nulls_are_refused_and_the_other_rows_are_looked_at(tokenizer: Any) -> None:
-    import datasets
-    import pyarrow as pa
 
     rows: list[dict[str, Any]] = [dict(row) for row in ROWS]
     rows[3] = {"input_ids": None, "loss_mask": None}
@@ -182,52 +168,43 @@ def test_nulls_are_refused_and_the_other_rows_are_looked_at(tokenizer: Any) -> N
     assert "row 0: a record is a mapping, such as one with messages, got None" in str(chats)
 
 
-def test_data_that_cannot_be_read_at_all(tokenizer: Any) -> None:
-    import datasets
-
-    with pytest.raises(DataError, match=r"the dataset is empty \(0 rows\); give at least one"):
-        audit([])
-    with pytest.raises(DataError, match="row 0 has no loss_mask, but 'loss_maks' looks like it"):
-        audit([{"input_ids": [5, 6], "loss_maks": [0, 1]}])
-    with pytest.raises(DataError, match="pass train_all=True to train every token"):
-        audit([{"input_ids": [5, 6], "id": 3}])
-    assert audit([{"input_ids": [5, 6], "id": 3}], train_all=True).num_tokens == 2
-    with pytest.raises(TypeError, match="dataset is a generator; pass a list of examples"):
-        audit(row for row in ROWS)
-    with pytest.raises(TypeError, match=r"dataset is a DatasetDict; pass .*\(of a DatasetDict one"):
-        audit(datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}))
-    with pytest.raises(TypeError, match="tokenizer must be a tokenizer or a processor, got int"):
-        audit(ROWS, 0)
-    with pytest.raises(ValueError, match="which need a tokenizer; pass the tokenizer"):
-        audit([{"messages": []}])
-    with pytest.raises(ValueError, match=r"max_pixels are for images, .* pass the processor"):
-        audit([record("Hi", "Yes")], tokenizer, chat=ChatOptions(image_root="images"))
-    with pytest.raises(ValueError, match="max_tokens must be at least 1, got 0"):
-        audit(ROWS, max_tokens=0)
-
-
 def record(*texts: str) -> dict[str, Any]:
     roles = ("user", "assistant")
     return {"messages": [{"role": roles[i % 2], "content": t} for i, t in enumerate(texts)]}
 
 
-def test_chat_records(tokenizer: Any) -> None:
-    import datasets
-    import pyarrow as pa
+DICTS = datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)})
+WORDS = {"tokenizer": word_tokenizer()}
+UNREADABLE: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
+    ([], {}, DataError, r"the dataset is empty \(0 rows\); give at least one"),
+    ([{"input_ids": [5, 6], "loss_maks": [0, 1]}], {}, DataError,
+     "row 0 has no loss_mask, but 'loss_maks' looks like it"),
+    ([{"input_ids": [5, 6], "id": 3}], {}, DataError, "pass train_all=True to train every token"),
+    ((row for row in ROWS), {}, TypeError, "dataset is a generator; pass a list of examples"),
+    (DICTS, {}, TypeError, r"dataset is a DatasetDict; pass .*\(of a DatasetDict one"),
+    (ROWS, {"tokenizer": 0}, TypeError, "tokenizer must be a tokenizer or a processor, got int"),
+    ([{"messages": []}], {}, ValueError, "which need a tokenizer; pass the tokenizer"),
+    ([record("Hi", "Yes")], {**WORDS, "chat": ChatOptions(image_root="images")}, ValueError,
+     r"max_pixels are for images, .* pass the processor"),
+    (ROWS, {"max_tokens": 0}, ValueError, "max_tokens must be at least 1, got 0"),
+]  # fmt: skip
 
-    records = [
-        record("w7", "w20"),
-        record("w8", "w21", "w9", "w22"),
-        record("w10"),
-        record("w7", "w20"),
-        record("w7", "w23"),
-    ]
-    for data in (
-        records,
-        datasets.Dataset.from_list(records),
-        {"messages": [r["messages"] for r in records]},
-        pa.Table.from_pylist(records),
-    ):
+
+@pytest.mark.parametrize(("data", "options", "error", "message"), UNREADABLE)
+def test_data_that_cannot_be_read_at_all(
+    data: Any, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        audit(data, **options)
+
+
+def test_chat_records(tokenizer: Any) -> None:
+
+    texts = (("w7", "w20"), ("w8", "w21", "w9", "w22"), ("w10",), ("w7", "w20"), ("w7", "w23"))
+    records = [record(*of) for of in texts]
+    columns = {"messages": [r["messages"] for r in records]}
+    tables = datasets.Dataset.from_list(records), pa.Table.from_pylist(records)
+    for data in (records, columns, *tables):
         report = audit(data, tokenizer, max_tokens=7)
         assert serious(report) == {
             "no_trained_token": [2],
@@ -295,7 +272,7 @@ def test_a_template_that_forgets(tokenizer: Any) -> None:
 
 def image_row(layout: VisionLayout, tokens: int) -> dict[str, Any]:
     """An image of 4 x 4 patches, which takes 4 tokens, and an answer."""
-    ids = [3, *[layout.image_token_id] * tokens, 8, 9]
+    ids = [3, 7, *[layout.image_token_id] * tokens, 8, 9]
     row = {"input_ids": ids, "loss_mask": [0] * (len(ids) - 2) + [1, 1]}
     grid = np.array([[1, 4, 4]])
     return row | {"pixel_values": np.zeros((16, 1176), np.float32), "image_grid_thw": grid}
@@ -303,10 +280,10 @@ def image_row(layout: VisionLayout, tokens: int) -> dict[str, Any]:
 
 def test_placeholders_that_disagree_with_the_images() -> None:
     layout = VisionLayout("qwen3_vl", image_token_id=39, merge_size=2, patch_shape=(3, 2, 196))
-    rows = [image_row(layout, 4), image_row(layout, 3), image_row(layout, 4)]
+    rows = [image_row(layout, tokens) for tokens in (4, 3, 4, 5, 1, 0)]
     rows[0]["input_ids"][-1] = 7
     report = audit(rows, vision=layout)
-    assert serious(report) == {"placeholders_disagree_with_grids": [1]}
+    assert serious(report) == {"placeholders_disagree_with_grids": [1, 3, 4, 5]}
     message = report["placeholders_disagree_with_grids"].message
     assert "row 1 has 3 image placeholders (token 39)" in message
     blind = audit(rows)
@@ -317,23 +294,15 @@ def test_placeholders_that_disagree_with_the_images() -> None:
 
 
 def test_chat_records_with_images() -> None:
-    from PIL import Image
-
+    picture, content = (
+        Image.new("RGB", (56, 56)),
+        [{"type": "image"}, {"type": "text", "text": "?"}],
+    )
+    answers = ("A black square.", "A black square.", "A dark square.")
     processor = FAMILIES["qwen2_5_vl"].processor()
-    picture = Image.new("RGB", (56, 56))
-    content = [{"type": "image"}, {"type": "text", "text": "What is it?"}]
-    records = [
-        {
-            "messages": [
-                {"role": "user", "content": content},
-                {"role": "assistant", "content": f"A {what} square."},
-            ],
-            "images": [picture],
-        }
-        for what in ("black", "black", "dark")
-    ]
-    report = audit(records, processor)
-    assert report.num_rows == 3
-    assert report.ok, report
-    texts = [{"messages": [record("Who?")["messages"][0], r["messages"][1]]} for r in records]
-    assert set(serious(audit(texts, processor))) == {"duplicates", "contradictory_answers"}
+    texts = [record("Who?", answer) for answer in answers]
+    asked = [{"messages": [{"role": "user", "content": content}, of["messages"][1]],
+              "images": [picture]} for of in texts]  # fmt: skip
+    report = audit(asked, processor)
+    assert (report.num_rows, serious(report)) == (3, {})
+    assert set(serious(texts, processor)) == {"duplicates", "contradictory_answers"}

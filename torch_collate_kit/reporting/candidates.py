@@ -252,7 +252,7 @@ def recommended(candidates: Sequence[_Candidate], num_tokens: int) -> dict[str, 
         "max_tokens": limit,
         "strategy": best["strategy"],
         "reason": reason,
-        "notes": _notes(packed, best, num_tokens) + _notes_of_shared(candidates, limit),
+        "notes": _notes(candidates, best, num_tokens),
         "segments": f"segments per row: {best['mean_segments']:.1f}, at most "
         f"{best['most_segments']}; max_sequences_per_row={best['max_sequences_per_row']} promises "
         "one shape",
@@ -275,29 +275,29 @@ def _num_lost_tokens(candidate: _Candidate) -> int:
     return int(candidate["num_dropped_tokens"] + candidate["num_cut_tokens"])
 
 
-def _notes(packed: Sequence[_Candidate], best: _Candidate, num_tokens: int) -> list[str]:
-    """Return notes on what the recommended ``max_tokens`` loses, and a smaller one would."""
+def _notes(candidates: Sequence[_Candidate], best: _Candidate, num_tokens: int) -> list[str]:
+    """Return notes on what the best ``max_tokens`` loses, a smaller one would, or sharing saves."""
     notes = []
     if _num_lost(best):
         more = "keeps more" if _num_lost_tokens(best) else "cuts fewer"
         notes.append(f"note: {losses(best, num_tokens)}; a larger max_tokens {more}")
     # A smaller one with as little padding loses more, or it would be the best
-    smaller = [c for c in packed if c["max_tokens"] < best["max_tokens"]]
-    smaller = [c for c in smaller if c["padding"] <= _MOST_PADDING]
+    smaller = [
+        c
+        for c in candidates
+        if c["strategy"] not in (PADDED, SHARED)
+        and c["max_tokens"] < best["max_tokens"]
+        and c["padding"] <= _MOST_PADDING
+    ]
     if smaller:
         other = min(smaller, key=lambda c: (_num_lost(c), c["max_tokens"]))
         notes.append(f"note: max_tokens={other['max_tokens']} {losses(other, num_tokens)}")
+    for c in candidates:
+        if c["strategy"] == SHARED and c["max_tokens"] == best["max_tokens"]:
+            factor = c["num_tokens"] / max(1, c["num_cells"])
+            rows = plural(c["num_rows"], "row")
+            notes.append(f"note: share_prefixes=True makes {rows}, of {factor:.2f} tokens per cell")
     return notes
-
-
-def _notes_of_shared(candidates: Sequence[_Candidate], limit: int) -> list[str]:
-    """Return a note about rows with ``share_prefixes``, if segments share anything."""
-    return [
-        f"note: share_prefixes=True makes {plural(c['num_rows'], 'row')}, of "
-        f"{c['num_tokens'] / max(1, c['num_cells']):.2f} tokens per cell"
-        for c in candidates
-        if c["strategy"] == SHARED and c["max_tokens"] == limit
-    ]
 
 
 def losses(candidate: _Candidate, num_tokens: int) -> str:
@@ -362,10 +362,8 @@ def steps_of(
     by_rows = _step_figures(lengths, patches, packing, "by_rows", batch_rows=batch_rows)
     if batch_size is None:
         batch_size = max(1, round(len(lengths) / by_rows["num_steps"]))
-    found = [
-        _step_figures(lengths, patches, packing, "by_examples", batch_size=batch_size),
-        by_rows,
-    ]
+    by_examples = _step_figures(lengths, patches, packing, "by_examples", batch_size=batch_size)
+    found = [by_examples, by_rows]
     is_text = patches is None and not isinstance(lengths, Ragged)
     can_be_cut = packing.parallel.align == 1 and packing.capacity == packing.max_tokens
     if is_text and can_be_cut and packing.max_sequences_per_row is None:
@@ -378,8 +376,11 @@ def steps_table(report: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Return the header, and a row for each kind of step."""
     steps, options = report["steps"], report["options"]
     ranks, width = plural(options["dp"], "rank"), report["recommended"]["max_tokens"]
+    sizes = ((key, of) for of in steps for key in ("batch_size", "batch_rows") if key in of)
     columns = {
-        f"a step over {ranks}, max_tokens={width}": [_name(step) for step in steps],
+        f"a step over {ranks}, max_tokens={width}": [
+            f"{key}={of[key]}{', wrapped' * (of['steps'] == 'wrapped')}" for key, of in sizes
+        ],
         "steps": [f"{step['num_steps']:,}" for step in steps],
         "padding": [f"{step['padding']:.1%}" for step in steps],
     }
@@ -399,12 +400,6 @@ def steps_legend(names: Sequence[str]) -> list[str]:
         "unlike: how much steps differ in the lengths of their examples, 1 as drawn at random",
         "time: modelled, of a real token; 1 without padding and without waiting for a slower rank",
     ]
-
-
-def _name(step: dict[str, Any]) -> str:
-    if step["steps"] == "by_examples":
-        return f"batch_size={step['batch_size']}"
-    return f"batch_rows={step['batch_rows']}{', wrapped' * (step['steps'] == 'wrapped')}"
 
 
 def _step_figures(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from html import escape
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -137,8 +137,9 @@ class PackingReport(dict[str, Any]):
             begins_group = i > 0 and candidate["strategy"] == PADDED
             texts += ["", line] if begins_group else [line]
         texts += ["", headline(self), *recommendation_lines(self)]
-        for names, rows, legend in self._further_tables():
-            texts += ["", *text_table(names, rows, names[:1]), *legend]
+        if self.get("steps"):
+            names, rows = steps_table(self)
+            texts += ["", *text_table(names, rows, names[:1]), *steps_legend(names)]
         return "\n".join(texts)
 
     def _repr_html_(self) -> str | None:
@@ -152,16 +153,11 @@ class PackingReport(dict[str, Any]):
         before = "<br>".join(map(escape, intro_lines(self, names)))
         after = "<br>".join(map(escape, recommendation_lines(self)))
         html = f"<p>{before}</p>{table}<p><b>{escape(headline(self))}</b><br>{after}</p>"
-        for names, rows, legend in self._further_tables():
-            table = html_table(names, rows, names[:1], [""] * len(rows))
-            html += f"<br>{table}<p>{'<br>'.join(map(escape, legend))}</p>"
-        return f"<div>{html}</div>"
-
-    def _further_tables(self) -> Iterator[tuple[list[str], list[list[str]], list[str]]]:
-        """Yield header, rows and legend of each table after the candidates."""
         if self.get("steps"):
             names, rows = steps_table(self)
-            yield names, rows, steps_legend(names)
+            table = html_table(names, rows, names[:1], [""] * len(rows))
+            html += f"<br>{table}<p>{'<br>'.join(map(escape, steps_legend(names)))}</p>"
+        return f"<div>{html}</div>"
 
 
 def packing_report(
@@ -307,21 +303,17 @@ def _report(
     )
 
 
-def _segments(data: Mapping[str, Any]) -> str:
-    return f" of {data['num_segments']:,} segments" if "num_segments" in data else ""
-
-
 def intro_lines(report: Mapping[str, Any], names: Sequence[str]) -> list[str]:
     """Return lines about the data, and about the columns of these ``names``."""
     data, options = report["data"], report["options"]
-    lines = [
-        f"{plural(data['num_examples'], 'example')}{_segments(data)}, {data['num_tokens']:,} "
-        "tokens; median "
-        f"{data['median']:,.0f}, longest {data['longest']:,}"
-    ]
+    segments = f" of {data['num_segments']:,} segments" if "num_segments" in data else ""
     batch = options["batch_size"]
     packed = "all examples together" if batch is None else f"{batch:,} examples at a time"
-    lines.append(f"packed {packed}; padded in batches of {options['padded_batch_size']:,}")
+    lines = [
+        f"{plural(data['num_examples'], 'example')}{segments}, {data['num_tokens']:,} tokens; "
+        f"median {data['median']:,.0f}, longest {data['longest']:,}",
+        f"packed {packed}; padded in batches of {options['padded_batch_size']:,}",
+    ]
     if "rank cost" in names:
         lines.append(
             f"{options['dp']} ranks; rank tokens and cost: the slowest rank of a step / the mean"

@@ -22,55 +22,52 @@ _MARKUP = re.compile(r"</?[^<>\s]{1,40}>|\[/?[A-Z_]+\]")
 _FURTHEST = 5  # tokens that a mask is moved by
 _LONGEST_GAP = 48  # tokens; what a prompt adds to the header is shorter
 _MOST = 0.5
+_INTS, _FLOATS, _BOOLS = (partial(np.empty, 0, dtype=of) for of in (np.int64, np.float64, np.bool_))
 
 
 @dataclass(frozen=True)
 class AuditColumns:
     """Rows of tokens, flat. Legend: N rows, T tokens of all rows."""
 
-    numbers: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.int64))
+    numbers: np.ndarray = field(default_factory=_INTS)
     """int64 [N], the number of each row in the user's data."""
-    ids: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.int64))  # integers [T]
-    lengths: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.int64))
-    """int64 [N], 1 or more."""
-    trained: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.bool_))
+    ids: np.ndarray = field(default_factory=_INTS)  # integers [T]
+    lengths: np.ndarray = field(default_factory=_INTS)  # int64 [N], 1 or more
+    trained: np.ndarray = field(default_factory=_BOOLS)
     """bool [T], trained tokens; never the first of a row, as for collators."""
-    has_image: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.bool_))
+    has_image: np.ndarray = field(default_factory=_BOOLS)
     """bool [N], rows with images; equal text does not make them equal."""
-    num_cut: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.int64))
+    num_cut: np.ndarray = field(default_factory=_INTS)
     """int64 [N], tokens that each row had lost before the audit."""
-    is_continued: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.int64))
+    is_continued: np.ndarray = field(default_factory=_INTS)
     """int64 [N], 1 for windows that end inside an answer, of which another one has the end."""
     has_target: bool = False  # whether the rows say what is trained
-    labels: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.int64))
-    """Integers [T], where the target is given as labels; else empty."""
-    segments: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.int64))
+    labels: np.ndarray = field(default_factory=_INTS)
+    """integers [T], where the target is given as labels; else empty."""
+    segments: np.ndarray = field(default_factory=_INTS)
     """int64 [N], which segment of its example each row is; empty for examples of one each."""
-    margins: np.ndarray = field(default_factory=partial(np.empty, 0))
+    margins: np.ndarray = field(default_factory=_FLOATS)
     """float64 [N], by how much the chosen side is better, NaN if unknown; empty as above."""
-    num_actions: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.int64))
+    num_actions: np.ndarray = field(default_factory=_INTS)
     """int64 [N], response tokens per rollout; it and the next are empty for examples."""
-    scores: np.ndarray = field(default_factory=partial(np.empty, 0))
+    scores: np.ndarray = field(default_factory=_FLOATS)
     """float64 [N], the sum of the rewards of each row."""
-    is_last_step: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.bool_))
+    is_last_step: np.ndarray = field(default_factory=_BOOLS)
     """bool [N], the last step of each trajectory."""
     logprobs: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.float32))
     """float32 [T], NaN in prompts; empty if rollouts have no log-probs."""
-    uids: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.int64))
-    """int64 [N], a number for the uid of each rollout; empty if they have none."""
-    refused: Sequence[Refused] = ()
-    """Rows that the readers refused, in order; they are not among the N."""
-    without_answer: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.int64))
+    uids: np.ndarray = field(default_factory=_INTS)
+    """int64 [N], a number for each uid; empty if rollouts have none."""
+    refused: Sequence[Refused] = ()  # rows that the readers refused, in order; not among the N
+    without_answer: np.ndarray = field(default_factory=_INTS)
     """int64, numbers of chat records without a row, as nothing in them would be trained."""
-    forged: np.ndarray = field(default_factory=partial(np.empty, 0, dtype=np.int64))
+    forged: np.ndarray = field(default_factory=_INTS)
     """int64, numbers of chat records with a message that has a token that begins or ends turns."""
-    are_labelled: bool = False
-    """Whether examples have a label (KTO): then their segments are not pairs."""
-    has_unread_images: bool = False
-    """Whether there are images, and no processor that says how many tokens they take."""
+    are_labelled: bool = False  # whether examples have a label (KTO): their segments are not pairs
+    has_unread_images: bool = False  # images, and no processor that says how many tokens they take
     vocabulary: Vocabulary = field(default_factory=Vocabulary)
     max_tokens: int | None = None
-    classes: np.ndarray = field(default_factory=partial(np.empty, 0))  # all labels, or of examples
+    classes: np.ndarray = field(default_factory=_FLOATS)  # all labels, or of examples
     targets: TargetKind = "next_token"
 
     @property

@@ -137,8 +137,7 @@ def two_prompts(columns: AuditColumns) -> Found | None:
     pairs = pairs[(columns.num_trained[pairs] > 0).all(axis=1)]
     starts = columns.starts[pairs]
     shared = (columns.first_trained[pairs] - starts).min(axis=1)
-    groups = columns.equal_spans(starts.T.ravel(), np.tile(shared, 2)).reshape(2, -1)
-    differ = groups[0] != groups[1]
+    differ = ~_begin_alike(columns, pairs, np.stack([shared, shared], axis=1))
     return columns.found_at(
         starts[differ, 1],
         "ROWS have two prompts: the sides differ before their first trained token, so they answer "
@@ -151,11 +150,9 @@ def two_prompts(columns: AuditColumns) -> Found | None:
 def equal_sides(columns: AuditColumns) -> Found | None:
     """Find pairs whose sides have the same tokens."""
     pairs = _pairs(columns)
-    rows = pairs.T.ravel()
-    groups = columns.equal_spans(columns.starts[rows], columns.lengths[rows]).reshape(2, -1)
     return _found(
         columns,
-        pairs[groups[0] == groups[1]],
+        pairs[_begin_alike(columns, pairs, columns.lengths[pairs])],
         "ROWS have the same chosen and rejected side, which teaches nothing; drop them",
     )
 
@@ -165,11 +162,10 @@ def shared_prompt_trained(columns: AuditColumns) -> Found | None:
     """Find pairs that train every token though both sides begin with the same ones."""
     pairs = _pairs(columns) if columns.has_target else np.empty((0, 2), dtype=np.int64)
     is_full = columns.is_fully_trained & (columns.lengths > _SHARED)
-    rows = pairs[is_full[pairs].all(axis=1)].T.ravel()
-    groups = columns.equal_spans(columns.starts[rows], np.full_like(rows, _SHARED)).reshape(2, -1)
+    pairs = pairs[is_full[pairs].all(axis=1)]
     return _found(
         columns,
-        rows.reshape(2, -1).T[groups[0] == groups[1]],
+        pairs[_begin_alike(columns, pairs, np.full_like(pairs, _SHARED))],
         "ROWS train every token of both sides, which begin with the same prompt: it cancels out in "
         "a difference of sums, and is counted in means (SimPO, ORPO) and in what is logged; mark "
         "the answers alone, as preference.tokenize_preferences does",
@@ -213,6 +209,12 @@ def _pairs(columns: AuditColumns) -> np.ndarray:
     are_pairs = len(columns.segments) and not is_other and are_two
     heads = heads if are_pairs else heads[:0]
     return np.stack([heads, heads + 1], axis=1)
+
+
+def _begin_alike(columns: AuditColumns, pairs: np.ndarray, widths: np.ndarray) -> np.ndarray:
+    """Return whether the first ``widths`` int64 [P, 2] tokens of both sides are the same."""
+    groups = columns.equal_spans(columns.starts[pairs].ravel(), widths.ravel()).reshape(-1, 2)
+    return np.equal(*groups.T)
 
 
 def _found(columns: AuditColumns, pairs: np.ndarray, message: str) -> Found | None:
