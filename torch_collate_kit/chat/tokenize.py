@@ -172,7 +172,7 @@ def marked_texts(
             found.append(DataError(_TOO_DEEP))
     examples = [entry for entries in found if isinstance(entries, list) for entry in entries]
     tokens = iter(_encode(setup.tokenizer, [example.text for example in examples]))
-    before = ids_before(setup.tokenizer) if any(e.is_bare for e in examples) else []
+    before = ids_around(setup.tokenizer)[0] if any(e.is_bare for e in examples) else []
     return [
         [_marked(entry, *next(tokens), setup, before) for entry in entries]
         if isinstance(entries, list)
@@ -216,12 +216,12 @@ def _encode(tokenizer: Any, texts: list[str]) -> list[tuple[list[int], Any]]:
     return list(zip(ids, encoded.encodings or [None] * len(ids), strict=True))
 
 
-def ids_before(tokenizer: Any) -> list[int]:
-    """Return the ids that a tokenizer adds before a text: BOS, or none."""
-    alone = tokenizer("a", add_special_tokens=False)["input_ids"]
-    ids: list[int] = tokenizer("a")["input_ids"]
+def ids_around(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """Return the ids that a tokenizer adds before a text, BOS or none, and after it."""
+    alone, ids = (tokenizer("x", add_special_tokens=of)["input_ids"] for of in (False, True))
     fits = (i for i in range(len(ids)) if ids[i : i + len(alone)] == alone)
-    return ids[: next(fits, 0)]
+    first = next(fits, 0)
+    return ids[:first], ids[first + len(alone) :]
 
 
 def _marked(
