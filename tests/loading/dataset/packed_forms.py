@@ -87,11 +87,6 @@ def axolotl(row: list[Document], pads: int = 3) -> dict[str, Any]:
     }
 
 
-def axolotl_squash(row: list[Document], pads: int = 3) -> dict[str, Any]:
-    found = axolotl(row, pads)
-    return found | {"position_ids": list(range(len(found["input_ids"])))}
-
-
 def llama_factory_neat(row: list[Document], pads: int = 4) -> dict[str, Any]:
     params = {"sequence_boundaries": [0, *accumulate(_sizes(row))]}
     return (
@@ -105,12 +100,6 @@ def llama_factory(row: list[Document], pads: int = 4) -> dict[str, Any]:
     found = axolotl(row, pads)
     positions = _positions(row) + [0] * pads
     return found | {"attention_mask": [1] * len(positions), "position_ids": positions}
-
-
-def automodel_neat(row: list[Document], pads: int = 4) -> dict[str, Any]:
-    found = llama_factory_neat(row, pads)
-    del found["packing_params"]
-    return found | {"labels": _labels(row, shifted=True) + [-100] * pads}
 
 
 def automodel_packed(row: list[Document], multiple: int = 4) -> dict[str, Any]:
@@ -128,26 +117,6 @@ def automodel_packed(row: list[Document], multiple: int = 4) -> dict[str, Any]:
 def bridge(row: list[Document]) -> dict[str, Any]:
     starts = [0, *accumulate(_sizes(row))][:-1]
     return {"input_ids": _ids(row), "loss_mask": _mask(row, shifted=True), "seq_start_id": starts}
-
-
-def torchtune(row: list[Document], pads: int = 5) -> dict[str, Any]:
-    last = len(row[-1][0])
-    return {
-        "tokens": _ids(row) + [PAD] * pads,
-        "labels": _labels(row) + [-100] * pads,
-        "seq_lens": [*_sizes(row), pads],
-        "input_pos": [*_positions(row), *range(last, last + pads)],
-    }
-
-
-def llm_foundry(row: list[Document], left: int = 2, right: int = 3) -> dict[str, Any]:
-    total = sum(_sizes(row))
-    return {
-        "input_ids": [PAD] * left + _ids(row) + [PAD] * right,
-        "labels": [-100] * left + _labels(row) + [-100] * right,
-        "attention_mask": [0] * left + [1] * total + [0] * right,
-        "sequence_id": [-1] * left + _numbers(row, 0) + [-1] * right,
-    }
 
 
 def levanter(row: list[Document], pads: int = 3) -> dict[str, Any]:
@@ -174,24 +143,14 @@ FORMS: dict[str, tuple[Callable[..., dict[str, Any]], bool | None]] = {  # and s
     "TRL bfd": (trl_bfd, None),
     "DataCollatorWithFlattening": (flattening, None),
     "axolotl": (axolotl, None),
-    "axolotl squash": (axolotl_squash, None),
     "LLaMA-Factory neat_packing": (llama_factory_neat, None),
     "LLaMA-Factory packing": (llama_factory, None),
-    "Automodel neat_packing": (automodel_neat, None),
     "Automodel packed_sequence": (automodel_packed, None),
     "Megatron-Bridge": (bridge, True),
-    "torchtune": (torchtune, None),
-    "llm-foundry": (llm_foundry, None),
     "Levanter": (levanter, True),
     "maxtext": (maxtext, None),
 }
-SHIFTED = (
-    "Automodel neat_packing",
-    "Automodel packed_sequence",
-    "Megatron-Bridge",
-    "Levanter",
-    "maxtext",
-)
+SHIFTED = ("Automodel packed_sequence", "Megatron-Bridge", "Levanter", "maxtext")
 
 
 NUMBERS = {"attention_mask": 0, "inputs_segmentation": 0, "targets_segmentation": 0}
