@@ -70,15 +70,11 @@ def tokenize_chat(
         options: :class:`ChatOptions`: which turns are trained, how long an example may be, ...
 
     Returns a dict with ``input_ids`` (list of int), ``loss_mask`` (0/1, same length),
-    ``num_cut_tokens`` (removed by ``max_length``) and ``skip_reason``. That is "", or with empty
-    lists "no_assistant_turn", "no_trained_tokens" (the template or the record's weights select
-    none), "too_long", "prompt_too_long" (for windows), or "nothing_left_after_truncation". The
-    first token does not count as trained, because nothing predicts it. If the record has a
-    ``weight``, a number that multiplies its loss weights, the example has it, too. With
-    ``train_on="each"``, or windows (:func:`~torch_collate_kit.chat.windows`), a list of such dicts,
-    at least one. With ``group_turns`` one dict of all of these: ``input_ids`` and ``loss_mask`` are
-    lists of lists, ``num_cut_tokens`` is a sum, and ``skipped_segments`` has the ``skip_reason`` of
-    those left out. Images add the processor's vision fields, as NumPy arrays without padding.
+    ``num_cut_tokens`` (removed by ``max_length``), ``skip_reason`` (with empty lists; "" otherwise)
+    and the record's ``weight``, if it has one: with images also the processor's vision fields. The
+    first token does not count as trained, because nothing predicts it. With ``train_on="each"``, or
+    windows, a list of such dicts, at least one; with ``group_turns`` one dict of lists of lists,
+    and ``skipped_segments``. The values of ``skip_reason``: docs/chat.md.
 
     Raises:
         DataError: the record has another form, is preference data, has an empty answer, or is too
