@@ -181,22 +181,6 @@ def test_any_place_of_any_text(kind: str, text: str, cut: int) -> None:
 
 
 @plain_and_tagged
-def test_bytes_of_a_slow_tokenizer(template: str) -> None:
-    tokenizer = slow(ByT5Tokenizer)
-    tokenizer.chat_template = template
-    for name in NAMES:
-        text, spans = rendered(CONVERSATIONS[name])
-        ids, mask, done = [], [], 0
-        for start, end in [*spans, (len(text), len(text))]:
-            for piece, kept in ((text[done:start], 0), (text[start:end], 1)):
-                ids += tokenizer(piece, add_special_tokens=False)["input_ids"]
-                mask += [kept] * (len(ids) - len(mask))
-            done = end
-        result = tokenize(CONVERSATIONS[name], tokenizer, allow_empty=True)
-        assert (result["input_ids"], result["loss_mask"]) == (ids, mask), name
-
-
-@plain_and_tagged
 def test_a_token_that_straddles_header_and_text(template: str) -> None:
     """It belongs to the turn; the header's other tokens do not."""
     for tokenizer, pair in (
@@ -246,10 +230,6 @@ def test_the_end_of_turn_is_any_added_token(special: bool) -> None:
     assert kept.count(tokenizer.convert_tokens_to_ids("[END]")) == 5
 
 
-UNCHANGED = {
-    "tags in a comment": "{# {% generation %} x {% endgeneration %} #}" + CHATML,
-    "tags in a comment and in place": "{#- {% generation %} -#}" + TAGGED,
-}
 DAMAGED = {
     "tags in raw text": "{% if false %}{% raw %}{% generation %}{% endraw %}{% endif %}" + CHATML,
     "tags that are never reached": CHATML + "{% if false %}" + ON + "x" + OFF + "{% endif %}",
@@ -305,16 +285,6 @@ REFUSED = {  # where no answer can be trained as the model would write it
 }  # fmt: skip
 SKIPPED = {"tags in raw text", "tags that are never reached", "tags around nothing", "only the end",
            "around the user's"}  # fmt: skip
-
-
-@pytest.mark.parametrize("damage", UNCHANGED)
-def test_tags_that_print_nothing_change_nothing(damage: str) -> None:
-    tokenizer = byte_level()
-    tokenizer.chat_template = UNCHANGED[damage]
-    for name in NAMES:
-        found = tokenize(CONVERSATIONS[name], tokenizer, allow_empty=True)
-        wanted = expected(tokenizer, *rendered(CONVERSATIONS[name]))
-        assert (found["input_ids"], found["loss_mask"]) == wanted, name
 
 
 @pytest.mark.parametrize("mode", ["all", "last", "each"])

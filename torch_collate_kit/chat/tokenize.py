@@ -71,7 +71,7 @@ def tokenize_chat(
 
     Returns a dict with ``input_ids`` (list of int), ``loss_mask`` (0/1, same length),
     ``num_cut_tokens`` (removed by ``max_length``), ``skip_reason`` (with empty lists; "" otherwise)
-    and the record's ``weight``, if it has one: with images also the processor's vision fields. The
+    and the record's ``weight``, if it has one; with images also the processor's vision fields. The
     first token does not count as trained, because nothing predicts it. With ``train_on="each"``, or
     windows, a list of such dicts, at least one; with ``group_turns`` one dict of lists of lists,
     and ``skipped_segments``. The values of ``skip_reason``: docs/chat.md.
