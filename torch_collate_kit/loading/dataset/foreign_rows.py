@@ -183,6 +183,9 @@ class _Packed:
         row = int(self._row_of[cell])
         raise DataError(f"row {row + self._first_row}, token {cell - self._firsts[row]}: {text}")
 
+    def _places(self) -> np.ndarray:
+        return np.arange(len(self._row_of))[self._cells]
+
     def _lists(self, name: str) -> tuple[Any, np.ndarray]:
         """Return the entries of a column of lists end to end, in Arrow, and the length of each."""
         array = plain(self._table.column(name)).combine_chunks()
@@ -230,12 +233,15 @@ class _Packed:
             else:
                 may_be_left = is_pad if pad_id is None else is_pad | (ids == pad_id)
                 self._read_lists(name, own, is_pad, may_be_left)
-        self._cells = cells = np.flatnonzero(~is_pad)
+        has_pads = bool(is_pad.any())
+        cells: Any = np.flatnonzero(~is_pad) if has_pads else slice(None)
+        self._cells = cells
         self._ids, self._rows = ids[cells], self._row_of[cells]
-        opens_row = np.diff(self._rows, prepend=-1) != 0
+        opens_row = np.append(True, self._rows[1:] != self._rows[:-1])[: len(self._rows)]
         self._begins = {name: own[cells] & ~opens_row for name, own in begins.items()}
         self._is_first = np.logical_or.reduce([opens_row, *self._begins.values()])
-        self._is_first[1:] |= np.diff(cells) > 1
+        if has_pads:
+            self._is_first[1:] |= np.diff(cells) > 1
         if end_id is not None:
             self._is_first[1:] |= self._ids[:-1] == end_id
         self._starts = np.flatnonzero(self._is_first)
@@ -322,7 +328,7 @@ class _Packed:
         is_other = not wrong(not way)[self._rows == self._rows[place]].any()
         what = ("the ids" if way else "the next ids") if is_other else "neither ids nor next ids"
         rest = f"shifted={not way} fits this row" if is_other else "label the tokens themselves"
-        self._fail(self._cells[place], f"labels are {what} (here {labels[place]}); {rest}")
+        self._fail(self._places()[place], f"labels are {what} (here {labels[place]}); {rest}")
 
     def documents(self, shifted: bool | None, at_least: int = 0) -> tuple[pa.Table, Counter[str]]:
         """Return the trained documents, and what is left out; ``at_least`` so many, empty ones."""
@@ -361,7 +367,7 @@ class _Packed:
                     missing = missing[is_trained[np.searchsorted(self._starts, missing)]]
                 if len(missing):
                     text = f"a document begins here by {other}, and not by {name}; remove one"
-                    self._fail(self._cells[missing[0]], text)
+                    self._fail(self._places()[missing[0]], text)
 
     def _cut(self, changed: Any, sizes: np.ndarray, rows: np.ndarray, kept: Any) -> Any:
         """Return the columns of documents, of these sizes and rows."""
@@ -377,6 +383,6 @@ class _Packed:
                 found[name] = column.take(pa.array(rows))
                 continue
             if name not in changed:
-                changed[name] = self._per_token(name).take(pa.array(self._cells[kept]))
+                changed[name] = self._per_token(name).take(pa.array(self._places()[kept]))
             found[name] = pa.ListArray.from_arrays(offsets, pa.array(changed[name]))
         return pa.table(found)
