@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -53,7 +54,7 @@ def axolotl(folder: Path, **options: Any) -> list[Any]:
     collate = collators.V2BatchSamplerDataCollatorForSeq2Seq(
         tokenizer, pad_to_multiple_of=SIZE, **options
     )
-    rows = []
+    rows: list[Any] = []
     for batch in batches():
         features = [
             {"input_ids": of[0], "labels": labels(of), "attention_mask": [1] * len(of[0]),
@@ -85,7 +86,7 @@ def bridge(folder: Path) -> list[Any]:
     np.random.seed(0)
     sequences, counts = packing.create_hist(rows, SIZE)
     packs, _ = packing.create_packing_strategy(counts, SIZE, "first_fit_decreasing")
-    return packing.fill_packing_strategy(packs, sequences, SIZE, 0)
+    return [*packing.fill_packing_strategy(packs, sequences, SIZE, 0)]
 
 
 def torchtune(folder: Path) -> list[Any]:
@@ -95,7 +96,8 @@ def torchtune(folder: Path) -> list[Any]:
 
 
 def llm_foundry(folder: Path, side: str) -> list[Any]:
-    packing, rows = loaded(folder / "llm_foundry/llmfoundry/data/packing.py"), []
+    packing = loaded(folder / "llm_foundry/llmfoundry/data/packing.py")
+    rows: list[Any] = []
     for batch in batches(4):
         columns: dict[str, list[Any]] = {"input_ids": [], "labels": [], "attention_mask": []}
         for of in batch:
@@ -110,7 +112,7 @@ def llm_foundry(folder: Path, side: str) -> list[Any]:
     return rows
 
 
-SAMPLES = {
+SAMPLES: dict[str, Callable[[Path], list[Any]]] = {
     "axolotl 0.19.0": axolotl,
     "axolotl 0.19.0, squash": lambda folder: axolotl(folder, squash_position_ids=True),
     "nemo-automodel 0.7.0, neat": automodel_neat,
