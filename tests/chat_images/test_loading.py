@@ -189,7 +189,7 @@ def test_damaged_files(tmp_path: Path) -> None:
     refused = 0
     for kind in ("PNG", "JPEG", "WEBP", "GIF", "TIFF"):
         data = np.frombuffer(encoded(draw(rng, 40, 50), kind), np.uint8)
-        for _ in range(60):
+        for _ in range(25):
             damaged = data.copy()
             damaged[rng.integers(0, len(data), 8)] = rng.integers(0, 256, 8)
             for pixels in (True, False):
@@ -197,7 +197,7 @@ def test_damaged_files(tmp_path: Path) -> None:
                     tokenize(damaged.tobytes(), pixels=pixels)
                 except DataError:
                     refused += 1
-    assert refused > 100
+    assert refused > 40
 
 
 def test_truncated_images_are_not_allowed_globally(monkeypatch: pytest.MonkeyPatch) -> None:
