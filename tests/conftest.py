@@ -69,11 +69,10 @@ def device(request: pytest.FixtureRequest) -> str:
 # CI runs every n-th case of a parametrized test in these files or folders, but all of refusals.
 # The rest is marked release: pytest -m release, or ALL_CASES=1 for all at once.
 ONE_CASE_OF = {
-    "chat/test_dataset.py": 3,
-    "chat/test_other_templates.py": 3,
-    "chat/test_real_conversations.py": 3,
+    "chat/test_dataset.py": 5,
+    "chat/test_real_conversations.py": 6,
     "chat/test_templates.py": 4,
-    "chat_images": 3,
+    "chat_images": 5,
     "collators/test_rollout_fuzz.py": 2,
     "kernels": 2,
     "loading": 4,
@@ -124,6 +123,7 @@ SMOKE = {
     "test_readme.py": {"test_its_code_prints_what_it_shows"},
 }
 ALONE = {  # several seconds each
+    "test_keys_are_the_same_in_another_process",
     "test_a_run_goes_on_with_other_context_ranks",
     "test_compiled_training_is_the_same_and_breaks_no_graph",
     "test_a_compiled_model_follows_paths_without_a_graph_break",

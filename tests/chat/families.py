@@ -98,7 +98,7 @@ _TOKEN = re.compile(
 
 
 @cache
-def _byte_of() -> dict[str, int]:
+def byte_of() -> dict[str, int]:
     """The byte-level alphabet, found by encoding each byte of each character once."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -107,7 +107,7 @@ def _byte_of() -> dict[str, int]:
 
 def tokenizer_for(template: str, eos: str) -> PreTrainedTokenizerFast:
     """Byte-level, without merges: every character keeps tokens of its own."""
-    backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(_byte_of())}, merges=[]))
+    backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(byte_of())}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<bos>", eos_token=eos)
@@ -124,6 +124,6 @@ def bytes_of(tokenizer: Any) -> list[bytes]:
     added = {i: token.content.encode() for i, token in tokenizer.added_tokens_decoder.items()}
     tokens = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
     return [
-        added[i] if i in added else bytes(_byte_of()[char] for char in token)
+        added[i] if i in added else bytes(byte_of()[char] for char in token)
         for i, token in enumerate(tokens)
     ]

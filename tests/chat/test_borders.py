@@ -144,9 +144,11 @@ def test_a_dropped_message_is_named_with_its_role() -> None:
             r"drops messages\[0\] content of the role 'developer'; set")  # fmt: skip
 
 
-@pytest.mark.parametrize("flag", ["training", "loss", "loss_weight"])
+@pytest.mark.parametrize(
+    "flag", ["weight", "train", "trainable", "training", "loss", "loss_weight"]
+)
 def test_flags_of_other_tools_select_turns(flag: str) -> None:
-    tokenizer = byte_tokenizer(CHATML)
+    tokenizer, other = byte_tokenizer(CHATML), "weight" if flag == "train" else "train"
     for off, on in ((0, 1), (False, True), (0.0, 1.0), (0, None)):
         record = {"messages": [USER, {**YO, flag: off}, USER, {**YO, "content": "b", flag: on}]}
         result = tokenize(record, tokenizer)
@@ -156,7 +158,7 @@ def test_flags_of_other_tools_select_turns(flag: str) -> None:
         assert tokenize({"conversations": shared}, tokenizer) == result
     for value in (0.5, 2, "false", [0]):
         refused({"messages": [USER, {**YO, flag: value}]}, CHATML, rf"has {flag} .* to 0 or 1")
-    refused({"messages": [USER, {**YO, flag: 0, "train": 1}]}, CHATML, "contradict each other")
+    refused({"messages": [USER, {**YO, flag: 0, other: 1}]}, CHATML, "contradict")
 
 
 def parts(*flags: Any, **message: Any) -> dict[str, Any]:

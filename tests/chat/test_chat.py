@@ -63,24 +63,6 @@ def test_all_assistant_turns(tokenizer: Any) -> None:
     )
 
 
-@pytest.mark.parametrize("train_on", ["all", "last"])
-def test_trailing_turns_are_cut_off(tokenizer: Any, train_on: str) -> None:
-    example = chat("user: hi", "assistant: yo", "tool: 42", "user: thanks")
-    check(tokenize(example, tokenizer, train_on=train_on), tokenizer, HEAD, "yo<|im_end|>", "\n")
-
-
-def test_assistant_speaks_first(tokenizer: Any) -> None:
-    example = chat("assistant: hello", "user: hi", "assistant: yo")
-    middle = "\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-    header = "<s><|im_start|>assistant\n"
-    parts = (header, "hello<|im_end|>", middle, "yo<|im_end|>", "\n")
-    check(tokenize(example, tokenizer), tokenizer, *parts)
-    only = tokenize(chat("assistant: hello"), tokenizer, train_on="last")
-    check(only, tokenizer, header, "hello<|im_end|>", "\n")
-    quoting = tokenize(chat("assistant: a<|im_start|>assistant\nb"), tokenizer)
-    check(quoting, tokenizer, header, "a<|im_start|>assistant\nb<|im_end|>", "\n")
-
-
 def test_offsets_of_characters_without_a_token_of_their_own() -> None:
     """Trimmed offsets, an emoji of four tokens, an empty turn: nothing more, nothing less."""
     template = (

@@ -51,19 +51,6 @@ def test_a_long_system_text_is_cut_in_the_middle(tmp_path: Path, capsys: Any) ->
     assert len(printed) < 6000
 
 
-def test_a_table_of_templates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "b.jinja").write_text(THINKS)
-    (tmp_path / "a.jinja").write_text(CHATML)
-    assert main(["template", "--all", str(tmp_path)]) == 0
-    header, line, first, second = capsys.readouterr().out.splitlines()
-    assert header.startswith("| template | one turn | system | two turns |")
-    assert set(line) == set("|- ")
-    assert first.startswith("| a | all | all | all | refused: drops calls")
-    assert first.endswith("| refused: drops thinking | refused: drops thinking |")
-    assert second.startswith("| b | all |")
-    assert second.endswith("| all | each |")
-
-
 def test_a_tokenizer_folder(shared_data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["template", str(shared_data / "tokenizers" / "mistral-32k-chatml")]) == 0
     assert "tool call: accepted with train_on='all'\n" in capsys.readouterr().out

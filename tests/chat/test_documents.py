@@ -1,7 +1,8 @@
-"""Raw texts become documents, with the ids of a loop over the texts; keys are of contents."""
+"""Raw texts become documents with the ids of a loop; traces become conversations."""
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoTokenizer
 
 from tests.chat.chats import slow_tokenizer
+from tests.chat.families import byte_of
 from tests.command import byte_tokenizer, run_command
 from torch_collate_kit import (
     PackedBatchSampler,
@@ -26,7 +28,13 @@ from torch_collate_kit import (
     PrefetchLoader,
     TokenizedDataset,
 )
-from torch_collate_kit.chat import ChatOptions, tokenize_chat_dataset, tokenize_documents
+from torch_collate_kit.chat import (
+    tokenize_chat,
+    tokenize_chat_dataset,
+    tokenize_documents,
+    trace_paths,
+)
+from torch_collate_kit.chat.cache_keys import cache_key
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.preference import tokenize_preferences
 from torch_collate_kit.testing import assert_exact_resume
@@ -57,23 +65,12 @@ def by_a_loop(texts: list[str], tokenizer: Any, before: str, after: str) -> list
         if not text:
             continue
         ids = [tokenizer.convert_tokens_to_ids(token) for token in before.split()]
-        for byte in text.encode():
-            ids += tokenizer.backend_tokenizer.encode(chr(byte)).ids[:0] or [BYTES[byte]]
+        ids += [BYTES[byte] for byte in text.encode()]
         documents.append(ids + [tokenizer.convert_tokens_to_ids(t) for t in after.split()])
     return documents
 
 
-def _bytes() -> dict[int, int]:
-    tokenizer = byte_tokenizer("")
-    vocab = tokenizer.get_vocab()
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in shown]
-    letters = {byte: chr(byte) for byte in shown}
-    letters |= {byte: chr(256 + i) for i, byte in enumerate(others)}
-    return {byte: vocab[letter] for byte, letter in letters.items()}
-
-
-BYTES = _bytes()
+BYTES = {byte: byte_tokenizer("").get_vocab()[c] for c, byte in byte_of().items()}
 
 
 @pytest.mark.parametrize(
@@ -129,63 +126,72 @@ def test_other_tokenizers_and_many_processes_make_the_same():
 
 
 def test_refusals():
-    tokenizer = tokenizer_with("$A")
-    texts = datasets.Dataset.from_dict({"text": ["a", None], "number": [1, 2]})
-    with pytest.raises(DataError, match="row 1: the text is null; drop the row"):
-        tokenize_documents(texts, tokenizer)
-    with pytest.raises(DataError, match=r"column number holds .* not texts"):
-        tokenize_documents(texts, tokenizer, text="number")
-    with pytest.raises(
-        DataError, match=r"no column 'x'; pass text= with one of \['text', 'number'\]"
-    ):
-        tokenize_documents(texts, tokenizer, text="x")
-    with pytest.raises(DataError, match="all 1 texts of column text are empty"):
-        tokenize_documents(datasets.Dataset.from_dict({"text": [""]}), tokenizer)
-    with pytest.raises(TypeError, match=r"expected a datasets\.Dataset"):
-        tokenize_documents(["a"], tokenizer)
-    with pytest.raises(TypeError, match="expected a tokenizer, got int"):
-        tokenize_documents(texts, 3)
-    with pytest.raises(TypeError, match="end must be True or False"):
-        tokenize_documents(texts, tokenizer, end=1)
-    tokenizer.eos_token = None
-    with pytest.raises(ValueError, match=r"the tokenizer has no EOS; .* end=False"):
-        tokenize_documents(texts, tokenizer)
+    texts, tokenizer = (
+        datasets.Dataset.from_dict({"text": ["a", None], "number": [1, 2]}),
+        tokenizer_with("$A"),
+    )
+    no_end, blank = tokenizer_with("$A"), datasets.Dataset.from_dict({"text": [""]})
+    no_end.eos_token = None
+    cases: list[tuple[Any, Any, dict[str, Any], type[Exception], str]] = [
+        (texts, tokenizer, {}, DataError, "row 1: the text is null; drop the row"),
+        (texts, tokenizer, {"text": "number"}, DataError, r"column number holds .* not texts"),
+        (
+            texts,
+            tokenizer,
+            {"text": "x"},
+            DataError,
+            r"no column 'x'; .* one of \['text', 'number'\]",
+        ),
+        (blank, tokenizer, {}, DataError, "all 1 texts of column text are empty"),
+        (["a"], tokenizer, {}, TypeError, r"expected a datasets\.Dataset"),
+        (texts, 3, {}, TypeError, "expected a tokenizer, got int"),
+        (texts, tokenizer, {"end": 1}, TypeError, "end must be True or False"),
+        (texts, no_end, {}, ValueError, r"the tokenizer has no EOS; .* end=False"),
+    ]
+    for given, loaded, options, error, message in cases:
+        with pytest.raises(error, match=message):
+            tokenize_documents(given, loaded, **options)
     with pytest.raises(DataError, match=r"raw texts are for chat\.tokenize_documents"):
         tokenize_chat_dataset(texts.remove_columns("number").select([0]), byte_tokenizer(TEMPLATE))
 
 
-def key_of(texts: Path, tokenizer: Any, **options: Any) -> str:
-    """Return the fingerprint of texts, which is their key with that of the given dataset."""
-    if isinstance(tokenizer, Path):
+def key_of(tokenizer: Any, **options: Any) -> str:
+    if isinstance(tokenizer, str | Path):
         tokenizer = AutoTokenizer.from_pretrained(tokenizer)
-    return tokenize_documents(datasets.load_from_disk(texts), tokenizer, **options)[0]._fingerprint
+    return cache_key("texts", tokenizer, options)
 
 
 def test_keys_are_of_contents(tmp_path):
-    texts = tmp_path / "texts"
-    datasets.Dataset.from_dict({"text": ["ab", "c"]}).save_to_disk(texts)
     tokenizer = byte_tokenizer(TEMPLATE)
     tokenizer.save_pretrained(tmp_path / "a")
     shutil.copytree(tmp_path / "a", tmp_path / "b")
-    key = key_of(texts, tmp_path / "a")
-    assert key == key_of(texts, tmp_path / "b")
-    used = key_of(texts, tokenizer)
+    key, used = key_of(tmp_path / "a"), key_of(tokenizer)
+    assert key == key_of(tmp_path / "b")
     tokenizer(["a", "bcd"], truncation=True, max_length=2)
     tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
-    assert used == key_of(texts, tokenizer)
-    code = "from tests.chat.test_documents import *; print(key_of(*map(Path, sys.argv[1:])))"
-    env = os.environ | {"PYTHONHASHSEED": "7"}
-    command = [sys.executable, "-c", code, texts, tmp_path / "b"]
-    other = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
-    assert other.stdout.split()[-1] == key
-    others = {key, key_of(texts, tmp_path / "a", end=False)}
+    assert used == key_of(tokenizer)
+    others = {key, key_of(tmp_path / "a", end=False)}
     tokenizer.chat_template = TEMPLATE + " "
-    tokenizer.save_pretrained(tmp_path / "c")
-    others.add(key_of(texts, tmp_path / "c"))
+    others.add(key_of(tokenizer))
     tokenizer.add_tokens(["<new>"])
-    tokenizer.save_pretrained(tmp_path / "d")
-    others.add(key_of(texts, tmp_path / "d"))
+    others.add(key_of(tokenizer))
     assert len(others) == 4
+    texts = datasets.Dataset.from_dict({"text": ["ab", "c"]})
+    prints = [tokenize_documents(texts, tokenizer, end=of)[0]._fingerprint for of in (True, False)]
+    assert prints[0] != prints[1]
+
+
+def test_keys_are_the_same_in_another_process(tmp_path):
+    byte_tokenizer(TEMPLATE).save_pretrained(tmp_path)
+    code = "import sys; from tests.chat.test_documents import key_of; print(key_of(sys.argv[1]))"
+    other = subprocess.run(
+        [sys.executable, "-c", code, tmp_path],
+        env=os.environ | {"PYTHONHASHSEED": "7"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert other.stdout.split()[-1] == key_of(tmp_path)
 
 
 CHATS = [
@@ -213,22 +219,6 @@ def test_two_splits_of_one_file_keep_their_own_rows(rows, tokenize, tmp_path):
         row["input_ids"] for row in tokenize(datasets.Dataset.from_list(rows), tokenizer)[0]
     ]
     assert first.cache_files or second.cache_files
-
-
-def test_the_cache_is_used_again_and_not_for_another_template(tmp_path):
-    file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in CHATS))
-    chats = datasets.load_dataset(
-        "json", data_files=str(file), split="train", cache_dir=str(tmp_path / "cache")
-    )
-    tokenizer = byte_tokenizer(TEMPLATE)
-    one, again = (tokenize_chat_dataset(chats, tokenizer)[0] for _ in range(2))
-    assert one._fingerprint == again._fingerprint
-    tokenizer.chat_template = TEMPLATE.replace("<end>", "!<end>")
-    other = tokenize_chat_dataset(chats, tokenizer)[0]
-    assert other["input_ids"][0] != one["input_ids"][0]
-    labelled = tokenize_chat_dataset(chats, tokenizer, ChatOptions(labels=True))[0]
-    assert labelled.column_names == ["input_ids", "labels"]
 
 
 @pytest.fixture
@@ -301,3 +291,76 @@ def test_a_run_from_raw_text_goes_on_with_other_ranks():
         return PrefetchLoader(DataLoader(tokens, batch_sampler=sampler, collate_fn=collate))
 
     assert_exact_resume(make, num_steps=6, dp_sizes=[2, 1])
+
+
+IDS = {"parentUuid": "uuid", "parentId": "id"}
+
+
+def event(
+    number: int, parent: int | None, role: str, text: str, key: str = "parentUuid", **others: Any
+) -> dict[str, Any]:
+    of = {IDS[key]: str(number), key: None if parent is None else str(parent)}
+    return of | {"message": {"role": role, "content": text}} | others
+
+
+@pytest.mark.parametrize("key", IDS)
+def test_branches_side_chains_and_headers(key):
+    events = [
+        {"type": "session", "version": 3},
+        event(1, None, "user", "q", key),
+        event(2, 1, "assistant", "a", key),
+        event(8, None, "user", "sub", key, isSidechain=True),
+        event(9, 8, "assistant", "SUBAGENT", key, isSidechain=True),
+        event(3, 2, "user", "r", key),
+        event(4, 3, "assistant", "b", key),
+        event(5, 2, "user", "s", key),
+        event(6, 5, "assistant", "c", key),
+        event(7, 6, "assistant", "529", key, isApiErrorMessage=True),
+    ]
+    given = copy.deepcopy(events)
+    paths = trace_paths(events)
+    assert events == given
+    assert all(path[0] is events[0] for path in paths)
+    texts = [[of["message"]["content"] for of in path if "message" in of] for path in paths]
+    assert texts == [["q", "a", "r", "b"], ["q", "a", "s", "c", "529"]]
+    trained = [
+        [
+            of["message"]["content"]
+            for of in path
+            if "message" in of
+            and of["message"]["role"] == "assistant"
+            and "train" not in of["message"]
+        ]
+        for path in paths
+    ]
+    assert trained == [["a", "b"], ["c"]]
+    messages = [of["message"] for of in paths[1] if "message" in of][:4]
+    found = tokenize_chat({"messages": messages}, byte_tokenizer(TEMPLATE))
+    tokenizer = byte_tokenizer(TEMPLATE)
+    kept = [i for i, t in zip(found["input_ids"], found["loss_mask"], strict=True) if t]
+    assert tokenizer.decode(kept) == "c<end>"
+
+
+def test_traces_without_a_tree_are_one_path():
+    events = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    assert trace_paths(events) == [events]
+    flat = [json.loads(json.dumps(of)) for of in events]
+    assert (
+        trace_paths([*flat, {"role": "assistant", "content": "e", "isApiErrorMessage": True}])[0][
+            2
+        ]["train"]
+        is False
+    )
+
+
+def test_refused_traces():
+    with pytest.raises(DataError, match="event 0 is 'x'"):
+        trace_paths(["x"])
+    with pytest.raises(DataError, match="the parent '5' is missing"):
+        trace_paths([event(1, 5, "user", "q")])
+    with pytest.raises(DataError, match="event 1 has uuid '1'; each needs its own"):
+        trace_paths([event(1, None, "user", "q"), event(1, None, "user", "q")])
+    with pytest.raises(DataError, match="ancestor of itself"):
+        trace_paths([event(1, 2, "user", "q"), event(2, 1, "user", "q")])
+    with pytest.raises(DataError, match="ancestor"):
+        trace_paths([event(1, 2, "user", "q"), event(2, 1, "user", "q"), event(3, 2, "user", "q")])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import json
-import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,9 @@ from transformers import AutoTokenizer
 
 from tests.chat.chats import tokenize, trained_text
 from tests.chat.families import FAMILY_OF, templates, tokenizer_for
-from tests.chat.other_templates import OTHERS
+from tests.chat.made_templates import OTHERS
 from tests.chat.truth import Case
-from torch_collate_kit.chat import ChatOptions, tokenize_chat_dataset
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.loading import read_records
 
 EVERY = bool(os.environ.get("CHECK_EVERY_CHAT"))  # else a part of each file, for time
 FILES = {  # for train_on="each": how many records the slow truth judges, of how many in all; a step
@@ -75,25 +72,6 @@ def test_the_answers_are_trained(shared_data: Path, mistral: Any, name: str) -> 
         assert trained_text(last, mistral) == answers[-1], i
         assert tokenize(record, without_tags) == result, i
         assert tokenize(record, without_tags, train_on="last") == last, i
-
-
-def test_dropped_and_cut_examples(shared_data: Path, mistral: Any, caplog: Any) -> None:
-    """18 of 900 are longer than 1,024 tokens; cut, 17 of them end without their end mark."""
-    chats = read_records(shared_data / "chat_tools_tm4_900.jsonl")
-    end = mistral.convert_tokens_to_ids("<|im_end|>")
-    with caplog.at_level(logging.WARNING, logger="torch_collate_kit.chat"):
-        found, skips = tokenize_chat_dataset(chats, mistral, ChatOptions(max_length=1024))
-    messages = [record.getMessage() for record in caplog.records]
-    assert messages == ["skipped 18 of 900 examples: {'too_long': 18}"]
-    assert skips == {"too_long": 18}
-    assert {ids[-2] for ids in found["input_ids"]} == {end}  # and a line break
-    truncate = ChatOptions(max_length=1024, overflow="truncate")
-    cut, _ = tokenize_chat_dataset(chats, mistral, truncate)
-    rows = list(zip(cut["input_ids"], cut["num_cut_tokens"], strict=True))
-    assert sum(num > 0 for _, num in rows) == 18
-    without_end = [num for ids, num in rows if end not in ids[-2:]]
-    assert len(without_end) == 17
-    assert min(without_end) > 0
 
 
 # ---- train_on="each": no record lost, no turn trained twice

@@ -15,6 +15,8 @@ from tests.chat.chats import (
     HEAD,
     NO_TAGS,
     SAID,
+    TAGS,
+    THINKS,
     TOOL,
     TWO,
     USER,
@@ -23,11 +25,12 @@ from tests.chat.chats import (
     chat,
     check,
     refused,
+    thinking,
     tokenize,
     trained_text,
     with_call,
 )
-from torch_collate_kit.chat import tokenize_chat_dataset
+from torch_collate_kit import ChatOptions, PaddedCollator, tokenize_chat_dataset
 from torch_collate_kit.errors import DataError
 
 Record = dict[str, Any]
@@ -143,11 +146,6 @@ REFUSED: list[tuple[Record, str]] = [
     (answer(tool_calls=[{"function": {"arguments": {}}}]), r"messages\[1\] has a tool call witho"),
     (answer(reasoning_content=["x"]), r"messages\[1\] `reasoning_content` must be text, got"),
     (answer(function_call=SCHEMA), r"messages\[1\] has a `function_call`, .*; convert it to `tool"),
-    (answer(weight=0.5), r"messages\[1\] has weight 0.5, but .*; set `weight` to 0 or 1"),
-    (answer(weight=2), r"messages\[1\] has weight 2"),
-    (answer(weight="0"), r"messages\[1\] has weight '0'"),
-    (answer(weight=[1]), r"messages\[1\] has weight \[1\]"),
-    (answer(weight=1, train=False), r"messages\[1\] has .* which contradict .*; keep one"),
     (answer(tool_call=[SCHEMA]), r"messages\[1\] has no tool_calls, but 'tool_call' looks like it"),
     ({"messages": [{"role": "user", "contents": "hi"}, YO]}, r"\[0\] has no content, but 'conte"),
     ({"messages": [{"role": "user", "Content": "hi"}, YO]}, r"\[0\] has no content, but 'Content"),
@@ -183,8 +181,6 @@ REFUSED: list[tuple[Record, str]] = [
     *(({"prompt": "a", "completion": "b", column: "x"},
        f"are strings, which no template renders, so `{column}` would be lost; write it in")
       for column in ("system", "tools", "documents")),
-    *((chat("user: hi", f"{role}: yo"), rf"\[1\] has the unknown role '{role}', .* rename .* answ")
-      for role in ("gpt", "model", "bot", "Assistant", "chatgpt", "human")),
 ]  # fmt: skip
 
 
@@ -211,16 +207,6 @@ def test_a_record_nested_too_deep(where: str, tokenizer: Any) -> None:
 
 
 # ---- weights, preference data, empty answers
-
-
-@pytest.mark.parametrize("key", ["weight", "train", "trainable"])
-@pytest.mark.parametrize("values", [(0, 1), (1, 0), (False, True), (0.0, 1.0), (None, 0)])
-def test_weights_select_turns(key: str, values: tuple[Any, Any], tokenizer: Any) -> None:
-    first, second = ({**YO, key: value} for value in values)
-    result = tokenize({"messages": [USER, first, USER, {**second, "content": "b"}]}, tokenizer)
-    texts = zip(values, ("yo<|im_end|>", "b<|im_end|>"), strict=True)
-    kept = [text for value, text in texts if value is None or value]
-    assert trained_text(result, tokenizer) == "".join(kept)
 
 
 ANSWERED = {"prompt": "1+1=", "completion": "2<|im_end|>"}
@@ -300,3 +286,66 @@ def test_documents_stand_in_the_text(tokenizer: Any) -> None:
         result = tokenize(SAID | {"documents": documents}, printing)
         assert tokenizer.decode(result["input_ids"]).startswith("ab" + HEAD)
     refused(SAID | {"documents": DOCUMENTS}, tokenizer, re.escape("drops documents[0]['title']"))
+
+
+FORMS: list[dict[str, Any]] = [
+    SAID,
+    {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]},
+    {"prompt": "hi", "completion": "yo"},
+    {"instruction": "hi", "output": "yo"},
+    {"messages": [{**m, "weight": m["role"] == "assistant"} for m in SAID["messages"]]},
+    chat("user: hi"),  # skipped
+]
+BAD_WEIGHTS = [
+    ({"weight": -1}, "^weight is -1; a weight must be finite, and 0 or at least 1e-30"),
+    ({"weight": -0.5}, "^weight is -0.5; a weight must be finite, and 0 or at least 1e-30"),
+    ({"weight": float("nan")}, "^weight is nan; a weight must be finite"),
+    ({"weight": "0.5"}, r"^weight is '0.5' \(str\); give one number per example"),
+    ({"weight": None}, r"^weight is None \(NoneType\); give one number per example"),
+    ({"weights": 2}, "^the record has 'weights', which is not read; name it weight if it is one"),
+    ({"sample_weight": 2}, "^the record has 'sample_weight', which is not read; name it weight"),
+    ({"exampleWeight": 2}, "^the record has 'exampleWeight', which is not read; name it weight"),
+]
+
+
+@pytest.fixture(scope="module")
+def tagged() -> Any:
+    return byte_tokenizer(TAGS)
+
+
+@pytest.mark.parametrize("weight", [0, 0.5, True, 3])
+def test_every_form_keeps_it_and_the_rest_is_the_same(weight: Any, tagged: Any) -> None:
+    for record in FORMS:
+        given = {**record, "weight": weight}
+        assert tokenize(given, tagged) == {**tokenize(record, tagged), "weight": weight}
+        assert given == {**record, "weight": weight}
+
+
+def test_each_example_of_a_record_has_it() -> None:
+    tokenizer, record = byte_tokenizer(THINKS), {**thinking("A", "B"), "weight": 0.25}
+    found = tokenize(record, tokenizer, train_on="each")
+    assert [example["weight"] for example in found] == [0.25, 0.25]
+    data = Dataset.from_list([record, {**TWO, "weight": 2.0}])
+    rows, _ = tokenize_chat_dataset(data, tokenizer, ChatOptions(train_on="each"))
+    assert list(rows["weight"]) == [0.25, 0.25, 2.0]
+
+
+def test_a_dataset_keeps_the_column_and_a_collator_multiplies_by_it(tagged: Any) -> None:
+    records = [{**SAID, "weight": 0.5, "id": "a"}, {**chat("user: hi"), "weight": 9, "id": "b"}]
+    records.append({**TWO, "weight": 3, "id": "c"})
+    rows, skips = tokenize_chat_dataset(Dataset.from_list(records), tagged)
+    assert skips == {"no_assistant_turn": 1}
+    assert rows.column_names == ["input_ids", "loss_mask", "weight"]
+    assert str(rows.features["weight"].dtype) == "float32"
+    batch = PaddedCollator(0, normalize_loss=False)(rows)
+    sums = [sum(row["loss_mask"]) * row["weight"] for row in rows]
+    assert batch["loss_mask"].sum(dim=1).tolist() == sums
+    empty, _ = tokenize_chat_dataset(Dataset.from_list(records).select([]), tagged)
+    assert empty.column_names == rows.column_names
+
+
+@pytest.mark.parametrize(("columns", "message"), BAD_WEIGHTS)
+def test_what_collators_refuse_is_refused(columns: Any, message: str, tagged: Any) -> None:
+    refused({**SAID, **columns}, tagged, message)
+    with pytest.raises(DataError, match=f"^example 0: {message[1:]}"):
+        tokenize_chat_dataset(Dataset.from_list([{**SAID, **columns}]), tagged)

@@ -1,16 +1,21 @@
-"""Every chat template of the trl package, every made conversation, every mode: nothing is wrong."""
+"""Every template, made and random conversations, every mode: right or refused."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from functools import cache
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from tests.chat.conversations import CONVERSATIONS, PLAIN
+from tests.chat.chats import refused
+from tests.chat.conversations import CONVERSATIONS, PLAIN, call, schema, text
 from tests.chat.families import FAMILY_OF, templates, tokenizer_for
-from tests.chat.outcomes import MODES, outcomes
-from tests.chat.truth import Verdict
+from tests.chat.made_templates import OTHERS, STOPS
+from tests.chat.truth import MODES, Case, Verdict, outcome, outcomes
 
 TEMPLATES = templates()
 # How many of the conversations are taken by "all", "last" and "each", at least.
@@ -69,7 +74,7 @@ def test_every_template_has_a_line() -> None:
         for name in sorted(TEMPLATES)
     ],
 )
-def test_nothing_is_silently_wrong(name: str) -> None:
+def test_trl_templates_against_the_truth(name: str) -> None:
     """Nor refused that was taken; a plain chat is taken. One test, as the outcomes take long."""
     found = outcomes(name, tokenizer_for(TEMPLATES[name], FAMILY_OF[name].eos))
     assert not {key: verdict.why for key, (verdict, _) in found.items() if verdict.kind == "wrong"}
@@ -101,3 +106,134 @@ def check_advice_is_good(found: Found) -> None:
             if verdict.kind == "refused" and f"train_on='{other}'" in verdict.why:
                 kind = found[conversation, other][0].kind
                 assert kind == "right", (conversation, mode, verdict.why)
+
+
+MADE = OTHERS | STOPS
+TAKEN_OF_MADE = {  # by "all", "last" and "each", at least
+    (36, 38, 36): ["deepseek_v3_1"],
+    (30, 34, 30): ["llama_2"],
+    (37, 37, 37): ["vicuna"],
+    (34, 37, 35): ["apertus"],
+    (35, 37, 35): ["no second prompt", "header in the question"],
+    (39, 39, 39): ["granite"],
+    (38, 38, 38): ["laguna", "two ends", "a named closing tag, then EOS"],
+    (1, 2, 2): ["qwq"],
+    (36, 37, 36): ["merging"],
+    (0, 0, 0): ["ascii", "kimi_k3, names after tags, no EOS"],
+    (61, 61, 61): ["kimi_k3", "kimi_k3, names after tags"],
+    (38, 55, 38): ["nameless closing tag alone"],
+    (59, 61, 59): ["command_r7b"],
+    (35, 54, 35): ["command_a"],
+    (56, 60, 56): ["command_a, no prompt"],
+    (52, 56, 53): ["mistral_v3", "mistral_v7"],
+    (58, 60, 58): ["mistral_v13"],
+    (56, 57, 56): ["two stops"],
+}  # fmt: skip
+TOKENS = re.compile(r"\[/?[A-Z_]+\]")
+NAMED = ("<|{}_start|>", "<|{}_end|>", "<|start_{}|>", "<|end_{}|>")
+
+
+def made_tokenizer(name: str) -> Any:
+    """With the tokens that the template writes in pieces, too."""
+    template, family = MADE[name]
+    tokenizer = tokenizer_for(template, family.eos)
+    tokens = [*family.ends, *TOKENS.findall(template)]
+    if name in STOPS:
+        tokens += [form.format(role) for form in NAMED for role in ("user", "assistant", "system")]
+    known = tokenizer.get_vocab()
+    tokenizer.add_tokens([token for token in tokens if token not in known], special_tokens=True)
+    return tokenizer
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_made_templates_against_the_truth(name: str) -> None:
+    found = outcomes(name, made_tokenizer(name), MADE[name][1])
+    wrong = {key: verdict.why for key, (verdict, _) in found.items() if verdict.kind == "wrong"}
+    assert not wrong
+    taken = Counter(mode for (_, mode), (verdict, _) in found.items() if verdict.kind == "right")
+    [least] = [counts for counts, names in TAKEN_OF_MADE.items() if name in names]
+    for mode, count in zip(MODES, least, strict=True):
+        assert taken[mode] >= count, (mode, taken[mode], found[PLAIN, mode])
+
+
+@pytest.mark.parametrize("name", ["command_a", "command_a, no prompt", "mistral_v7"])
+def test_an_answer_to_a_message_without_a_header_is_refused(name: str) -> None:
+    """The text of a question ends with the header, or with what stands for it."""
+    asked = {"role": "user", "content": "zebra1"}
+    for role in ("system", "assistant"):
+        messages = [asked, {"role": role, "content": "rule2"}, {**asked, "role": "assistant"}]
+        message = f"no header after a message of the {role}"
+        refused({"messages": messages}, made_tokenizer(name), message, train_on="last")
+
+
+def test_a_turn_with_its_end_inside_is_refused() -> None:
+    tokenizer = made_tokenizer("nameless closing tag alone")
+    for name in ("call, dict", "parallel calls", "reasoning, one turn"):
+        message = r"writes '<\|close\|>', which ends this turn, inside"
+        refused(CONVERSATIONS[name], tokenizer, message)
+
+
+EDGES = ["", " ", "\n", "\n\n", "  \n", "\t", "\r\n", "\u00a0", "\u200d", "\u0301", "\u65e5",
+         "\u0643", "\U0001f981", "'", '"', "\\", "<", "}", "{{", "{%", "#", "`", "[", "|",
+         "user\n", "<think>", "</think>", "{end}", "{header}"]  # fmt: skip
+edges = st.sampled_from(EDGES)
+
+
+@cache
+def tokenizer_of(name: str) -> Any:
+    if name in MADE:
+        return made_tokenizer(name)
+    return tokenizer_for(TEMPLATES[name], FAMILY_OF[name].eos)
+
+
+@st.composite
+def chats(draw: st.DrawFn) -> dict[str, Any]:
+    """Any order of roles with at least one answer; every word is numbered anew."""
+    numbers = iter(range(100, 1000))
+
+    def word() -> str:
+        return f"w{next(numbers)}"
+
+    def said(spaced: bool = True) -> str:
+        between = draw(edges) if spaced else " "
+        return f"{draw(edges)}{word()}{between or ' '} {word()}{draw(edges)}"
+
+    roles = draw(
+        st.lists(st.sampled_from(["user", "assistant", "call", "system"]), min_size=0, max_size=5)
+    )
+    messages: list[dict[str, Any]] = []
+    called = 0
+    for role in [*draw(st.sampled_from([["user"], ["system", "user"]])), *roles, "assistant"]:
+        if role == "call":
+            calls = []
+            for _ in range(draw(st.integers(1, 2))):
+                values = st.sampled_from([said(), 3, 1.5, True, None, [said()], {word(): said()}])
+                arguments: Any = {word(): draw(values) for _ in range(draw(st.integers(0, 2)))}
+                calls.append(call(arguments, called := called + 1, "look1"))
+            content = draw(st.sampled_from([None, "", said()]))
+            messages.append({"role": "assistant", "content": content, "tool_calls": calls})
+            messages += [
+                {"role": "tool", "content": said(), "tool_call_id": c["id"], "name": "look1"}
+                for c in calls
+            ]
+            continue
+        content = said() if draw(st.integers(0, 9)) else ""
+        if role == "user" and not content:
+            content = word()
+        message: dict[str, Any] = {"role": role, "content": content}
+        if draw(st.integers(0, 7)) == 0 and content:
+            message["content"] = text(content, said())
+        if role == "assistant" and draw(st.integers(0, 3)) == 0:
+            message["reasoning_content"] = said()
+        messages.append(message)
+    record: dict[str, Any] = {"messages": messages}
+    return {**record, "tools": [schema("look1")]} if called else record
+
+
+@given(chats(), st.sampled_from([*sorted(TEMPLATES), *MADE]))
+def test_random_conversations_against_the_truth(record: dict[str, Any], name: str) -> None:
+    family = MADE[name][1] if name in MADE else None
+    case = Case(name, tokenizer_of(name), record, other=family)
+    for mode in MODES:
+        verdict, _ = outcome(case, mode)
+        assert verdict.kind != "wrong", (mode, verdict.why)

@@ -105,13 +105,6 @@ BY_HAND: dict[str, tuple[dict[str, int], list[tuple[list[int], list[int], bool]]
             ([5, 6, 7, 3, 9, 9, 4, 4, 4], [0, 0, 0, 0, 0, 0, 1, 1, 1], False),
         ],
     ),
-    "an answer before, only its end": (
-        {"max_length": 8},
-        [
-            ([5, 6, 7, 1, 2, 8, 3], [0, 0, 0, 1, 1, 0, 1], False),
-            ([5, 6, 7, 9, 9, 4, 4, 4], [0, 0, 0, 0, 0, 1, 1, 1], False),
-        ],
-    ),
     "an answer in two": (
         {"max_length": 6},
         [
@@ -126,13 +119,6 @@ BY_HAND: dict[str, tuple[dict[str, int], list[tuple[list[int], list[int], bool]]
         [
             ([5, 6, 7, 1, 2, 8, 3], [0, 0, 0, 1, 1, 0, 1], False),
             ([5, 1, 2, 8, 3, 9, 9, 4, 4, 4], [0] * 7 + [1] * 3, False),
-        ],
-    ),
-    "only the system prompt": (
-        {"max_length": 8, "pinned": 1},
-        [
-            ([5, 6, 7, 1, 2, 8, 3], [0, 0, 0, 1, 1, 0, 1], False),
-            ([5, 3, 9, 9, 4, 4, 4], [0, 0, 0, 0, 1, 1, 1], False),
         ],
     ),
     "a row that fits": ({"max_length": 12}, [(*ROW.values(), False)]),
@@ -301,15 +287,6 @@ def test_chats_in_windows(target: str, caplog: Any) -> None:
         options_of_one = {**options, "group_turns": True}
         one = tokenize(records[row["record_index"]], tokenizer, **options_of_one)
         assert (one["input_ids"], one["skipped_segments"]) == (row["input_ids"], [])
-
-
-def test_nothing_is_said_where_no_window_is_made(caplog: Any) -> None:
-    options = ChatOptions(max_length=72, overflow="windows")
-    with pytest.raises(
-        DataError, match="all 1 examples are skipped: 1 with prompt_too_long; a rec"
-    ):
-        tokenize_chat_dataset(datasets.Dataset.from_list([FULL]), byte_tokenizer(CHATML), options)
-    assert not caplog.records
 
 
 def test_an_audit_of_records_makes_no_windows() -> None:

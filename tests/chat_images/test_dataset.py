@@ -1,15 +1,28 @@
-"""tokenize_chat_dataset: each row read back is what tokenize_chat returns."""
+"""tokenize_chat_dataset: each row read back is what tokenize_chat returns; and real records."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
+from transformers import AutoTokenizer
 
-from tests.chat.chats import tokenize
-from tests.chat_images.truth import KINDS, chat, question, random_chat, text
+from tests.chat.chats import tokenize, trained_text
+from tests.chat_images.truth import (
+    KINDS,
+    assert_fields,
+    chat,
+    expected,
+    ids_of,
+    question,
+    random_chat,
+    text,
+    turns_of,
+)
 from tests.vision.families import FAMILIES
 from tests.vision.images import draw
 from torch_collate_kit import ChatOptions, DataError, tokenize_chat_dataset
@@ -36,14 +49,14 @@ def assert_rows(dataset: Any, wanted: list[dict[str, Any]]) -> None:
     """In both formats, field by field; what a row does not have is None."""
     assert len(dataset) == len(wanted)
     for form in (None, "numpy"):
-        for row, expected in zip(dataset.with_format(form), wanted, strict=True):
+        for row, own in zip(dataset.with_format(form), wanted, strict=True):
             for name in dataset.column_names:
-                if name not in expected:
+                if name not in own:
                     assert row[name] is None, (name, form)
                     continue
-                value = np.asarray(expected[name])
+                value = np.asarray(own[name])
                 assert np.array_equal(np.asarray(row[name]), value), (name, form)
-                if form and isinstance(expected[name], np.ndarray):
+                if form and isinstance(own[name], np.ndarray):
                     assert row[name].dtype == value.dtype, name
 
 
@@ -165,3 +178,53 @@ def test_the_processor_is_not_changed() -> None:
     assert processor.tokenizer is tokenizer
     assert processor.image_processor is images
     assert (tokenizer.get_vocab(), repr(processor)) == before
+
+
+@pytest.fixture(scope="module")
+def records(shared_data: Path) -> list[dict[str, Any]]:
+    lines = (shared_data / "vlm_smoke_16.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_files_and_images_in_memory(
+    name: str, records: list[dict[str, Any]], shared_data: Path
+) -> None:
+    family = FAMILIES[name]
+    processor = family.processor()
+    modes, counts = set(), set()
+    for record in records:
+        images = [Image.open(shared_data / path) for path in record["images"]]
+        modes |= {picture.mode for picture in images}
+        counts.add(len(images))
+        messages = record["messages"]
+        ids, mask, fields = expected(family, messages, images, turns_of(messages))
+        in_memory = {**record, "images": images}
+        of_files = tokenize(record, processor, image_root=shared_data)
+        for found in (of_files, tokenize(in_memory, processor)):
+            assert (found["input_ids"], found["loss_mask"]) == (ids, mask)
+            assert_fields(found, fields)
+        small = tokenize(record, processor, image_root=shared_data, pixels=False)
+        assert (small["input_ids"], small["loss_mask"]) == (ids, mask)
+    assert modes == {"RGB", "L", "RGBA"}
+    assert counts == {0, 1, 2, 3}
+
+
+def test_a_real_tokenizer(records: list[dict[str, Any]], shared_data: Path) -> None:
+    """Tokens of several characters, and a template of its own: the ids are the processor's."""
+    processor = FAMILIES["llava_next"].make_processor()
+    folder = shared_data / "tokenizers" / "mistral-32k-chatml"
+    processor.tokenizer = AutoTokenizer.from_pretrained(folder)
+    processor.image_token_id = processor.tokenizer.convert_tokens_to_ids("<image>")
+    processor.chat_template = None  # that of the tokenizer
+    for record in records:
+        images = [Image.open(shared_data / path) for path in record["images"]]
+        words = processor.tokenizer.apply_chat_template(record["messages"], tokenize=False)
+        ids = ids_of(processor, words, images)
+        found = tokenize(record, processor, image_root=shared_data)
+        length = len(found["input_ids"])
+        assert found["input_ids"] == ids[:length]
+        assert not processor.decode(ids[length:]).strip()
+        kept = trained_text(found, processor.tokenizer)
+        answers = [m["content"][0]["text"] for m in record["messages"] if m["role"] == "assistant"]
+        assert [words.strip() for words in kept.split("<|im_end|>")] == [*answers, ""]

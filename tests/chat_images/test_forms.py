@@ -100,12 +100,6 @@ def test_sources(kind: str, tmp_path: Path) -> None:
     assert_is(with_part(type="image", image=source), WANTED)
 
 
-def test_an_image_that_is_not_loaded_yet(tmp_path: Path) -> None:
-    PICTURE.save(tmp_path / "a.png")
-    found = tokenize({**WANTED, "images": [Image.open(tmp_path / "a.png")]})
-    assert found["input_ids"] == tokenize(WANTED)["input_ids"]
-
-
 @pytest.mark.parametrize("kind", ["image", "image_url"])
 def test_parts(kind: str, tmp_path: Path) -> None:
     file, data = tmp_path / "a.png", uri(PICTURE)

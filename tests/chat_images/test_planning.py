@@ -1,4 +1,4 @@
-"""pixels=False: the same ids and masks from the headers of files, and what a planner needs."""
+"""Ids, masks and fields are those of the processor, also cut by max_length, and without pixels."""
 
 from __future__ import annotations
 
@@ -7,18 +7,159 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageFile
 from PIL.PngImagePlugin import PngInfo
 
-from tests.chat.chats import tokenize
-from tests.chat_images.truth import KINDS, assert_fields, chat, image, question, random_chat, text
+from tests.chat.chats import tokenize, trained_text
+from tests.chat_images.truth import (
+    KINDS,
+    assert_fields,
+    assert_right,
+    chat,
+    expected,
+    fields_of,
+    ids_of,
+    image,
+    question,
+    random_chat,
+    rendered,
+    text,
+    turns_of,
+)
 from tests.vision import processors
-from tests.vision.families import FAMILIES
+from tests.vision.families import FAMILIES, TinyFamily
 from tests.vision.images import draw
 from torch_collate_kit import DataError
 from torch_collate_kit.vision import VisionLayout, image_grid
+
+
+@given(st.sampled_from(KINDS), st.integers(0, 2**32 - 1), st.sampled_from(["all", "last", "each"]))
+def test_random_chats(name: str, seed: int, train_on: Any) -> None:
+    messages, images = random_chat(np.random.default_rng(seed))
+    turns = turns_of(messages)[-1:] if train_on == "last" else turns_of(messages)
+    assert_right(FAMILIES[name], messages, images, turns, train_on=train_on)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_text_only_records_have_no_vision_field(name: str) -> None:
+    messages = chat("Hi.", "Hello!")
+    processor = FAMILIES[name].processor()
+    found = tokenize({"messages": messages, "images": []}, processor)
+    assert set(found) == {"input_ids", "loss_mask", "num_cut_tokens", "skip_reason"}
+    processor.tokenizer.chat_template = processor.chat_template
+    try:
+        assert found == tokenize({"messages": messages}, processor.tokenizer)
+    finally:
+        processor.tokenizer.chat_template = None
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_labels(name: str) -> None:
+    record = question(draw(np.random.default_rng(0), 60, 90))
+    found = tokenize(record, FAMILIES[name].processor(), labels=True)
+    ids, mask, fields = expected(FAMILIES[name], record["messages"], record["images"], [1])
+    assert found["labels"] == [i if kept else -100 for i, kept in zip(ids, mask, strict=True)]
+    assert "loss_mask" not in found
+    assert_fields(found, fields)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_an_image_of_the_assistant_is_not_trained(name: str) -> None:
+    """What the model cannot write has no loss: the placeholders and the tokens around them."""
+    messages = chat("Draw a cat.", [text("Here: "), image(), text(" it is.")])
+    record = {"messages": messages, "images": [draw(np.random.default_rng(3), 60, 90)]}
+    processor = FAMILIES[name].processor()
+    line = {"internvl": "\n", "llava_next": "\n", "llava_onevision": "\n"}.get(name, "")
+    kept = trained_text(tokenize(record, processor), processor.tokenizer)
+    assert kept == f"Here: {line} it is.<|im_end|>"
+
+
+def test_images_after_the_last_trained_turn_are_left_out() -> None:
+    rng = np.random.default_rng(4)
+    images = [draw(rng, 60, 90), draw(rng, 30, 30)]
+    messages = chat([image(), text("What?")], "A cat.", [image(), text("And this?")])
+    found = assert_right(FAMILIES["qwen3_vl"], messages, images, [1])
+    assert len(found["image_grid_thw"]) == 1
+
+
+def test_each_with_a_template_that_rewrites_turns_gives_each_example_its_images() -> None:
+    """Earlier answers are dropped, so that no two turns share an example."""
+    family = FAMILIES["qwen3_vl"]
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' or loop.last %}<|im_start|>{{ m.role }}\n"
+        "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+        "{% if p.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}"
+        "{{ p.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    rng = np.random.default_rng(5)
+    images = [draw(rng, 60, 90), draw(rng, 32, 64)]
+    messages = chat([image(), text("What?")], "A cat.", [text("And this?"), image()], "A dog.")
+    record = {"messages": messages, "images": images}
+    found = tokenize(record, family.processor(), train_on="each", chat_template=template)
+    assert [len(example["image_grid_thw"]) for example in found] == [1, 2]
+    both = np.concatenate([found[0]["pixel_values"], found[1]["pixel_values"][-8:]])
+    assert (both == found[1]["pixel_values"]).all()
+    kept = [trained_text(example, family.processor().tokenizer) for example in found]
+    assert kept == ["A cat.<|im_end|>", "A dog.<|im_end|>"]
+
+
+def cut(record: Any, family: TinyFamily, limit: int, **options: Any) -> dict[str, Any]:
+    options |= {"max_length": limit, "overflow": "truncate"}
+    found: dict[str, Any] = tokenize(record, family.processor(), **options)
+    return found
+
+
+def bounds(family: TinyFamily, messages: Any, images: list[Any]) -> list[tuple[int, int]]:
+    """First token and last + 1 of each image with what opens and closes it, text by text."""
+    processor = family.processor()
+    opening, closing = family.wrap if "\n" not in family.wrap else ("", "")
+    whole = opening + family.placeholder + closing
+    *texts, _ = rendered(processor, messages).split(whole)
+    found, end = [], 0
+    several = family.name == "llava_onevision" and len(images) > 1  # these are not cut into tiles
+    for words, picture in zip(texts, images, strict=True):
+        start = end + len(ids_of(processor, words, []))
+        if several:
+            end = start + processor.num_image_tokens + 1
+        else:
+            end = start + len(ids_of(processor, whole, [picture]))
+        found.append((start, end))
+    return found
+
+
+def longest(family: TinyFamily, places: list[tuple[int, int]], limit: int) -> tuple[int, int]:
+    """The most tokens under the limit that end in no image, and the images in them."""
+    for count in range(limit, -1, -1):
+        whole = sum(end <= count for _, end in places)
+        begun = sum(start < count for start, _ in places)
+        alone = family.name == "llava_onevision" and whole == 1 < len(places)
+        if whole == begun and not alone:
+            return count, whole
+    raise AssertionError("zero tokens always fit")
+
+
+@given(st.sampled_from(KINDS), st.integers(0, 2**32 - 1), st.floats(0, 1.1))
+def test_the_longest_beginning_that_cuts_no_image(name: str, seed: int, share: float) -> None:
+    messages, images = random_chat(np.random.default_rng(seed))
+    family = FAMILIES[name]
+    ids, mask, _ = expected(family, messages, images, turns_of(messages))
+    limit = max(2, int(share * len(ids)))
+    kept, whole = longest(family, bounds(family, messages, images), min(limit, len(ids)))
+    record = {"messages": messages, "images": images}
+    found = cut(record, family, limit)
+    small = cut(record, family, limit, pixels=False)
+    assert small["input_ids"] == found["input_ids"]
+    if not any(mask[1:kept]):
+        assert found["skip_reason"] == "nothing_left_after_truncation"
+        assert_fields(found, {})
+        return
+    assert (found["input_ids"], found["loss_mask"]) == (ids[:kept], mask[:kept])
+    assert found["num_cut_tokens"] == len(ids) - kept
+    assert_fields(found, fields_of(family, images[:whole]))
+
 
 BIG = {"pixel_values", "pixel_attention_mask"}
 
@@ -45,14 +186,12 @@ def check(record: Any, processor: Any, **options: Any) -> None:
     )
 
 
-@settings(max_examples=2 * settings().max_examples)
 @given(st.sampled_from(KINDS), st.integers(0, 2**32 - 1))
-def test_random_chats(name: str, seed: int) -> None:
+def test_random_chats_without_pixels(name: str, seed: int) -> None:
     messages, images = random_chat(np.random.default_rng(seed))
     check({"messages": messages, "images": images}, FAMILIES[name].processor())
 
 
-@settings(max_examples=2 * settings().max_examples)
 @given(st.sampled_from(KINDS), st.integers(1, 400), st.integers(1, 400))
 def test_every_size(name: str, height: int, width: int) -> None:
     """Or both refuse it: an image that is 200 times as long as it is wide, for Qwen."""

@@ -48,17 +48,10 @@ def tokenize_chat_dataset(
         num_proc: the number of processes; None for this one.
 
     Returns a new dataset of the kept examples, in order, and a Counter of the ``skip_reason`` of
-    the others, which is also logged ("bad_tool_arguments": not a JSON object). The columns are
-    ``input_ids`` (int32) and ``loss_mask`` (int8), or with ``labels=True`` ``labels`` (int32);
-    ``weight`` (float32) is kept, other columns are not. ``overflow="truncate"`` adds
-    ``num_cut_tokens`` (int64, 0 for whole examples), ``train_on="each"`` and windows the
-    ``record_index`` (int64) that an example is from, and windows ``is_continued`` (bool); a line of
-    the log has the share of trained tokens that truncation would have lost, and "prompt_too_long"
-    is a ``skip_reason``. With ``group_turns`` an example is a conversation, ``input_ids`` and the
-    target are lists of lists with an entry per segment, and segments that are left out are counted
-    one by one. With a processor the vision fields are lists of lists (float32, int64), None in rows
-    without an image; ``with_format("numpy")`` reads them as arrays. ``datasets.map`` shows progress
-    and caches the result by the paths of image files, not by their contents.
+    the others, which is also logged. The columns are ``input_ids`` (int32) and ``loss_mask``
+    (int8), or with ``labels=True`` ``labels`` (int32); ``weight`` (float32) is kept, other columns
+    are not; options and images add columns (docs/chat.md). ``datasets.map`` shows progress and
+    caches the result by the paths of image files, not by their contents.
 
     Raises:
         DataError: as in :func:`tokenize_chat`, naming the index of the example; or every example is

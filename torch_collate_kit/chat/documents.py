@@ -12,7 +12,8 @@ import numpy as np
 
 from torch_collate_kit._checks import checked_bool
 from torch_collate_kit.chat.cache_keys import cache_key, fingerprint
-from torch_collate_kit.chat.dataset import bars_of_rank_0, check_is_dataset
+from torch_collate_kit.chat.dataset import check_is_dataset, mapped
+from torch_collate_kit.chat.tokenize import ids_around
 from torch_collate_kit.errors import DataError
 
 if TYPE_CHECKING:
@@ -76,27 +77,15 @@ def tokenize_documents(
         )
     from datasets import Features, Sequence, Value
 
-    with bars_of_rank_0():
-        found = (
-            dataset.select_columns(text)
-            .with_format("arrow")
-            .map(
-                _tokenize,
-                with_indices=True,
-                batched=True,
-                fn_kwargs={
-                    "tokenizer": tokenizer,
-                    "around": around,
-                    "parse_special": parse_special,
-                },
-                remove_columns=[text],
-                features=Features({"input_ids": Sequence(Value("int32"))}),
-                num_proc=num_proc,
-                new_fingerprint=fingerprint(cache_key(_VERSION, tokenizer, options), dataset),
-                desc="Tokenizing texts",
-            )
-            .with_format(None)
-        )
+    found = mapped(
+        dataset.select_columns(text).with_format("arrow"),
+        _tokenize,
+        Features({"input_ids": Sequence(Value("int32"))}),
+        {"tokenizer": tokenizer, "around": around, "parse_special": parse_special},
+        num_proc=num_proc,
+        new_fingerprint=fingerprint(cache_key(_VERSION, tokenizer, options), dataset),
+        desc="Tokenizing texts",
+    )
     skipped = Counter(empty=len(dataset) - len(found))
     if skipped.total():
         _logger.warning("skipped %d of %d texts: %s", skipped.total(), len(dataset), dict(skipped))
@@ -111,9 +100,7 @@ def _around(tokenizer: Any, end: bool) -> tuple[list[int], list[int]]:
         raise TypeError(
             f"expected a tokenizer, got {type(tokenizer).__name__}; AutoTokenizer loads one"
         )
-    alone, ids = (tokenizer("x", add_special_tokens=of)["input_ids"] for of in (False, True))
-    first = next((i for i in range(len(ids)) if ids[i : i + len(alone)] == alone), 0)
-    before, after = ids[:first], ids[first + len(alone) :]
+    before, after = ids_around(tokenizer)
     if end and tokenizer.eos_token_id is None:
         raise ValueError("the tokenizer has no EOS; set tokenizer.eos_token, or pass end=False")
     if end and after[-1:] != [tokenizer.eos_token_id]:
@@ -122,7 +109,7 @@ def _around(tokenizer: Any, end: bool) -> tuple[list[int], list[int]]:
 
 
 def _tokenize(
-    table: Any, indices: list[int], *, tokenizer: Any, around: Any, parse_special: bool
+    table: Any, indices: list[int], *, tokenizer: Any, around: Any, parse_special: bool, **_: Any
 ) -> Any:
     import pyarrow as pa
 

@@ -70,15 +70,11 @@ def tokenize_chat(
         options: :class:`ChatOptions`: which turns are trained, how long an example may be, ...
 
     Returns a dict with ``input_ids`` (list of int), ``loss_mask`` (0/1, same length),
-    ``num_cut_tokens`` (removed by ``max_length``) and ``skip_reason``. That is "", or with empty
-    lists "no_assistant_turn", "no_trained_tokens" (the template or the record's weights select
-    none), "too_long", "prompt_too_long" (for windows), or "nothing_left_after_truncation". The
-    first token does not count as trained, because nothing predicts it. If the record has a
-    ``weight``, a number that multiplies its loss weights, the example has it, too. With
-    ``train_on="each"``, or windows (:func:`~torch_collate_kit.chat.windows`), a list of such dicts,
-    at least one. With ``group_turns`` one dict of all of these: ``input_ids`` and ``loss_mask`` are
-    lists of lists, ``num_cut_tokens`` is a sum, and ``skipped_segments`` has the ``skip_reason`` of
-    those left out. Images add the processor's vision fields, as NumPy arrays without padding.
+    ``num_cut_tokens`` (removed by ``max_length``), ``skip_reason`` (with empty lists; "" otherwise)
+    and the record's ``weight``, if it has one; with images also the processor's vision fields. The
+    first token does not count as trained, because nothing predicts it. With ``train_on="each"``, or
+    windows, a list of such dicts, at least one; with ``group_turns`` one dict of lists of lists,
+    and ``skipped_segments``. The values of ``skip_reason``: docs/chat.md.
 
     Raises:
         DataError: the record has another form, is preference data, has an empty answer, or is too
@@ -172,7 +168,7 @@ def marked_texts(
             found.append(DataError(_TOO_DEEP))
     examples = [entry for entries in found if isinstance(entries, list) for entry in entries]
     tokens = iter(_encode(setup.tokenizer, [example.text for example in examples]))
-    before = ids_before(setup.tokenizer) if any(e.is_bare for e in examples) else []
+    before = ids_around(setup.tokenizer)[0] if any(e.is_bare for e in examples) else []
     return [
         [_marked(entry, *next(tokens), setup, before) for entry in entries]
         if isinstance(entries, list)
@@ -216,12 +212,12 @@ def _encode(tokenizer: Any, texts: list[str]) -> list[tuple[list[int], Any]]:
     return list(zip(ids, encoded.encodings or [None] * len(ids), strict=True))
 
 
-def ids_before(tokenizer: Any) -> list[int]:
-    """Return the ids that a tokenizer adds before a text: BOS, or none."""
-    alone = tokenizer("a", add_special_tokens=False)["input_ids"]
-    ids: list[int] = tokenizer("a")["input_ids"]
+def ids_around(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """Return the ids that a tokenizer adds before a text, BOS or none, and after it."""
+    alone, ids = (tokenizer("x", add_special_tokens=of)["input_ids"] for of in (False, True))
     fits = (i for i in range(len(ids)) if ids[i : i + len(alone)] == alone)
-    return ids[: next(fits, 0)]
+    first = next(fits, 0)
+    return ids[:first], ids[first + len(alone) :]
 
 
 def _marked(

@@ -293,7 +293,7 @@ class ExampleColumns:
             most = responses.lengths
             target = self._given(responses)
             if is_image is not None:
-                is_image = is_image[last_tokens(pieces, most)]
+                is_image = is_image[span_indices(np.cumsum(pieces.lengths) - most, most)]
         if is_image is not None and is_image.any():  # no model and no processor excludes them
             target[is_image] = untrained
         trained = target if target.dtype == np.bool_ else target != untrained
@@ -361,8 +361,3 @@ def last_of_examples(pieces: Pieces, lengths: np.ndarray, num_actions: np.ndarra
     ends = pieces.starts + pieces.lengths
     num_responses = np.clip(ends - prompts, 0, pieces.lengths - 1)
     return pieces._replace(starts=ends - num_responses - prompts, lengths=num_responses)
-
-
-def last_tokens(pieces: Pieces, numbers: np.ndarray) -> np.ndarray:
-    """Return the places, among all tokens, of the last ``numbers`` tokens of each piece."""
-    return span_indices(np.cumsum(pieces.lengths) - numbers, numbers)

@@ -73,7 +73,7 @@ def raw_columns(
         given = source.part(0, len(source))
     first = given
     if not isinstance(given, Mapping):
-        first = _first_example(given, "response_ids" if rollouts else "input_ids")
+        first = first_example(given, "response_ids" if rollouts else "input_ids")
     if rollouts is None:
         rollouts = _are_rollouts(first)
     of_model = () if vision is None else (*vision.fields, *TOKEN_TYPES, *vision.token_fields)
@@ -147,7 +147,8 @@ def column_of(examples: Any) -> Callable[[str], Any]:
     return lambda key: [example.get(key) for example in examples]
 
 
-def _first_example(examples: Sequence[Any], ids: str) -> Mapping[str, Any]:
+def first_example(examples: Sequence[Any], ids: str) -> Mapping[str, Any]:
+    """Return the first example, checked as all others: a mapping."""
     if not len(examples):
         raise DataError("the batch is empty (0 examples); give at least one")
     if set(map(type, examples)) != {dict}:

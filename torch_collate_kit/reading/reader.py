@@ -373,7 +373,9 @@ def opened_column(
         is_list = [is_sequence(entry) or np.ndim(entry) > 0 for entry in entries]
         wanted = "one number, or a list with a number or a list for each segment"
     else:
-        is_list = [is_list_of_rows(entry) or _is_empty(entry) for entry in entries]
+        is_list = [
+            is_list_of_rows(entry) or (is_sequence(entry) and not len(entry)) for entry in entries
+        ]
         wanted = "a list with one list for each segment"
     if not all(is_list):
         i = is_list.index(False)
@@ -382,7 +384,3 @@ def opened_column(
             f"{ids} of example 0 is; give {wanted}"
         )
     return list(chain.from_iterable(entries)), np.array(list(map(len, entries)), dtype=np.int64)
-
-
-def _is_empty(entry: Any) -> bool:
-    return is_sequence(entry) and not len(entry)

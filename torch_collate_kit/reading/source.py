@@ -206,7 +206,7 @@ class _ArrowColumns(Mapping[str, Any]):
         if name not in self.table.column_names:
             raise KeyError(name)
         column = self.table.column(name)
-        return _vectors_of_arrow(column) if name in self.vectors else _of_arrow(column)
+        return _of_arrow(column, name in self.vectors)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.table.column_names)
@@ -221,54 +221,37 @@ def _is_list(kind: Any) -> bool:
     return found
 
 
-def _of_arrow(column: Any) -> Any:
-    """Return a Ragged, a Nested or an array of numbers; all else as Python objects."""
-    is_of, kind = sys.modules["pyarrow"].types, column.type
-    is_list = _is_list(kind)
-    kind = kind.value_type if is_list else kind
-    if is_list and _is_list(kind):
-        lists = column.combine_chunks()
-        inner = _of_arrow(sys.modules["pyarrow"].chunked_array([lists.flatten()]))
-        if lists.null_count or not isinstance(inner, Ragged):
-            return column.to_pylist()
-        counts = lists.value_lengths().to_numpy(zero_copy_only=False)
-        return Nested(inner, np.append(0, np.cumsum(counts, dtype=np.int64)))
+def _of_arrow(column: Any, as_vectors: bool = False) -> Any:
+    """Return a Ragged, a Nested or an array of numbers; all else as Python objects.
+
+    Lists of lists of one size are, ``as_vectors``, a Ragged ``[T, k]``.
+    """
+    is_of, array = sys.modules["pyarrow"].types, column.combine_chunks()
+    if as_vectors:
+        array = getattr(array, "storage", array)  # of datasets.Array2D
+    sizes = []
+    while not array.null_count and _is_list(array.type):
+        sizes.append(array.value_lengths().to_numpy(zero_copy_only=False))
+        array = array.flatten()
+    kind = array.type
     is_number = is_of.is_integer(kind) or is_of.is_floating(kind) or is_of.is_boolean(kind)
-    array = column.combine_chunks()
-    values = array.flatten() if is_list and is_number else array
-    if not is_number or array.null_count or values.null_count:
+    depth = len(sizes)
+    if array.null_count or not is_number or (not depth if as_vectors else depth > 2):
         return column.to_pylist()
-    flat = values.to_numpy(zero_copy_only=False)
-    if not is_list:
-        return flat
-    lengths = array.value_lengths().to_numpy(zero_copy_only=False)
-    return unchecked(flat, np.append(0, np.cumsum(lengths, dtype=np.int64)))
+    flat = array.to_numpy(zero_copy_only=False)
+    offsets = [np.append(0, np.cumsum(of, dtype=np.int64)) for of in sizes]
+    if depth < 2:
+        return unchecked(flat, *offsets) if offsets else flat
+    if not as_vectors:
+        return Nested(unchecked(flat, offsets[1]), offsets[0])
+    if not all(len(of) and (of == of[0]).all() for of in sizes[1:]):
+        return column.to_pylist()
+    return unchecked(flat.reshape(-1, *(int(of[0]) for of in sizes[1:])), offsets[0])
 
 
 def with_vectors(columns: Mapping[str, Any], names: Collection[str]) -> Mapping[str, Any]:
     """Return columns of which ``names`` hold a vector per token; Arrow's are read as arrays."""
     return _ArrowColumns(columns.table, names) if isinstance(columns, _ArrowColumns) else columns
-
-
-def _vectors_of_arrow(column: Any) -> Any:
-    """Return lists of lists, of one size each, as a Ragged ``[T, k]``; others as Python objects."""
-    is_of = sys.modules["pyarrow"].types
-    array = column.combine_chunks()
-    array, shape, lengths = getattr(array, "storage", array), [], None  # of datasets.Array2D
-    while not array.null_count and hasattr(array, "value_lengths"):
-        sizes = array.value_lengths().to_numpy(zero_copy_only=False)
-        if lengths is None:
-            lengths = sizes
-        elif not len(sizes) or (sizes != sizes[0]).any():
-            break
-        else:
-            shape.append(int(sizes[0]))
-        array = array.flatten()
-    is_number = is_of.is_integer(array.type) or is_of.is_floating(array.type)
-    if lengths is None or array.null_count or not (is_number or is_of.is_boolean(array.type)):
-        return column.to_pylist()
-    values = array.to_numpy(zero_copy_only=False).reshape(-1, *shape)
-    return unchecked(values, np.append(0, np.cumsum(lengths, dtype=np.int64)))
 
 
 class ArrowFiles:

@@ -1,8 +1,9 @@
-"""Documents packed into rows as other tools write them, token by token."""
+"""Documents packed as other tools write them, and taken apart by a loop over tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from itertools import accumulate
 from typing import Any
 
@@ -86,11 +87,6 @@ def axolotl(row: list[Document], pads: int = 3) -> dict[str, Any]:
     }
 
 
-def axolotl_squash(row: list[Document], pads: int = 3) -> dict[str, Any]:
-    found = axolotl(row, pads)
-    return found | {"position_ids": list(range(len(found["input_ids"])))}
-
-
 def llama_factory_neat(row: list[Document], pads: int = 4) -> dict[str, Any]:
     params = {"sequence_boundaries": [0, *accumulate(_sizes(row))]}
     return (
@@ -104,12 +100,6 @@ def llama_factory(row: list[Document], pads: int = 4) -> dict[str, Any]:
     found = axolotl(row, pads)
     positions = _positions(row) + [0] * pads
     return found | {"attention_mask": [1] * len(positions), "position_ids": positions}
-
-
-def automodel_neat(row: list[Document], pads: int = 4) -> dict[str, Any]:
-    found = llama_factory_neat(row, pads)
-    del found["packing_params"]
-    return found | {"labels": _labels(row, shifted=True) + [-100] * pads}
 
 
 def automodel_packed(row: list[Document], multiple: int = 4) -> dict[str, Any]:
@@ -127,26 +117,6 @@ def automodel_packed(row: list[Document], multiple: int = 4) -> dict[str, Any]:
 def bridge(row: list[Document]) -> dict[str, Any]:
     starts = [0, *accumulate(_sizes(row))][:-1]
     return {"input_ids": _ids(row), "loss_mask": _mask(row, shifted=True), "seq_start_id": starts}
-
-
-def torchtune(row: list[Document], pads: int = 5) -> dict[str, Any]:
-    last = len(row[-1][0])
-    return {
-        "tokens": _ids(row) + [PAD] * pads,
-        "labels": _labels(row) + [-100] * pads,
-        "seq_lens": [*_sizes(row), pads],
-        "input_pos": [*_positions(row), *range(last, last + pads)],
-    }
-
-
-def llm_foundry(row: list[Document], left: int = 2, right: int = 3) -> dict[str, Any]:
-    total = sum(_sizes(row))
-    return {
-        "input_ids": [PAD] * left + _ids(row) + [PAD] * right,
-        "labels": [-100] * left + _labels(row) + [-100] * right,
-        "attention_mask": [0] * left + [1] * total + [0] * right,
-        "sequence_id": [-1] * left + _numbers(row, 0) + [-1] * right,
-    }
 
 
 def levanter(row: list[Document], pads: int = 3) -> dict[str, Any]:
@@ -173,21 +143,118 @@ FORMS: dict[str, tuple[Callable[..., dict[str, Any]], bool | None]] = {  # and s
     "TRL bfd": (trl_bfd, None),
     "DataCollatorWithFlattening": (flattening, None),
     "axolotl": (axolotl, None),
-    "axolotl squash": (axolotl_squash, None),
     "LLaMA-Factory neat_packing": (llama_factory_neat, None),
     "LLaMA-Factory packing": (llama_factory, None),
-    "Automodel neat_packing": (automodel_neat, None),
     "Automodel packed_sequence": (automodel_packed, None),
     "Megatron-Bridge": (bridge, True),
-    "torchtune": (torchtune, None),
-    "llm-foundry": (llm_foundry, None),
     "Levanter": (levanter, True),
     "maxtext": (maxtext, None),
 }
-SHIFTED = (
-    "Automodel neat_packing",
-    "Automodel packed_sequence",
-    "Megatron-Bridge",
-    "Levanter",
-    "maxtext",
-)
+SHIFTED = ("Automodel packed_sequence", "Megatron-Bridge", "Levanter", "maxtext")
+
+
+NUMBERS = {"attention_mask": 0, "inputs_segmentation": 0, "targets_segmentation": 0}
+NUMBERS |= {"sequence_id": -1, "segment_ids": -1, "seq_idx": -1}
+POSITIONS = ("position_ids", "input_pos", "inputs_position", "targets_position")
+LENGTHS = ("seq_lengths", "seq_lens")
+OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
+RENAMED = {
+    "tokens": "input_ids",
+    "inputs": "input_ids",
+    "targets": "labels",
+    "loss_weight": "loss_mask",
+}
+TARGETS = {"labels": -100, "loss_mask": 0, "completion_mask": 0, "assistant_masks": 0}
+BOUNDARIES = (*NUMBERS, *POSITIONS, *LENGTHS, *OFFSETS, "seq_lens_padded", "seq_start_id")
+
+
+def unpacked(
+    rows: list[Mapping[str, Any]],
+    *,
+    shifted: bool = False,
+    end_id: int | None = None,
+    pad_id: int | None = None,
+) -> tuple[list[dict[str, Any]], Counter[str]]:
+    """Return the documents of well-formed rows and what was left out."""
+    documents: list[dict[str, Any]] = []
+    counts: Counter[str] = Counter()
+    for row in rows:
+        found, left_out = _of_row(dict(row), shifted, end_id, pad_id)
+        documents += found
+        counts += left_out
+    return documents, counts
+
+
+def _of_row(
+    row: dict[str, Any], shifted: bool, end_id: int | None, pad_id: int | None
+) -> tuple[list[dict[str, Any]], Counter[str]]:
+    row = {RENAMED.get(name, name): value for name, value in row.items()}
+    ids = row["input_ids"]
+    pads, begins = _pads(row, pad_id), _begins(row)
+    documents: list[list[int]] = []  # of cells
+    for cell in range(len(ids)):
+        if cell in pads:
+            continue
+        before = ids[cell - 1] if cell and cell - 1 not in pads else None
+        is_first = cell == 0 or cell - 1 in pads or cell in begins
+        if is_first or (end_id is not None and before == end_id):
+            documents.append([])
+        documents[-1].append(cell)
+    found, counts = [], Counter(padding=len(pads))
+    for cells in documents:
+        document: dict[str, Any] = {}
+        is_trained = len(cells) > 1
+        for name, value in row.items():
+            if name in BOUNDARIES:
+                continue
+            if not isinstance(value, list) or len(value) != len(ids):
+                document[name] = value
+                continue
+            document[name] = [value[cell] for cell in cells]
+            if name in TARGETS:
+                own = document[name]
+                if shifted and own[-1] != TARGETS[name]:
+                    counts["last_targets"] += 1
+                own = [TARGETS[name], *(own[:-1] if shifted else own[1:])]
+                document[name] = own
+                is_trained = any(entry != TARGETS[name] for entry in own)
+        if is_trained:
+            found.append(document)
+        else:
+            counts["untrained"] += 1
+    return found, counts
+
+
+def _pads(row: Mapping[str, Any], pad_id: int | None) -> set[int]:
+    pads = set()
+    for name, pad in NUMBERS.items():
+        pads |= {cell for cell, number in enumerate(row.get(name, ())) if number == pad}
+    covered: set[int] = set()
+    padded = row.get("seq_lens_padded", row.get("seq_lens"))
+    if padded is not None:
+        for begin, real in zip(
+            accumulate(padded, initial=0), row.get("seq_lens", padded), strict=False
+        ):
+            covered |= set(range(begin, begin + real))
+    elif "seq_lengths" in row and pad_id is not None:
+        covered = set(range(sum(row["seq_lengths"])))
+    if covered:
+        pads |= set(range(len(row["input_ids"]))) - covered
+    return pads
+
+
+def _begins(row: Mapping[str, Any]) -> set[int]:
+    begins: set[int] = set()
+    for name in NUMBERS:
+        numbers = row.get(name, ())
+        begins |= {i for i in range(1, len(numbers)) if numbers[i] != numbers[i - 1]}
+    for name in POSITIONS:
+        positions = row.get(name, ())
+        begins |= {i for i in range(1, len(positions)) if positions[i] != positions[i - 1] + 1}
+    for name in ("seq_lens_padded", "seq_lens", "seq_lengths"):
+        if name in row:
+            begins |= set(accumulate(row[name]))
+            break
+    for name in (*OFFSETS, "seq_start_id"):
+        begins |= set(row.get(name, ()))
+    return begins

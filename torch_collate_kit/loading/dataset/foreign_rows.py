@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Mapping
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -26,13 +27,17 @@ _logger = logging.getLogger("torch_collate_kit.loading")
 
 _RENAMED = {"tokens": "input_ids", "inputs": "input_ids"}
 _RENAMED |= {"targets": "labels", "loss_weight": "loss_mask"}
-# Boundaries: the number of each token's document and that of pads; positions; a list per row.
-_NUMBERS = {"attention_mask": 0, "inputs_segmentation": 0, "targets_segmentation": 0}
-_NUMBERS |= {"sequence_id": -1, "segment_ids": -1, "seq_idx": -1}
-_POSITIONS = ("position_ids", "input_pos", "inputs_position", "targets_position")
-_LENGTHS = ("seq_lengths", "seq_lens", "seq_lens_padded")
-_STARTS = ("seq_start_id", "cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")  # all but one offsets
-_KINDS = (*_NUMBERS, *_POSITIONS, *_LENGTHS, *_STARTS)
+# What a column says of documents: their numbers, of which pads have this one; or by its form.
+_KINDS: dict[str, int | str] = {
+    **dict.fromkeys(("attention_mask", "inputs_segmentation", "targets_segmentation"), 0),
+    **dict.fromkeys(("sequence_id", "segment_ids", "seq_idx"), -1),
+    **dict.fromkeys(
+        ("position_ids", "input_pos", "inputs_position", "targets_position"), "positions"
+    ),
+    **dict.fromkeys(("seq_lengths", "seq_lens", "seq_lens_padded"), "lengths"),
+    "seq_start_id": "starts",
+    **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens"), "offsets"),
+}
 _REMOVED = {*_KINDS, "packing_params", "max_length_q", "max_length_k", "max_seqlen"}
 _COUNTS = ("padding", "untrained", "last_targets")
 _ROWS_AT_A_TIME = 256
@@ -178,8 +183,8 @@ class _Packed:
         row = int(self._row_of[cell])
         raise DataError(f"row {row + self._first_row}, token {cell - self._firsts[row]}: {text}")
 
-    def _cell(self, place: int) -> int:
-        return int(np.arange(len(self._row_of))[self._cells][place])
+    def _places(self) -> np.ndarray:
+        return np.arange(len(self._row_of))[self._cells]
 
     def _lists(self, name: str) -> tuple[Any, np.ndarray]:
         """Return the entries of a column of lists end to end, in Arrow, and the length of each."""
@@ -214,12 +219,13 @@ class _Packed:
         is_pad, padded_by = np.zeros(len(ids), dtype=bool), ""
         begins = {name: np.zeros(len(ids), dtype=bool) for name in self._kinds}
         for name, own in begins.items():
-            if name in _POSITIONS:
+            kind = _KINDS[name]
+            if kind == "positions":
                 own[1:] = np.diff(self._numpy(name)) != 1
-            elif name in _NUMBERS:
-                numbers = self._checked_numbers(name, _NUMBERS[name])
+            elif isinstance(kind, int):
+                numbers = self._checked_numbers(name, kind)
                 own[1:] = np.diff(numbers) != 0
-                if (pads := numbers == _NUMBERS[name]).any():
+                if (pads := numbers == kind).any():
                     if padded_by and (pads != is_pad).any():
                         cell = int((pads != is_pad).argmax())
                         self._fail(cell, f"a pad by one of {padded_by} and {name} alone")
@@ -263,24 +269,24 @@ class _Packed:
 
     def _read_lists(self, name: str, begins: Any, is_pad: Any, may_be_left: Any) -> None:
         """Mark where documents begin by a list per row, and the pads that it leaves."""
+        kind = _KINDS[name]
         of_real = "seq_lens" if name == "seq_lens_padded" and "seq_lens" in self._names else name
         for column in (of_real, name):
             self._lists(column)
         given = (self._table.column(column).to_pylist() for column in (of_real, name))
         for row, (sizes, rooms) in enumerate(zip(*given, strict=True)):
             first, length = self._firsts[row], self._lengths[row]
-            is_wrong = len(sizes) != len(rooms)
-            if name in _STARTS:
-                is_wrong = rooms[:1] != [0]
-                sizes = rooms = np.diff([*rooms, length] if name == "seq_start_id" else rooms)
-                is_wrong |= sum(rooms) != length
-            sizes, rooms = np.array(sizes, np.int64), np.array(rooms, np.int64)
-            ends = np.append(0, np.cumsum(rooms))
-            left = slice(first + min(ends[-1], length), first + length)
+            edges = [0, *accumulate(rooms)] if kind == "lengths" else rooms
+            edges = [*rooms, length] if kind == "starts" else edges
+            ends = np.array([max(min(edge, length + 1), -1) for edge in edges] or [-1])
+            rooms = np.diff(ends)
+            sizes = np.array(sizes, np.int64) if kind == "lengths" else rooms
+            left = slice(first + ends[-1], first + length)
             if (
-                is_wrong
-                or not ((sizes >= 0) & (sizes <= rooms) & (rooms <= length)).all()
-                or ends[-1] > length
+                ends[0] != 0
+                or len(sizes) != len(rooms)
+                or not ((sizes >= 0) & (sizes <= rooms)).all()
+                or not (ends[-1] <= length if kind == "lengths" else ends[-1] == length)
                 or not may_be_left[left].all()
             ):
                 found = str(self._table.column(name)[row].as_py())
@@ -322,7 +328,7 @@ class _Packed:
         is_other = not wrong(not way)[self._rows == self._rows[place]].any()
         what = ("the ids" if way else "the next ids") if is_other else "neither ids nor next ids"
         rest = f"shifted={not way} fits this row" if is_other else "label the tokens themselves"
-        self._fail(self._cell(place), f"labels are {what} (here {labels[place]}); {rest}")
+        self._fail(self._places()[place], f"labels are {what} (here {labels[place]}); {rest}")
 
     def documents(self, shifted: bool | None, at_least: int = 0) -> tuple[pa.Table, Counter[str]]:
         """Return the trained documents, and what is left out; ``at_least`` so many, empty ones."""
@@ -357,11 +363,11 @@ class _Packed:
             speaks = np.bincount(self._rows[own], minlength=len(self._lengths)) > 0
             for other, theirs in self._begins.items():
                 missing = np.flatnonzero(theirs & ~own & speaks[self._rows])
-                if name in _POSITIONS:  # they may run on into pads
+                if _KINDS[name] == "positions":  # they may run on into pads
                     missing = missing[is_trained[np.searchsorted(self._starts, missing)]]
                 if len(missing):
                     text = f"a document begins here by {other}, and not by {name}; remove one"
-                    self._fail(self._cell(missing[0]), text)
+                    self._fail(self._places()[missing[0]], text)
 
     def _cut(self, changed: Any, sizes: np.ndarray, rows: np.ndarray, kept: Any) -> Any:
         """Return the columns of documents, of these sizes and rows."""
@@ -377,7 +383,6 @@ class _Packed:
                 found[name] = column.take(pa.array(rows))
                 continue
             if name not in changed:
-                cells = np.arange(len(self._row_of))[self._cells][kept]
-                changed[name] = self._per_token(name).take(pa.array(cells))
+                changed[name] = self._per_token(name).take(pa.array(self._places()[kept]))
             found[name] = pa.ListArray.from_arrays(offsets, pa.array(changed[name]))
         return pa.table(found)

@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from torch_collate_kit._checks import needed_package, type_name
+from torch_collate_kit._checks import needed_package
 from torch_collate_kit.errors import DataError, examples_named
 from torch_collate_kit.loading.dataset.columns import ListColumn
 from torch_collate_kit.ragged import Nested, Ragged, unchecked
@@ -35,6 +35,7 @@ from torch_collate_kit.reading.keys import (
     added_keys,
     check_keys,
     column_of,
+    first_example,
     first_with,
     refuse_boundaries,
 )
@@ -286,17 +287,13 @@ def _copied(
         names = _chosen(list(examples), columns, train_all, column_of(examples))
         of_segments = are_nested(examples["input_ids"])
         return {name: _column(name, examples[name], of_segments=of_segments) for name in names}
-    for i, example in enumerate(examples):
-        if not isinstance(example, Mapping):
-            raise DataError(
-                f"example {i} is {type_name(example)}; an example is a mapping with input_ids"
-            )
+    first = first_example(examples, "input_ids")
     copied: dict[str, Any] = {}
     owners = first_with(examples)
     added = [] if columns else added_keys(examples, owners)
     available = [key for key in owners if key not in added]
     names = _chosen(available, columns, train_all, column_of(examples))
-    of_segments = are_nested([examples[0].get("input_ids")])
+    of_segments = are_nested([first.get("input_ids")])
     for name in names:
         without = next((i for i, example in enumerate(examples) if name not in example), None)
         if without is not None and name not in IMAGE_FIELDS:

@@ -26,7 +26,7 @@ from torch_collate_kit.packing import RankPlan
 from torch_collate_kit.packing.rank_plan import PlannedExamples
 from torch_collate_kit.packing.rows import running_sum
 from torch_collate_kit.packing.trees import depths_of
-from torch_collate_kit.ragged import Nested, Ragged, row_indices, unchecked
+from torch_collate_kit.ragged import Ragged, row_indices, unchecked
 from torch_collate_kit.reading.reader import read_columns
 from torch_collate_kit.reading.source import ArrowFiles, is_a
 from torch_collate_kit.vision import VisionLayout
@@ -149,7 +149,8 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
             while start < len(self):
                 most = before[start] + _TOKENS_AT_A_TIME
                 stop = max(start + 1, int(np.searchsorted(before, most, side="right")) - 1)
-                parts.append(self._depths_at(np.arange(start, stop)))
+                ids = self._ids_at(np.arange(start, stop))
+                parts.append(depths_of(ids.rows.values, ids.rows.offsets, ids.offsets))
                 start = stop
             self._depths = np.concatenate(parts)
         return unchecked(self._depths, lengths.offsets)
@@ -168,7 +169,10 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
         count = checked_int("num_examples", count, minimum=0)
         if count > len(self):
             raise ValueError(f"num_examples must be at most {len(self)}, got {count}")
-        return fingerprint_of(self.lengths[:count], self._ids_of)
+        lengths = self.lengths[:count]
+        if isinstance(lengths, Ragged):
+            return fingerprint_of(lengths, lambda rows: self._ids_at(rows).rows.values)
+        return fingerprint_of(lengths, lambda rows: self._ids_at(rows).values)
 
     def __repr__(self) -> str:
         lengths = self.lengths if len(self) <= _MAX_COUNTED else np.zeros(0, dtype=np.int64)
@@ -275,20 +279,9 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
             return indices.with_examples(self.__getitems__(indices.indices))
         return _BatchColumns(self._take(indices, self._columns))
 
-    def _ids_of(self, indices: np.ndarray) -> np.ndarray:
-        """Return the token ids of these rows, end to end."""
-        ids = self._column_at("input_ids", indices)
-        values: np.ndarray = (ids.rows if isinstance(ids, Nested) else ids).values
-        return values
-
-    def _depths_at(self, indices: np.ndarray) -> np.ndarray:
-        """Return the tokens that the segments of these rows share: int64, end to end."""
-        ids = self._column_at("input_ids", indices)
-        return depths_of(ids.rows.values, ids.rows.offsets, ids.offsets)
-
-    def _column_at(self, name: str, indices: np.ndarray) -> Any:
-        """Return these rows of one column: a Ragged of lists, else an array; None without it."""
-        return self._take(indices, [name])[name] if name in self._columns else None
+    def _ids_at(self, indices: np.ndarray) -> Any:
+        """Return the token ids of these rows, a Ragged, or a Nested of segments."""
+        return self._take(indices, ["input_ids"])["input_ids"]
 
     def __getstate__(self) -> dict[str, Any]:
         source = self._source

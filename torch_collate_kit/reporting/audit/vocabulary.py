@@ -17,7 +17,7 @@ import numpy as np
 from torch_collate_kit.chat.preview import CASES
 from torch_collate_kit.chat.rendering import preferred_style
 from torch_collate_kit.chat.template import ChatTemplate, num_shared
-from torch_collate_kit.chat.tokenize import ids_before
+from torch_collate_kit.chat.tokenize import ids_around
 from torch_collate_kit.chat.turns import plain_turn
 from torch_collate_kit.errors import DataError
 
@@ -157,7 +157,7 @@ class Vocabulary:
         """Whether the chat template writes BOS before a chat, and the tokenizer before a text."""
         bos = getattr(self.tokenizer, "bos_token", None) or ""
         is_written = self.template is not None and plain_turn(self.template).begins_with(bos)
-        return is_written, callable(self.tokenizer) and self.bos_id in ids_before(self.tokenizer)
+        return is_written, callable(self.tokenizer) and self.bos_id in ids_around(self.tokenizer)[0]
 
     def ids_of_tag(self, tag: str) -> set[tuple[int, ...]]:
         """Return the fewest ids that hold ``tag``, given without ">", in several surroundings."""

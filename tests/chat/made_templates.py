@@ -1,14 +1,127 @@
-"""Templates that end and open turns in many ways, in the manner of public ones, written for tests.
+"""Templates of shapes that trl's do not have, shortened, each with what is known of it by hand.
 
-The second entry says what the author of such a template knows: the header that the generation
-prompt ends with, and the tokens at which generation stops.
+That is the header that the generation prompt ends with, and the tokens at which generation stops.
 """
 
 from __future__ import annotations
 
 from tests.chat.families import Family
 
-__all__ = ["STOPS"]
+# DeepSeek-V3.1: no header after a tool, thinking closed in the prompt. trl has only the template of
+# DeepSeek-R1, which opens <think> for every answer.
+_DEEPSEEK = (
+    "{%- set ns = namespace(asked=false, tool=false) -%}{{ bos_token }}"
+    "{%- for m in messages -%}{%- if m.role == 'system' -%}{{ m.content }}"
+    "{%- if tools %}{{ '\n\n## Tools\n' + (tools | tojson) }}{% endif -%}"
+    "{%- elif m.role == 'user' -%}{%- set ns.tool = false -%}{%- set ns.asked = true -%}"
+    "{{ '<\uff5cUser\uff5c>' + m.content }}"
+    "{%- elif m.role == 'assistant' -%}"
+    "{%- if ns.asked -%}{{ '<\uff5cAssistant\uff5c></think>' }}{%- endif -%}"
+    "{%- set ns.asked = false -%}{%- set ns.tool = false -%}{{ m.content or '' }}"
+    "{%- if m.tool_calls -%}{{ '<\uff5ctool▁calls▁begin\uff5c>' }}{%- for call in m.tool_calls -%}"
+    "{{ '<\uff5ctool▁call▁begin\uff5c>' + call.function.name + '<\uff5ctool▁sep\uff5c>'"
+    " + call.function.arguments + '<\uff5ctool▁call▁end\uff5c>' }}{%- endfor -%}"
+    "{{ '<\uff5ctool▁calls▁end\uff5c>' }}{%- endif -%}"
+    "{{ '<\uff5cend▁of▁sentence\uff5c>' }}"
+    "{%- elif m.role == 'tool' -%}{%- set ns.tool = true -%}"
+    "{{ '<\uff5ctool▁output▁begin\uff5c>' + m.content + '<\uff5ctool▁output▁end\uff5c>' }}"
+    "{%- endif -%}{%- endfor -%}"
+    "{%- if add_generation_prompt and ns.asked and not ns.tool -%}"
+    "{{ '<\uff5cAssistant\uff5c></think>' }}{%- endif -%}"
+)
+_LLAMA_2 = (
+    "{% set ns = namespace(rules='') %}{% for m in messages %}"
+    "{% if m.role == 'system' %}{% set ns.rules = '<<SYS>>\n' + m.content + '\n<</SYS>>\n\n' %}"
+    "{% elif m.role == 'user' %}"
+    "{{ bos_token + '[INST] ' + ns.rules + m.content.strip() + ' [/INST]' }}{% set ns.rules = '' %}"
+    "{% elif m.role == 'assistant' %}{{ ' ' + m.content.strip() + ' ' + eos_token }}{% endif %}"
+    "{% endfor %}"
+)
+_VICUNA = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ m.content + ' ' }}"
+    "{% elif m.role == 'user' %}{{ 'USER: ' + m.content + ' ' }}"
+    "{% elif m.role == 'assistant' %}{{ 'ASSISTANT: ' + m.content + eos_token }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
+)
+# Apertus: the end of an answer is written with the next question, or never.
+_APERTUS = (
+    "{% set ns = namespace(open=false) %}{{ bos_token }}{% for m in messages %}"
+    "{% if m.role == 'assistant' %}{% if not ns.open %}{{ '<|assistant_start|>' }}{% endif %}"
+    "{% set ns.open = true %}{{ m.content }}{% else %}"
+    "{% if ns.open %}{{ '<|assistant_end|>' }}{% endif %}{% set ns.open = false %}"
+    "{{ '<|' + m.role + '_start|>' + m.content + '<|' + m.role + '_end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt and not ns.open %}{{ '<|assistant_start|>' }}{% endif %}"
+)
+# GigaChat3, Reka: after an answer there is no generation prompt.
+_NO_SECOND_PROMPT = (
+    "{% for m in messages %}{{ '<|role|>' + m.role + '<|message|>' + m.content + '<|end|>' }}"
+    "{% endfor %}{% if add_generation_prompt and messages[-1].role != 'assistant' %}"
+    "{{ '<|role|>assistant<|message|>' }}{% endif %}"
+)
+# Granite: documents are printed.
+_GRANITE = (
+    "{% for d in documents or [] %}{{ '<|start_of_role|>document<|end_of_role|>' + d.title + ' '"
+    " + d.text + '<|end_of_text|>\n' }}{% endfor %}{% for m in messages %}"
+    "{{ '<|start_of_role|>' + m.role + '<|end_of_role|>' + m.content + '<|end_of_text|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<|start_of_role|>assistant<|end_of_role|>' }}{% endif %}"
+)
+# Laguna: its own tags hold the header.
+_LAGUNA = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}"
+    "{{ '<assistant>\n' + m.content + '</assistant>' }}{% endgeneration %}{{ '\n' }}{% else %}"
+    "{{ '<' + m.role + '>\n' + m.content + '</' + m.role + '>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant>\n' }}{% endif %}"
+)
+# QwQ: the prompt opens <think>, earlier thinking is dropped, nothing is put where none was.
+_QWQ = (
+    "{% for m in messages %}{% set text = m.content %}"
+    "{% if m.role == 'assistant' and not loop.last %}"
+    "{% set text = text.split('</think>')[-1].lstrip('\n') %}{% endif %}"
+    "{{ '<|im_start|>' + m.role + '\n' + text + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
+)
+# Two tokens at the end, and white space before the first.
+_TWO_ENDS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '\n<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+    "{% else %}{{ '</s>' }}{% endif %}"
+)
+# Consecutive messages of one role are one turn.
+_MERGING = (
+    "{% for m in messages %}{% if loop.first or messages[loop.index0 - 1].role != m.role %}"
+    "{{ '<|im_start|>' + m.role + '\n' }}{% endif %}{{ m.content }}"
+    "{% if loop.last or messages[loop.index0 + 1].role != m.role %}{{ '<|im_end|>\n' }}"
+    "{% else %}{{ '\n\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+# The content is JSON in ASCII.
+_ASCII = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n'"
+    " + (m.content | tojson(ensure_ascii=true)) + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+_IM = "<|im_start|>assistant\n"
+_V3 = ("<\uff5cAssistant\uff5c></think>", ("<\uff5cend▁of▁sentence\uff5c>",))
+_ROLE = "<|start_of_role|>assistant<|end_of_role|>"
+_CHATML = Family("", _IM, ("<|im_end|>",), "<|im_end|>")
+OTHERS = {
+    "deepseek_v3_1": (_DEEPSEEK, Family("", *_V3, "<\uff5cend▁of▁sentence\uff5c>",
+        after_tool=("<\uff5ctool▁output▁end\uff5c>",), verbatim="deepseek_v3_1")),
+    "llama_2": (_LLAMA_2, Family("", " [/INST]", ("</s>",), "</s>")),
+    "vicuna": (_VICUNA, Family("", "ASSISTANT:", ("</s>",), "</s>")),
+    "apertus": (_APERTUS, Family("", "<|assistant_start|>", ("<|assistant_end|>",), "</s>")),
+    "no second prompt": (
+        _NO_SECOND_PROMPT, Family("", "<|role|>assistant<|message|>", ("<|end|>",), "</s>")),
+    "granite": (_GRANITE, Family("", _ROLE, ("<|end_of_text|>",), "<|end_of_text|>")),
+    "laguna": (_LAGUNA, Family("", "<assistant>\n", ("</assistant>",), "</assistant>")),
+    "qwq": (_QWQ, Family("", _IM, ("<|im_end|>",), "<|im_end|>", opens=("<think>\n",))),
+    "two ends": (_TWO_ENDS, Family("", _IM, ("<|im_end|>",), "</s>")),
+    "merging": (_MERGING, _CHATML),
+    "ascii": (_ASCII, _CHATML),
+}  # fmt: skip
+
 
 _ARGUMENTS = (
     "{% macro args(call) %}{% set found = call.function.arguments %}"
@@ -86,10 +199,6 @@ _LIST_OF_CALLS = (
     '{{ \'{"name": "\' + c.function.name + \'", "arguments": \' + args(c)'
     " + ', \"id\": \"' + c.id + '\"}' }}{{ ', ' if not loop.last }}{% endfor %}{{ ']' }}"
 )
-_CALLS_WITH_IDS = (
-    "{% for c in m.tool_calls %}{{ '[TOOL_CALLS]' + c.function.name + '[CALL_ID]' + c.id"
-    " + '[ARGS]' + args(c) }}{% endfor %}"
-)
 _CALLS_ALONE = (
     "{% for c in m.tool_calls %}{{ '[TOOL_CALLS]' + c.function.name + '[ARGS]' + args(c) }}"
     "{% endfor %}"
@@ -119,48 +228,8 @@ _MISTRAL_V3 = _mistral(
     rules="{% set ns.rules = m.content + '\n\n' %}",
 )
 _MISTRAL_V7 = _mistral(_LIST_OF_CALLS, gap=" ")
-_MISTRAL_V11 = _mistral(_CALLS_WITH_IDS)
 _MISTRAL_V13 = _mistral(_CALLS_ALONE, at="loop.index0 < 2", thinks=True)
-_MISTRAL_V15 = (
-    "{{ '[MODEL_SETTINGS]{\"reasoning_effort\": \"' + (reasoning_effort or 'none')"
-    " + '\"}[/MODEL_SETTINGS]' }}" + _mistral(_CALLS_ALONE, at="loop.index0 < 2", thinks=True)
-)
 
-# ---- gpt-oss: one end for a message, one for a call, one for the last answer.
-_GPT_OSS = (
-    _ARGUMENTS + "{% set ns = namespace(name='') %}{% if tools %}"
-    "{{ '<|start|>developer<|message|>' + (tools | tojson) + '<|end|>' }}{% endif %}"
-    "{% for m in messages %}{% if m.role == 'assistant' %}"
-    "{% if m.reasoning_content and (loop.last or m.tool_calls) %}"
-    "{{ '<|start|>assistant<|channel|>analysis<|message|>' + m.reasoning_content + '<|end|>' }}"
-    "{% endif %}{% if m.tool_calls %}{% for c in m.tool_calls[:1] %}"
-    "{% set ns.name = c.function.name %}{{ '<|start|>assistant to=' + ns.name"
-    " + '<|channel|>commentary json<|message|>' + args(c)"
-    " + '<|call|>' }}{% endfor %}"
-    "{% else %}{{ '<|start|>assistant<|channel|>final<|message|>' + m.content"
-    " + ('<|return|>' if loop.last and not add_generation_prompt else '<|end|>') }}{% endif %}"
-    "{% elif m.role == 'tool' %}{{ '<|start|>' + ns.name + ' to=assistant<|message|>' + m.content"
-    " + '<|end|>' }}"
-    "{% else %}{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"
-)
-# ---- Gemma 4: tags of calls and results, and a call ends where its result begins.
-_GEMMA_4 = (
-    _ARGUMENTS + "{{ bos_token }}{% if tools %}{{ '<|turn>system\n<|tool>' + (tools | tojson)"
-    " + '<tool|><turn|>\n' }}{% endif %}{% set ns = namespace(open=false) %}"
-    "{% for m in messages %}{% if m.role == 'tool' %}"
-    "{{ 'response:' + m.name + '{' + m.content + '}<tool_response|>' }}"
-    "{% if not loop.last and messages[loop.index0 + 1].role == 'tool' %}{{ '<|tool_response>' }}"
-    "{% endif %}{% else %}{% if not ns.open %}"
-    "{{ '<|turn>' + {'assistant': 'model'}.get(m.role, m.role) + '\n' }}{% endif %}"
-    "{% if m.reasoning_content %}"
-    "{{ '<|channel>thought\n' + m.reasoning_content + '\n<channel|>' }}{% endif %}"
-    "{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
-    "{{ '<|tool_call>call:' + c.function.name + args(c) + '<tool_call|>' }}{% endfor %}"
-    "{% set ns.open = m.tool_calls is defined %}"
-    "{{ '<|tool_response>' if ns.open else '<turn|>\n' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt and not ns.open %}{{ '<|turn>model\n' }}{% endif %}"
-)
 # ---- Llama 3.1: calls end with a token of their own, which EOS is not.
 _TWO_STOPS = (
     _ARGUMENTS + "{{ bos_token }}{% if tools %}{{ '<|tools|>' + (tools | tojson) + '<|eot|>' }}"
@@ -193,7 +262,6 @@ def _of(header: str, *ends: str, eos: str = "", after_tool: tuple[str, ...] = ()
 _KIMI_END = _of("<|open|>assistant<|sep|>", "<|end_of_msg|>")
 _RESPONSE = _of(_BOT + "<|START_RESPONSE|>", "<|END_OF_TURN_TOKEN|>")
 _INST = _of("[/INST]", _S, after_tool=("[/TOOL_RESULTS]", _S))
-_GEMMA = _of("<|turn>model\n", "<turn|>", "<|tool_response>", after_tool=("<tool_response|>",))
 STOPS = {
     "kimi_k3": (_KIMI_PLAIN, _KIMI_END),
     "kimi_k3, names after tags": (_KIMI_NAMED, _KIMI_END),
@@ -205,11 +273,7 @@ STOPS = {
     "command_a, no prompt": (_COMMAND_A_BARE, _RESPONSE),
     "mistral_v3": (_MISTRAL_V3, _INST),
     "mistral_v7": (_MISTRAL_V7, _INST),
-    "mistral_v11": (_MISTRAL_V11, _INST),
     "mistral_v13": (_MISTRAL_V13, _INST),
-    "mistral_v15": (_MISTRAL_V15, _INST),
-    "gpt_oss": (_GPT_OSS, _of("<|start|>assistant", "<|return|>", "<|call|>")),
-    "gemma_4": (_GEMMA_4, _GEMMA),
     "two stops": (_TWO_STOPS, _of("<|head|>assistant<|/head|>", "<|eot|>", "<|eom|>")),
     "a named closing tag, then EOS": (_NAMED_THEN_EOS, _of("<s><|assistant_start|>", _S)),
     "header in the question": (_HEADER_IN_QUESTION, _of("<|start_reply|>", "<|stop|>")),
