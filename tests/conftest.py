@@ -74,7 +74,6 @@ ONE_CASE_OF = {
     "chat/test_real_conversations.py": 3,
     "chat/test_templates.py": 4,
     "chat_images": 3,
-    "collators/test_rollout_fuzz.py": 2,
     "kernels": 2,
     "loading": 4,
     "loading/streaming": 6,
@@ -124,6 +123,7 @@ SMOKE = {
     "test_readme.py": {"test_its_code_prints_what_it_shows"},
 }
 ALONE = {  # several seconds each
+    "test_without_a_capacity_it_is",
     "test_a_run_goes_on_with_other_context_ranks",
     "test_compiled_training_is_the_same_and_breaks_no_graph",
     "test_a_compiled_model_follows_paths_without_a_graph_break",
