@@ -100,7 +100,6 @@ OF_REFUSALS = re.compile(
 SMOKE = {
     "docs/test_site.py": set(),  # make docs
     "dropin": {
-        "test_losses_are_those_of_one_example_at_a_time[trainer-2]",
         "test_the_first_loss_by_hand_and_another_is_refused",
         "test_trainer_and_a_loop_train_the_same_rows_to_the_same_losses",
         "test_dispatch_batches_that_cut_the_boundaries_are_refused",
@@ -115,7 +114,6 @@ SMOKE = {
         "test_options_that_are_refused[--batch-size 0]",
         "test_questions_and_answers",
         "test_a_resumed_run_is_exact",
-        "test_two_ranks_train_as_one[ddp]",
         "test_what_it_starts[eight_gpus_fsdp2]",
     },
     "test_notebooks.py": {"test_a_notebook_shows_what_is_committed[01_batches]"},

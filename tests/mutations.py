@@ -239,7 +239,7 @@ FAULTS = [
     Fault("reading/packed_elsewhere.py", "np.flatnonzero(values != expected)", "np.flatnonzero(values == 0)", "collators/test_packed_elsewhere.py"),
     Fault("reading/packed_elsewhere.py", "if _are_numbers(entry):", "if False:", "collators/test_packed_elsewhere.py"),
     Fault("batch/batch.py", 'dis.opname[operation] == "DICT_MERGE"', 'dis.opname[operation] == "DICT_UPDATE"', "test_batch_stars.py"),
-    Fault("rl/advantages.py", "negative = (scores < 0)", "negative = (means[groups] < 0)", "rl/test_groups.py"),
+    Fault("rl/advantages.py", "negative = (scores < 0)", "negative = (means[groups] < 0)", "rl/test_advantages.py"),
     Fault("loading/dataset/columns.py", "_plain(array.flatten())", "_plain(array.values)", "loading/dataset/test_arrow_types.py"),
     Fault("batch/paths.py", "& (of_key <= of_query)", "& (of_key <= of_query + 1)", "test_trees.py"),
     Fault("batch/paths.py", "(of_key > of_query - window)", "(of_key >= of_query - window)", "test_trees.py"),
