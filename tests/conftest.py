@@ -121,6 +121,7 @@ SMOKE = {
     "test_readme.py": {"test_its_code_prints_what_it_shows"},
 }
 ALONE = {  # several seconds each
+    "test_a_rank_without_an_image_trains_on_with_the_others",
     "test_without_a_capacity_it_is",
     "test_a_run_goes_on_with_other_context_ranks",
     "test_compiled_training_is_the_same_and_breaks_no_graph",
