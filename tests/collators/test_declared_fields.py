@@ -283,6 +283,7 @@ WRONG_VALUES: list[tuple[Any, Any, str]] = [
     (PerExample(torch.int8), 1000, "mine is 1000, which torch.int8 does not hold"),
     (NAME, 3, r"mine is 3 \(int\); it is declared PerExample\(str\), so"),
     (REF, [-1.0], r"mine has 1 entries, and the field's shape is \(2,\); give 2"),
+    (REF, [1, 2, 3], r"mine has 3 entries, and the field's shape is \(2,\); give 2"),
     (REF, [[1, 2]], r"mine\[0\] is \[1, 2\], so mine is nested"),
     (REF, 3.0, "mine is float; give a list"),
     (REF, [1, "x"], r"mine\[1\] is 'x' \(str\); it must be a number"),
