@@ -174,21 +174,6 @@ def test_masked_routes_and_images_are_refused(name, is_list):
     )
 
 
-@collators
-@pytest.mark.parametrize("name", ["loss_mask", "assistant_masks", "completion_mask"])
-@pytest.mark.parametrize(
-    ("as_row", "tiny"), [(list, 1e-40), (np.array, 1e-31), (torch.tensor, 1e-31)]
-)
-def test_a_weight_that_is_lost_is_not_counted(collate, name, as_row, tiny):
-    """1e-40 counted as a loss token, and was 0 as soon as it was divided by their number."""
-    good, bad = ({"input_ids": IDS, name: as_row([0.0, n, 1.0])} for n in (0.5, tiny))
-    message = message_of(collate, [good, bad])
-    assert message.startswith(f"example 1: {name}[1] is ")
-    assert message.endswith(
-        "which float32 loses; a weight must be 0 or at least 1e-30: give 0 where nothing is trained"
-    )
-
-
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32, np.uint64])
 @pytest.mark.parametrize(
     "form",

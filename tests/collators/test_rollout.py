@@ -62,22 +62,6 @@ def test_the_layout_by_hand() -> None:
     assert batch.metadata["num_loss_tokens"] == 5
 
 
-def test_routes_by_hand() -> None:
-    """Tokens after the last route, and pads, hold distinct experts and are marked."""
-    batch = collated(
-        [
-            rollout(1, 2, rollout_expert_indices=[[[5, 9, 7]], [[1, 2, 3]]]),
-            rollout(1, 1, rollout_expert_indices=[[[8, 4, 6]]]),
-        ]
-    )
-    own = [0, 1, 2]
-    assert batch["rollout_expert_indices"].tolist() == [
-        [[[5, 9, 7]], [[1, 2, 3]], [own]],
-        [[own], [[8, 4, 6]], [own]],
-    ]
-    assert batch["router_padding_mask"].tolist() == [[False, False, True], [True, False, True]]
-
-
 @pytest.mark.parametrize("kind", ["block", "packed"])
 def test_a_hole_is_a_token_without_a_route_everywhere(kind: str) -> None:
     """Marked are pads, holes, and tokens after the last route, whatever is done to the rows."""
