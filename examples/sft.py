@@ -91,6 +91,8 @@ def make_collator(tokenizer: Any, model: Any, args: argparse.Namespace) -> Any:
     layout = kit.ParallelLayout(dp=args.layout.dp, tp=args.align)
     options = {"max_tokens": args.max_tokens, "parallel": layout}
     options |= {"strategy": "balanced", "rows_multiple_of": args.rows_multiple_of}
+    if args.compile:  # one shape, of as many boundaries in every batch
+        options["max_sequences_per_row"] = 1 + args.max_tokens // 16
     with contextlib.suppress(ValueError):  # sizes under other names: the cost of a usual model
         options["cost"] = kit.ModelCost.of(model.config)
     packing = kit.PackingOptions(**options, **args.of_turns)

@@ -22,8 +22,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 import torch_collate_kit as kit
 from torch_collate_kit.attention import context_join
 
-# In rows of one shape the number of segments and the longest still vary: no reason to recompile.
-VARYING = ".*cu_seq_lens_[qk].*,.*max_length_[qk].*"
 FLASH = ["flash_attention_3", "flash_attention_2"]
 NAMES = [*FLASH, "torch_varlen", "sdpa", "eager"]  # the fastest first
 
@@ -170,7 +168,6 @@ def with_loss(model: Any, batch: kit.Batch, accelerator: Accelerator, args: Any)
 
 def compile_layers(model: Any, backend: str = "inductor") -> None:
     """Compile the layers of the decoder one by one: they share one graph, compiled once."""
-    torch.compiler.config.dynamic_sources = VARYING
     torch._dynamo.config.optimize_ddp = False  # would split graphs; layers are apart already
     parts = model.get_decoder().modules()
     layers = [part for part in parts if isinstance(part, GradientCheckpointingLayer)]

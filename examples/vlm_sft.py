@@ -130,6 +130,8 @@ def make_collator(processor: Any, model: Any, args: argparse.Namespace) -> Any:
         packing = {"max_tokens": args.max_tokens, "max_patches": args.max_patches}
         packing |= {"strategy": "balanced", "cost": kit.ModelCost.of(model.config)}
         packing |= {"parallel": kit.ParallelLayout(dp=args.num_ranks)}
+        if args.compile:
+            packing["max_sequences_per_row"] = 1 + args.max_tokens // 16
         options |= {"packing": kit.PackingOptions(**packing), "fixed_width": args.compile}
     try:
         collate = kit.VisionLanguageCollator(processor, **options)

@@ -73,7 +73,6 @@ ONE_CASE_OF = {
     "chat/test_real_conversations.py": 6,
     "chat/test_templates.py": 4,
     "chat_images": 5,
-    "collators/test_rollout_fuzz.py": 2,
     "kernels": 2,
     "loading": 4,
     "loading/streaming": 6,
@@ -100,7 +99,6 @@ OF_REFUSALS = re.compile(
 SMOKE = {
     "docs/test_site.py": set(),  # make docs
     "dropin": {
-        "test_losses_are_those_of_one_example_at_a_time[trainer-2]",
         "test_the_first_loss_by_hand_and_another_is_refused",
         "test_trainer_and_a_loop_train_the_same_rows_to_the_same_losses",
         "test_dispatch_batches_that_cut_the_boundaries_are_refused",
@@ -115,7 +113,6 @@ SMOKE = {
         "test_options_that_are_refused[--batch-size 0]",
         "test_questions_and_answers",
         "test_a_resumed_run_is_exact",
-        "test_two_ranks_train_as_one[ddp]",
         "test_what_it_starts[eight_gpus_fsdp2]",
     },
     "test_notebooks.py": {"test_a_notebook_shows_what_is_committed[01_batches]"},
@@ -124,6 +121,8 @@ SMOKE = {
 }
 ALONE = {  # several seconds each
     "test_keys_are_the_same_in_another_process",
+    "test_a_rank_without_an_image_trains_on_with_the_others",
+    "test_without_a_capacity_it_is",
     "test_a_run_goes_on_with_other_context_ranks",
     "test_compiled_training_is_the_same_and_breaks_no_graph",
     "test_a_compiled_model_follows_paths_without_a_graph_break",

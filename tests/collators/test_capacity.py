@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -69,16 +70,9 @@ def test_one_shape_by_rows_and_of_a_stream_also_in_the_last_step() -> None:
     batches = by_rows(7, 3)
     assert len(batches) > 8
     assert len({batch.model_inputs()["max_length_q"] for batch in by_rows(None, 3)}) > 1
-    stream = list(
-        packed_stream(
-            EXAMPLES,
-            rows=3,
-            packing=PackingOptions(64, max_sequences_per_row=7),
-            fixed_width=True,
-            train_all=True,
-            buffer_size=60,
-        )
-    )
+    options: dict[str, Any] = {"fixed_width": True, "train_all": True, "buffer_size": 60}
+    packing = PackingOptions(64, max_sequences_per_row=7)
+    stream = list(packed_stream(EXAMPLES, rows=3, packing=packing, **options))
     assert sum(len(batch["sub_seq_lengths"].values) for batch in stream) == len(EXAMPLES)
     for found in (batches, stream):
         assert {shape_of(batch) for batch in found} == {shape_of(batches[0])}
@@ -115,14 +109,10 @@ def test_parts_keep_it_and_other_capacities_are_refused() -> None:
 def test_nothing_is_promised_without_both_options() -> None:
     for batch in (collator(None)(EXAMPLES[:9]), collator(4, fixed_width=False)(EXAMPLES[:9])):
         assert "max_segments_per_row" not in batch.metadata
-    assert (
-        "max_segments_per_row"
-        not in PackedCollator(
-            0,
-            packing=PackingOptions(64, max_sequences_per_row=4, share_prefixes=True),
-            fixed_width=True,
-        )([{"input_ids": [[5, 6], [5, 7]], "labels": [[-100, 6], [-100, 7]]}]).metadata
-    )
+    trees = PackingOptions(64, max_sequences_per_row=4, share_prefixes=True)
+    pair = {"input_ids": [[5, 6], [5, 7]], "labels": [[-100, 6], [-100, 7]]}
+    batch = PackedCollator(0, packing=trees, fixed_width=True)([pair])
+    assert "max_segments_per_row" not in batch.metadata
 
 
 @pytest.mark.parametrize(("cp", "most"), [(1, 6), (2, 5)])
@@ -223,3 +213,29 @@ def test_nothing_is_compiled_again(backend: str, dynamic: bool | None, with_loss
 def test_without_a_capacity_it_is() -> None:
     first, last = compiled_epoch(None, "eager", dynamic=None, with_loss=False)
     assert first < last
+
+
+# --- fixed_width alone: fields have one shape, boundaries do not
+
+
+def shapes_of(batches: Iterable[Any]) -> set[Any]:
+    return {
+        tuple((name, v.shape) for name, v in batch.items() if isinstance(v, torch.Tensor))
+        for batch in batches
+    }
+
+
+def test_fields_have_one_shape_in_single_rows_added_rows_and_streams_of_one_row() -> None:
+    collate = collator(None)
+    batches = [collate(EXAMPLES[i : i + 16]) for i in range(0, len(EXAMPLES), 16)]
+    rows = [row for batch in batches for row in batch.split(1)]
+    assert len(rows) > 30
+    assert len(shapes_of(rows)) == 1
+    assert len(shapes_of(row.model_inputs("sdpa") for row in rows)) == 1
+    assert len(shapes_of(row.model_inputs("torch_varlen") for row in rows)) > 1
+    assert len(shapes_of(batch.pad_rows(multiple_of=8) for batch in batches)) == 1
+    options: dict[str, Any] = {"tokenizer": 0, "max_tokens": 64, "fixed_width": True}
+    for rows_per_batch, shapes in ((1, 1), (3, 2)):  # the last of three has fewer
+        examples = [*EXAMPLES, {"input_ids": [1] * 90}]  # dropped
+        stream = packed_stream(examples, rows=rows_per_batch, overflow="drop", **options)
+        assert len(shapes_of(stream)) == shapes

@@ -278,37 +278,24 @@ WRONG_VALUES: list[tuple[Any, Any, str]] = [
     (TOKEN, None, "mine is None; give a list"),
     (TOKEN, ["a", "b", "c"], r"mine\[0\] is 'a' \(str\)"),
     (PerToken(torch.bool), [0, 1, 2], r"mine\[2\] is 2, which torch.bool does not hold"),
-    (PerToken(torch.float16), [0, 1e6, 2], r"mine\[1\] is 1000000.0, which torch.float16 does"),
     (PerToken(torch.float32), [0, 1e60, 2], r"mine\[1\] is 1e\+60, which torch.float32 does"),
     (NUMBER, [1, 2, 3], r"mine is \[1, 2, 3\] \(list\); it is"),
-    (NUMBER, "a", r"mine is 'a' \(str\); it is declared PerExampl"),
     (PerExample(torch.int8), 1000, "mine is 1000, which torch.int8 does not hold"),
     (NAME, 3, r"mine is 3 \(int\); it is declared PerExample\(str\), so"),
-    (NAME, None, r"mine is None \(NoneType\); it is declared PerExamp"),
-    (NAME, ["a"], r"mine is \['a'\] \(list\); it is declared PerExamp"),
-    (NAME, b"a", r"mine is b'a' \(bytes\); it is declared PerExample"),
     (REF, [-1.0], r"mine has 1 entries, and the field's shape is \(2,\); give 2"),
     (REF, [1, 2, 3], r"mine has 3 entries, and the field's shape is \(2,\); give 2"),
     (REF, [[1, 2]], r"mine\[0\] is \[1, 2\], so mine is nested"),
     (REF, 3.0, "mine is float; give a list"),
-    (REF, None, "mine is None; give a list"),
     (REF, [1, "x"], r"mine\[1\] is 'x' \(str\); it must be a number"),
-    (REF, [1e300, 2], r"mine\[0\] is 1e\+300, which torch.float32 does not hold"),
     (PAIR, [[1, 2], [3], [4, 5]], r"mine\[1\] has 1 entries, and the field's shape is \(2,\)"),
-    (PAIR, [[1, 2], [3, 4, 5], [6, 7]], r"mine\[1\] has 3 entries, .*; give 2, and where there a"),
     (PAIR, [1, 2, 3, 4, 5, 6], r"mine\[0\] is 1 \(int\), and .* \(2,\); give \[tokens, 2\]"),
     (PAIR, [[1, 2], None, [3, 4]], r"mine\[1\] is None \(NoneType\), and the field's shape is \(2"),
     (PAIR, [[1, 2], [3, 4]], "mine has 2 entries, input_ids has 3 tokens; give one entry per toke"),
     (PAIR, np.ones((2, 3)), r"mine has shape \(2, 3\), and the field's shape is \(2,\); give \[to"),
-    (PAIR, np.ones(6), r"mine has shape \(6,\), and the field's shape is \(2,\); give \[tokens, 2"),
     (PAIR, torch.ones(3, 2, 1), r"mine has shape \(3, 2, 1\), and the field's shape is \(2,\); gi"),
-    (PAIR, [np.ones(2), np.ones(3), np.ones(2)], r"mine\[1\] has 3 entries, and the field's shape"),
     (PAIR, [[1, 2], [3, "a"], [5, 6]], r"mine\[1\]\[1\] is 'a' \(str\); it must be an integer tha"),
-    (PAIR, [[1, 2], [3, 4], [5.5, 6]], r"mine\[2\]\[0\] is 5.5 \(float\); it must be an integer"),
-    (PAIR, [[1, 2], [3, 4], [5, True]], r"mine\[2\]\[1\] is True \(bool\); it must be an integer"),
     (PAIR, [[1, 2], [3, 400], [5, 6]], r"mine\[1\]\[1\] is 400, which torch.int8 does not hold"),
     (PAIR, np.full((3, 2), np.nan), "mine has dtype float64, and other examples have integers; gi"),
-    (PAIR, None, r"mine is None; give \[tokens, 2\] numbers, as lists, an array or a tensor"),
     (PAIR, "abc", r"mine is str; give \[tokens, 2\] numbers"),
 ]
 
@@ -337,16 +324,6 @@ def test_a_missing_one() -> None:
         collate([SFT[0], {"input_ids": [1, 2], "loss_mask": [1, 1]}])
     with pytest.raises(DataError, match="example 0 has no mine, but 'mines' looks like it"):
         collate([{"input_ids": [1, 2], "loss_mask": [1, 1], "mines": [1, 2]}])
-    rollout = {"prompt_ids": [1], "response_ids": [2], "rewards": 0.0, "loss_mask": [1]}
-    collate = RolloutCollator(0, fields={"mine": PerToken(torch.int8)})
-    with pytest.raises(DataError, match="example 0 has no mine, which fields declares"):
-        collate([rollout])
-    with pytest.raises(DataError, match="example 0: mine is None; give a list"):
-        collate([{**rollout, "mine": None}])
-
-
-def shaped(shape: Any) -> PerToken:
-    return PerToken(torch.int8, shape=shape)
 
 
 @pytest.mark.parametrize("make", [PaddedCollator, RolloutCollator])
@@ -356,22 +333,15 @@ def shaped(shape: Any) -> PerToken:
         (["mine"], TypeError, "fields must map names to PerToken, PerResponseToken or PerExample"),
         ({"mine": torch.int8}, TypeError, r"fields\['mine'\] must be a PerToken, PerResponseToken"),
         ({"mine": PerToken("int8")}, TypeError, "must have a torch dtype of real numbers, got 'in"),
-        ({"mine": PerToken(torch.complex64)}, TypeError, "must have a torch dtype of real numbers"),
         ({"mine": PerToken(torch.uint16)}, TypeError, r"\['mine'\] has torch.uint16, which torch "),
-        ({"mine": PerResponseToken(torch.float8_e5m2)}, TypeError, "torch.float8_e5m2, which torc"),
         ({"mine": PerToken(str)}, TypeError, "a torch dtype of real numbers, got <class 'str'>"),
-        ({"mine": PerExample(int)}, TypeError, "real numbers, or str, got <class 'int'>"),
         ({"uids": PerExample(str)}, ValueError, "fields names 'uids', which is row metadata; re"),
         ({"weight": PerExample(torch.float32)}, ValueError, "names 'weight', which the collator"),
         ({"my field": PerToken(torch.int8)}, ValueError, "'my field', which is not a name"),
-        ({3: PerToken(torch.int8)}, ValueError, "fields names 3, which is not a name"),
         ({"loss_mask": PerToken(torch.int8)}, ValueError, "names 'loss_mask', which the collator"),
-        ({"input_ids": PerToken(torch.int8)}, ValueError, "'input_ids', which the collator reads"),
         ({"loss_weights": PerToken(torch.float32)}, ValueError, "'loss_weights', which the coll"),
-        ({"mine": shaped(3)}, ValueError, r"=3; give .*, shape=\(3,\)$"),
-        ({"mine": shaped([3])}, ValueError, r"shape=\[3\]; give a tuple of po"),
+        ({"mine": PerToken(torch.int8, shape=3)}, ValueError, r"=3; give .*, shape=\(3,\)$"),
         ({"mine": PerToken(torch.int8, shape=(2, 0))}, ValueError, r"shape=\(2, 0\); give a tuple"),
-        ({"mine": PerToken(torch.int8, shape=(True,))}, ValueError, r"shape=\(True,\); give a tup"),
         ({"mine": PerToken(torch.int8, pad=1000)}, ValueError, r"fields\['mine'\] has pad=1000, w"),
     ],
 )
@@ -455,10 +425,3 @@ def test_names_in_a_dataset(make: Any) -> None:
         stream = packed_stream(source, tokenizer=0, max_tokens=8, fields={"mine": PerExample(str)})
         found = [name for b in stream for row in b.row_metadata["mine"] for name in row]
         assert sorted(found) == [row["mine"] for row in rows]
-
-
-def test_a_missing_name_of_a_table() -> None:
-    table = pa.table({"input_ids": [[5], [6]], "mine": ["a", None]})
-    data = TokenizedDataset(table, columns=["input_ids", "mine"])
-    with pytest.raises(DataError, match="row 1: mine is null or holds a null"):
-        data.__getitems__([0, 1])

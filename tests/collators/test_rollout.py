@@ -62,22 +62,6 @@ def test_the_layout_by_hand() -> None:
     assert batch.metadata["num_loss_tokens"] == 5
 
 
-def test_routes_by_hand() -> None:
-    """Tokens after the last route, and pads, hold distinct experts and are marked."""
-    batch = collated(
-        [
-            rollout(1, 2, rollout_expert_indices=[[[5, 9, 7]], [[1, 2, 3]]]),
-            rollout(1, 1, rollout_expert_indices=[[[8, 4, 6]]]),
-        ]
-    )
-    own = [0, 1, 2]
-    assert batch["rollout_expert_indices"].tolist() == [
-        [[[5, 9, 7]], [[1, 2, 3]], [own]],
-        [[own], [[8, 4, 6]], [own]],
-    ]
-    assert batch["router_padding_mask"].tolist() == [[False, False, True], [True, False, True]]
-
-
 @pytest.mark.parametrize("kind", ["block", "packed"])
 def test_a_hole_is_a_token_without_a_route_everywhere(kind: str) -> None:
     """Marked are pads, holes, and tokens after the last route, whatever is done to the rows."""
@@ -150,13 +134,6 @@ def test_an_optional_key_may_be_none_everywhere_but_not_somewhere(name: str) -> 
             given[missing][name] = None
             with pytest.raises(DataError, match=f"^example {missing}: {name} is None; "):
                 collate(given)
-
-
-def test_a_key_that_is_none_does_not_hide_a_near_miss() -> None:
-    with pytest.raises(DataError, match="has no logprobs, but 'log_probs' looks like it"):
-        RolloutCollator(0)([rollout(1, 1, logprobs=None, log_probs=[-1.0])])
-    with pytest.raises(DataError, match="example 0: rewards is None; give one number"):
-        RolloutCollator(0)([rollout(1, 1, rewards=None)] * 2)
 
 
 def test_an_sft_example_may_have_a_prompt_beside_its_ids() -> None:

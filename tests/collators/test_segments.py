@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -190,7 +189,6 @@ def test_it_is_explained_and_shown_by_example_and_segment() -> None:
     assert shown.columns["margin"] == [0.0] * 7
     assert shown.columns["name"] == ["pair 0"] * 7
     assert PaddedCollator(0)(PAIRS).explain(3).columns["part"] == [1] * 4
-    assert PaddedCollator(0)(PAIRS).plot(max_rows=3).get_title().startswith("first 3 of 8 rows")
 
 
 CUTS: dict[str, Callable[[Batch], Any]] = {
@@ -214,44 +212,6 @@ def test_padded_rows_are_cut_only_between_examples(cut: Callable[[Batch], Any]) 
     assert len(padded) == 16
     for name in batch:
         assert same_value(padded[:8][name], batch[name]), name
-
-
-SEGMENT_1 = "example 1, segment 1"
-WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"loss_mask": [[0, 0, 1]]},
-     "example 1: loss_mask has 1 segment, input_ids has 2; give one entry for each segment"),
-    ({"loss_mask": [0, 0, 1]},
-     "example 1: loss_mask is a list that is not a list of segments, as input_ids of example 0 is"),
-    ({"input_ids": [5, 6]}, "example 1: input_ids is a list that is not a list of segments, as"),
-    ({"input_ids": []}, "example 1 is empty (input_ids has no segment); filter it"),
-    ({"input_ids": [[5, 6, 7], []]}, f"{SEGMENT_1} is empty (input_ids has 0 tokens); filter it o"),
-    ({"input_ids": [[5, 6, 7], [5, 6, -7, 8]]}, f"{SEGMENT_1}: input_ids is -7 at token 2; token "),
-    ({"loss_mask": [[0, 0, 1], [0, 1]]}, f"{SEGMENT_1}: loss_mask has 2 entries, input_ids has 4"),
-    ({"input_ids": np.ones((2, 3), dtype=int)},
-     "example 1: input_ids is a ndarray that is not a list of segments"),
-    ({"input_ids": [[5, 6, 7], [5] * 40], "loss_mask": [[0, 0, 1], [1] * 40]},
-     "example 1 has 2 segments of 43 tokens in all, 43 cells with align=1, more than the 32 that "
-     "fit in a row with max_tokens=32; its segments stay in one row: raise max_tokens, cut it "),
-    ({"margin": "x"}, "example 1: margin is 'x' (str); it is declared PerExample, so give one num"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("change", "words"), WRONG, ids=[words for _, words in WRONG])
-def test_wrong_examples_are_named_with_their_segment(change: dict[str, Any], words: str) -> None:
-    keys = ("input_ids", "loss_mask", "margin")
-    wrong = [{key: pair[key] for key in keys} for pair in PAIRS]
-    wrong[1] |= change
-    with pytest.raises(DataError, match=f"^{re.escape(words)}"):
-        PackedCollator(0, max_tokens=32, fields={"margin": FIELDS["margin"]})(wrong)
-
-
-@pytest.mark.parametrize("options", [{"overflow": "truncate"}, {"overflow": "split"}])
-def test_examples_of_segments_are_never_cut(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="cuts examples, and these have several segments, which"):
-        PackedCollator(0, max_tokens=14, **options)(PAIRS)
-    if options["overflow"] == "truncate":
-        with pytest.raises(ValueError, match="several segments, which stay together"):
-            PaddedCollator(0, max_length=14, **options)(PAIRS)
 
 
 def test_one_segment_each_is_what_an_example_without_a_list_is() -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import numpy as np
 import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainingArguments
@@ -14,7 +13,6 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainingArgumen
 from tests.chat.chats import byte_tokenizer, chat
 from torch_collate_kit import ChatOptions, tokenize_chat_dataset
 from torch_collate_kit.collators import PackedCollator
-from torch_collate_kit.errors import DataError
 
 CHATS = [
     chat("user: hello", "assistant: good morning"),
@@ -97,65 +95,3 @@ def test_the_loss_is_exact(tmp_path, as_labels):
         remove_unused_columns=as_labels,
     )
     assert losses == pytest.approx([expected] * 2, abs=2e-5)
-
-
-def test_a_weight_of_0_or_1_is_in_the_labels():
-    collate = PackedCollator(0, max_tokens=8).for_trainer()
-    rows = [{"input_ids": [5, 6, 7], "labels": [5, 6, 7], "weight": n} for n in (0, 1)]
-    assert collate(rows)["labels"].tolist() == [[-100, -100, -100, -100, 6, 7]]
-    with pytest.raises(DataError, match=r"a token has weight 0\.5; give masks \(and weights of e"):
-        collate([{**rows[0], "weight": 0.5}])
-
-
-def test_a_loss_mask_that_trainer_removes_is_an_error(tmp_path):
-    tokenizer = byte_tokenizer(TEMPLATE)
-    dataset, _ = tokenize_chat_dataset(datasets.Dataset.from_list(CHATS), tokenizer)
-    assert "loss_mask" in dataset.column_names
-    collate = PackedCollator(0, max_tokens=128).for_trainer()
-    with pytest.raises(DataError, match=r"no loss target: transformers\.Trainer and TRL remove"):
-        losses_of_trainer(tmp_path, tiny_model(len(tokenizer)), dataset, collate, max_steps=1)
-
-
-def test_compute_metrics_sees_examples(tmp_path):
-    """label_names hands the positions to compute_metrics, which tell where examples begin."""
-    examples = [{"input_ids": list(range(1, 4 + i % 5))} for i in range(11)]
-    model = tiny_model(32)
-    seen = []
-
-    def compute_metrics(prediction):
-        labels, positions = prediction.label_ids
-        begins = np.diff(positions, axis=1, prepend=-2) != 1
-        owners = (np.cumsum(begins) - 1).reshape(labels.shape)[:, 1:].ravel()  # of each target
-        targets = labels[:, 1:].ravel()
-        is_right = (targets != -100) & (prediction.predictions[:, :-1].ravel() == targets)
-        counts, sums = (np.bincount(owners, of) for of in (targets != -100, is_right))
-        seen.extend(counts[counts > 0].tolist())
-        return {"accuracy": float((sums[counts > 0] / counts[counts > 0]).mean())}
-
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path),
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-        per_device_eval_batch_size=4,
-        label_names=["labels", "position_ids"],
-    )
-    trainer = Trainer(
-        model,
-        arguments,
-        eval_dataset=examples,
-        data_collator=PackedCollator(
-            0, max_tokens=16, strategy="sequential", train_all=True
-        ).for_trainer(),
-        compute_metrics=compute_metrics,
-        preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
-    )
-    metrics = trainer.evaluate()
-    expected = []
-    for example, num_targets in zip(examples, seen, strict=True):
-        ids = torch.tensor([example["input_ids"]])
-        assert num_targets == ids.numel() - 1, "sequential rows keep the order of the data"
-        with torch.no_grad():
-            alone = model(input_ids=ids).logits.argmax(-1)[0]
-        expected.append((alone[:-1] == ids[0, 1:]).float().mean().item())
-    assert metrics["eval_accuracy"] == pytest.approx(sum(expected) / len(expected), abs=1e-6)

@@ -87,13 +87,6 @@ def test_trainer_and_a_loop_train_the_same_rows_to_the_same_losses(tmp_path: Pat
     assert losses == pytest.approx(losses_of_a_loop(trainer.data_collator.batches), abs=1e-6)
 
 
-def test_a_loss_mask_trains_the_same(tmp_path: Path) -> None:
-    """Trainer removes columns that the model does not name; a row has none."""
-    trainer = trainer_of(tmp_path / "mask", "loss_mask", max_steps=5)
-    with_labels = trainer_of(tmp_path / "labels", max_steps=5)
-    assert losses_of(trainer) == losses_of(with_labels)
-
-
 def test_a_checkpoint_in_the_middle_of_an_epoch_goes_on_with_the_same_rows(tmp_path: Path) -> None:
     whole = trainer_of(tmp_path, save_strategy="steps", save_steps=31)
     expected, steps = losses_of(whole), whole.data_collator.steps(1)

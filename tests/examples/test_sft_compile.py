@@ -14,7 +14,6 @@ import sft
 import torch
 import trained_model
 import vlm_sft
-from torch._dynamo.exc import RecompileError
 from torch._dynamo.utils import counters
 from transformers.integrations.peft import MIN_PEFT_VERSION
 
@@ -32,7 +31,6 @@ def compiled_run(arguments: str, folder: Path, script: ModuleType, num_graphs: i
     before = torch._dynamo.config.optimize_ddp
     with (
         pytest.MonkeyPatch.context() as patch,
-        torch.compiler.config.patch(dynamic_sources=""),
         torch._dynamo.config.patch(optimize_ddp=before, error_on_recompile=num_graphs == 1),
     ):
         patch.setattr(trained_model.compile_layers, "__defaults__", ("aot_eager",))
@@ -58,11 +56,3 @@ def test_layers_are_compiled_once(kind: str, base: Path, tmp_path: Path) -> None
     assert found.summary["held_out_loss"] == pytest.approx(plain.summary["held_out_loss"], rel=1e-4)
     assert {step["cells"] % 256 for step in found.steps} == {0}
     assert found.summary["cells"] > plain.summary["cells"]
-
-
-def test_without_varying_lengths_they_are_compiled_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(trained_model, "VARYING", "")
-    with pytest.raises(RecompileError, match=r"cu_seq_lens_q|max_length_q"):
-        compiled_run(f"{TEXTS} --num-held-out 0", tmp_path, sft, 1)

@@ -18,8 +18,9 @@ import torch
 from torch import nn
 
 from tests.hybrid_models import FAMILIES
-from tests.kernels import pinned, recurrent
-from tests.kernels.wrappers import FAMILY_OF_WRAPPER
+from tests.kernels import pinned
+from tests.kernels import stand_ins as recurrent
+from tests.kernels.verdicts import FAMILY_OF_WRAPPER
 from tests.tiny_models import TRANSFORMERS
 from torch_collate_kit import IsolationError, PackedCollator, families
 

@@ -18,14 +18,122 @@ import torch
 from torch import Tensor, nn
 
 from tests.hybrid_models import ATTENTION, FAMILIES, hybrid_model
-from tests.kernels.judging import WIDTH, packed, verdict
 from tests.kernels.pinned import FLASH, SERVED
-from tests.kernels.stand_ins import claim_cuda, install
-from tests.kernels.wrappers import FAMILY_OF_WRAPPER, wrapped_model
-from tests.tiny_models import tiny_model
+from tests.kernels.stand_ins import claim_cuda, device_reads, install
+from tests.tiny_models import tiny_model, token_ids
 from torch_collate_kit import families
 from torch_collate_kit.attention import check_isolation
+from torch_collate_kit.batch import Batch
+from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.errors import IsolationError
+
+# --- Whether the examples of a packed batch are apart: by gradients, and against each alone
+
+
+WIDTH = 15
+LENGTHS = {1: (5, 7, 3), 2: (5, 4, 6, 7, 3)}  # by rows; the second of two ends with pads
+_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-2}
+
+
+def packed(rows: int) -> Batch:
+    """Pack examples into one row, or two."""
+    ids = token_ids(1, sum(LENGTHS[rows]))[0].split(LENGTHS[rows])
+    collate = PackedCollator(0, max_tokens=WIDTH, strategy="sequential")
+    batch = collate([{"input_ids": each} for each in ids])
+    assert batch["input_ids"].shape == (rows, WIDTH)
+    return batch
+
+
+def _cells_of(batch: Batch) -> list[slice]:
+    """Return the cells of each example, all rows as one."""
+    cells = []
+    for row, lengths in enumerate(batch["sub_seq_lengths"].tolist()):
+        start = row * WIDTH
+        for length in lengths:
+            cells.append(slice(start, start + length))
+            start += length
+    return cells
+
+
+def _measure(model: nn.Module, batch: Batch, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return the largest gradient at other examples, and the difference from each alone."""
+    seen: list[Tensor] = []
+    embed = model.get_input_embeddings()
+    hook = embed.register_forward_hook(lambda *args: seen.append(args[2]))
+    try:
+        logits = model(**inputs).logits.flatten(0, 1)
+    finally:
+        hook.remove()
+    gradient = difference = 0.0
+    for cells in _cells_of(batch):
+        ids = batch["input_ids"].flatten()[cells][None]
+        with torch.no_grad():
+            alone = model(input_ids=ids, use_cache=False).logits[0]
+            apart = (logits[cells] - alone).abs().max() / alone.abs().max()
+        loss = (logits[cells] * torch.randn_like(logits[cells])).sum()
+        found = torch.autograd.grad(loss, seen[0], retain_graph=True)[0].flatten(0, 1).abs()
+        own = found[cells].max().item()
+        assert own > 0, "the logits do not depend on the tokens"
+        found[cells] = 0
+        gradient = max(gradient, found.max().item() / own)
+        difference = max(difference, apart.item())
+    return {"gradient": gradient, "difference": difference}
+
+
+def verdict(model: nn.Module, batch: Batch, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return exact, leak or error, and what it was told by.
+
+    ``gradient`` is relative to the example's own, ``difference`` to its largest logit, ``reads``
+    counts how often a kernel read boundaries from the device.
+    """
+    device_reads[0] = 0
+    try:
+        found = _measure(model, batch, inputs)
+    except Exception as error:  # of the model or a kernel: its message is compared
+        return {"verdict": "error", "message": f"{type(error).__name__}: {error}"}
+    is_exact = found["gradient"] == 0 and found["difference"] < _TOLERANCE[model.dtype]
+    reads = device_reads[0]
+    return {"verdict": "exact" if is_exact else "leak", "reads": reads, **found}
+
+
+# --- Vision and audio models around a tiny hybrid, whose towers are on the meta device
+
+
+FAMILY_OF_WRAPPER = {
+    "qwen3_5": "qwen3_5",
+    "qwen3_5_moe": "qwen3_5_moe",
+    "minicpm_ocr": "qwen3_5",
+    "minicpmv4_6": "qwen3_5",
+    "minicpmv4_7": "qwen3_5",
+    "nemotron_h_omni": "nemotron_h",
+    "nemo_speechlm": "nemotron_h",
+    "lfm2_vl": "lfm2",
+}
+"""The text model's family of each ``model_type``; jev has a test of its own."""
+
+
+def wrapped_model(model_type: str, attention: str) -> Any:
+    """Build the outer model of ``model_type`` with a tiny text model; its towers cannot run."""
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.auto import configuration_auto, modeling_auto
+
+    text = hybrid_model(FAMILY_OF_WRAPPER[model_type], attention, scale=5.0)
+    if model_type not in configuration_auto.CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
+    config = configuration_auto.CONFIG_MAPPING[model_type](text_config=text.config.to_dict())
+    config._attn_implementation = attention
+    name = modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES[model_type]
+    with torch.device("meta"):
+        model = getattr(transformers, name)(config)
+    owner = getattr(model, "model", model)
+    is_inner = isinstance(text.model, type(owner.language_model))
+    owner.language_model = text.model if is_inner else text
+    if hasattr(model, "lm_head"):
+        model.lm_head = text.lm_head
+    return model.eval()
+
+
+# --- the runs
 
 PARTS = {name: (name,) for name in ("seq_idx", "cu_seqlens", "cu_seqlens_cpu", "attention_mask")}
 PARTS["cu_seq_lens"] = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,14 @@ def pack_with(
     if align != 1:
         fields["parallel"] = ParallelLayout(tp=align)
     return pack(lengths, patches=patches, packing=PackingOptions(max_tokens, **fields))
+
+
+def real_lengths(folder: Path, count: int, *, longest: int) -> np.ndarray:
+    """Resampled lengths of real conversations; without the data, of a like distribution."""
+    path = folder / "lengths" / "mix_all.qwen.npy"
+    made_up = np.random.default_rng(1).lognormal(5.4, 1.0, 10_000).astype(np.int64) + 1
+    lengths = np.load(path).astype(np.int64) if path.is_file() else made_up
+    return np.minimum(np.random.default_rng(0).choice(lengths, count), longest)
 
 
 def assert_same(a: PackingPlan, b: PackingPlan) -> None:

@@ -15,7 +15,6 @@ from torch_collate_kit import (
     PackedCollator,
     PackedIterableDataset,
     PackingOptions,
-    PaddedCollator,
     ParallelLayout,
     TokenizedDataset,
     pack,
@@ -111,17 +110,12 @@ def batches_of(kind: str, layout: ParallelLayout) -> Iterator[Batch]:
     elif kind == "stream":
         collate = PackedCollator(0, **options)
         yield from PackedIterableDataset(examples, collate, batch_rows=2, dp_rank=1, buffer_size=4)
-    elif kind == "trees":
-        turns = [{"input_ids": [[1, 2, *range(n)], [1, 2, 3, n]]} for n in (40, 90, 7)]
-        yield PackedCollator(0, share_prefixes=True, **options)(turns)
-    elif kind == "padded":
-        yield PaddedCollator(0, pad_to_multiple_of=layout.row_align, train_all=True)(examples)
     else:  # of one example for two ranks
         for is_fixed in (False, True):
             yield PackedCollator(0, fixed_width=is_fixed, **options)(examples[:1])[1:]
 
 
-@pytest.mark.parametrize("kind", ["rows", "examples", "stream", "trees", "padded", "added"])
+@pytest.mark.parametrize("kind", ["rows", "examples", "stream", "added"])
 def test_all_rows_have_the_multiple(kind: str) -> None:
     layout = ParallelLayout(dp=2, tp=2, fp8="mxfp8")
     batches = list(batches_of(kind, layout))
@@ -211,9 +205,3 @@ def test_the_report_has_both_multiples() -> None:
     cells = {c["strategy"]: c["num_cells"] for c in report["candidates"]}
     assert cells["padded"] == 3 * 128  # pad_to_multiple_of=layout.row_align
     assert cells["best_fit_decreasing"] == 192
-    wrapped = packing_report(
-        [32, 96] * 128, 64, parallel=ParallelLayout(fp8="mxfp8"), overflow="split", batch_rows=1,
-        show=False,
-    )  # fmt: skip
-    assert [of["steps"] for of in wrapped["steps"]] == ["by_examples", "by_rows", "wrapped"]
-    assert wrapped["steps"][2]["padding"] == 0

@@ -13,21 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.packing.oracle_packing import assert_same, pack_with
+from tests.packing.oracle_packing import assert_same, pack_with, real_lengths
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.loading import TokenizedDataset
-from torch_collate_kit.packing import PackingPlan, pack
+from torch_collate_kit.packing import ModelCost, PackingPlan, pack
 
 EXAMPLES = [{"input_ids": [5, 6, 7]}, {"input_ids": [8]}]
 STRATEGIES = ("best_fit_decreasing", "first_fit_decreasing", "balanced", "sequential")
-
-
-def real_lengths(folder: Path, count: int, *, longest: int) -> np.ndarray:
-    """Resampled lengths of real conversations; without the data, of a like distribution."""
-    path = folder / "lengths" / "mix_all.qwen.npy"
-    made_up = np.random.default_rng(1).lognormal(5.4, 1.0, 10_000).astype(np.int64) + 1
-    lengths = np.load(path).astype(np.int64) if path.is_file() else made_up
-    return np.minimum(np.random.default_rng(0).choice(lengths, count), longest)
 
 
 # Plans written out
@@ -73,13 +65,6 @@ def test_no_examples_make_one_dummy_row_a_rank() -> None:
         assert plan.tokens_per_rank.tolist() == [0, 0, 0]
     assert pack_with(np.zeros(0, dtype=np.int32), 8).bins == [[]]
     assert pack_with([9], 8, overflow="drop").bins == [[]]
-
-
-def test_fewer_examples_than_ranks_leave_dummy_rows() -> None:
-    for strategy in STRATEGIES:
-        plan = pack_with([3, 1], 8, rows_multiple_of=4, strategy=strategy)
-        assert plan.num_dummy_rows == 2
-        assert sorted(plan.bins) == [[], [], [0], [1]]
 
 
 # Over-long examples
@@ -178,34 +163,6 @@ def test_the_same_call_gives_the_same_plan_and_changes_no_argument(
         assert not isinstance(value, np.ndarray) or not np.shares_memory(value, array)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES[:3])
-@pytest.mark.parametrize("align", [1, 32])
-@pytest.mark.parametrize(("count", "ranks"), [(1000, 8), (3000, 16), (20_000, 64), (500, 4)])
-def test_rounding_leaves_no_row_near_empty_and_ranks_even(
-    data_folder: Path, strategy: str, align: int, count: int, ranks: int
-) -> None:
-    lengths = real_lengths(data_folder, count, longest=4096)
-    options = {"strategy": strategy, "align": align, "rows_multiple_of": ranks}
-    plan = pack_with(lengths, 4096, **options)
-    least = pack_with(lengths, 4096, strategy=strategy, align=align).num_rows
-    assert plan.num_rows == -(-least // ranks) * ranks
-    cells = plan.row_cells
-    assert cells.min() > 0.5 * cells.mean()
-    assert cells.max() < 1.4 * cells.mean()
-    cost = plan.cost_per_rank
-    assert cost.max() < 1.02 * cost.mean()
-    tokens = pack_with(lengths, 4096, balance="tokens", **options).tokens_per_rank
-    assert tokens.max() < 1.02 * tokens.mean()
-    row_cost = np.array([_cost(plan, row) for row in range(plan.num_rows)])
-    by_step = row_cost.reshape(ranks, -1)
-    assert np.ptp(by_step, axis=0).sum() <= np.ptp(row_cost)  # the i-th rows are alike
-
-
-def _cost(plan: PackingPlan, row: int) -> int:
-    cells = plan.atoms.cells[plan.row_offsets[row] : plan.row_offsets[row + 1]]
-    return int((cells * (24576 + cells)).sum())
-
-
 # Speed
 
 
@@ -232,3 +189,56 @@ def test_packing_itself_does_not_use_torch() -> None:
     )
     package = Path(__file__).resolve().parents[2] / "torch_collate_kit"
     subprocess.run([sys.executable, "-c", code, str(package)], check=True)
+
+
+# --- Plans of real lengths: rows equally full, ranks equally busy
+
+
+def cost_as_run(plan: PackingPlan) -> np.ndarray:
+    """Of each rank, where all rows are as wide as the widest, and the pads of a row a segment."""
+    pads = plan.width - plan.row_cells
+    of_pads = pads * (24576 + pads)
+    return plan.cost_per_rank + of_pads.reshape(plan.rows_multiple_of, -1).sum(axis=1)
+
+
+@pytest.mark.parametrize(
+    ("count", "capacity", "ranks"), [(600, 32768, 8), (2400, 8192, 64), (1000, 4096, 8)]
+)
+def test_few_rows_are_equally_full(
+    data_folder: Path, count: int, capacity: int, ranks: int
+) -> None:
+    """A row with less tokens than another would be padded, and cost as much: pads are computed."""
+    lengths = real_lengths(data_folder, count, longest=capacity // 2)
+    plan = pack_with(lengths, capacity, rows_multiple_of=ranks)
+    full = pack_with(lengths, capacity)
+    assert full.row_tokens.min() < 0.9 * capacity, "no row is added, the sample shows nothing"
+    assert plan.efficiency > 0.985
+    assert plan.row_tokens.min() > 0.97 * plan.row_tokens.max()
+    as_run = cost_as_run(plan)
+    assert as_run.max() < 1.01 * plan.cost_per_rank.max()
+    tokens = pack_with(lengths, capacity, rows_multiple_of=ranks, balance="tokens")
+    assert tokens.width == plan.width
+    assert as_run.max() <= cost_as_run(tokens).max()
+
+
+@pytest.mark.parametrize("capacity", [4096, 16384])
+@pytest.mark.parametrize("ranks", [8, 64])
+@pytest.mark.parametrize(
+    ("cost", "most"),
+    [
+        (ModelCost(), 1.01),
+        (ModelCost(400_000, 1), 1.01),
+        (ModelCost(150_000, 1, 0, 0, 5, 1024), 1.01),
+        (ModelCost(7_680, 1), 1.03),  # Qwen3-0.6B, one piece of 16,384 tokens costs 3 times a row
+    ],
+)
+def test_ranks_with_sixteen_rows_are_even(
+    data_folder: Path, capacity: int, ranks: int, cost: ModelCost, most: float
+) -> None:
+    drawn = real_lengths(data_folder, 20_000, longest=capacity)
+    lengths = np.resize(drawn, 15 * ranks * capacity // int(drawn.mean()))
+    plan = pack_with(lengths, capacity, rows_multiple_of=ranks, cost=cost)
+    assert 15 <= plan.num_rows // ranks <= 17
+    assert plan.row_tokens.max() <= capacity
+    assert plan.cost_per_rank.max() < most * plan.cost_per_rank.mean()
+    assert plan.tokens_per_rank.max() < 1.01 * plan.tokens_per_rank.mean()

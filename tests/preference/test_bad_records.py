@@ -44,27 +44,15 @@ def without(record: Record, *names: str) -> Record:
         (PAIR | {"rejected": ""}, r"`rejected` is empty \(''\): there is nothing to prefer; give"),
         (PAIR | {"chosen": " \n"}, r"`chosen` is empty \(' \\n'\)"),
         (TURNS | {"rejected": []}, r"`rejected` is empty \(\[\]\)"),
-        (
-            TURNS | {"rejected": [{**YO, "content": ""}]},
-            r"`rejected`: messages\[1\] is an empty answer .* or pass allow_empty=True",
-        ),
+        (TURNS | {"rejected": [{**YO, "content": ""}]}, r"`rejected`: messages\[1\] is an empty a"),
         (PAIR | {"chosen": ["b", "d"]}, "`chosen` is a list that holds 'b', .* one answer per col"),
         (PAIR | {"rejected": [YO]}, "`chosen` is a string, `rejected` is a list of messages"),
         (TURNS | {"chosen": "b", "rejected": "c"}, "a string, `prompt` is a list .* give all as"),
         (TURNS | {"chosen": YO}, "`chosen` must be a string .* of type dict; .* into a list"),
-        (
-            PAIR | {"chosen": 3},
-            "`chosen` must be a string or a list of messages, got 3 of type int",
-        ),
-        (
-            {"chosen": "b", "rejected": "c"},
-            "the prompt is empty: nothing predicts .* give a `promp",
-        ),
+        (PAIR | {"chosen": 3}, "`chosen` must be a string or a list of messages, got 3 of type in"),
+        ({"chosen": "b", "rejected": "c"}, "the prompt is empty: nothing predicts .* give a `prom"),
         (PAIR | {"prompt": ""}, "the prompt is empty"),
-        (
-            without(PAIR, "prompt") | {"question": "a"},
-            "`chosen`, `rejected` without a `prompt`; rename `question` to `prompt`",
-        ),
+        (without(PAIR, "prompt") | {"question": "a"}, "`chosen`, `rejected` without a `prompt`; r"),
         (
             without(TURNS, "prompt") | {"conversations": [{"from": "human", "value": "a"}]},
             "rename `conversations` to `prompt`, as messages with `role`",
@@ -79,10 +67,7 @@ def without(record: Record, *names: str) -> Record:
         (PAIR | {"score_chosen": None}, "`score_chosen` is None, .* if not all records have one"),
         (PAIR | {"score_rejected": 1e300}, "`score_rejected` is 1e.300"),
         (PAIR | {"weight": -1.0}, "`chosen`: weight is -1.0; a weight must be finite"),
-        (
-            PAIR | {"system": "be kind"},
-            "`chosen`: .* no template renders, so `system` would be los",
-        ),
+        (PAIR | {"system": "be kind"}, "`chosen`: .* no template renders, so `system` would be lo"),
     ],
 )
 def test_records(record: Record, message: str) -> None:
@@ -105,10 +90,7 @@ def test_the_row_is_named_in_a_later_batch() -> None:
     [
         ([KTO | {"label": True}], "KTO compares each answer with that of another row, and only 1"),
         ([KTO | {"completion": None, "label": True}], r"example 0: no answers in .*'label'"),
-        (
-            [PAIR | KTO | {"label": True}],
-            "the columns of pairs .* and of labelled answers .* remov",
-        ),
+        ([PAIR | KTO | {"label": True}], "the columns of pairs .* and of labelled answers .* remo"),
         ([PAIR | {"weights": 1.0}], "the dataset has 'weights', which is not read; name it weight"),
         ([PAIR | {"chosen": "b" * 99}], "all 1 examples are skipped: 1 with too_long; both sides"),
     ],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from torch_collate_kit import PackedCollator, PaddedCollator, RolloutCollator, t
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.rl import micro_batches, stage_mini_batches
+from torch_collate_kit.vision import VisionLayout
 
 DP_SIZES = [1, 2, 3, 8]
 
@@ -247,3 +250,107 @@ def test_errors() -> None:
     for part, options, error, message in cases:
         with pytest.raises(error, match=message):
             micro_batches(part, **options)
+
+
+# --- Rows into micro-batches of a budget of cells, against brute force
+
+
+def micro_batch_rows(widths: list[int], budget: int, dp_size: int = 1) -> list[list[list[int]]]:
+    """The rows of every micro-batch of every rank."""
+    batch = PaddedCollator(0)([{"input_ids": [1] * width} for width in widths])
+    [ranks] = stage_mini_batches(batch, [0, len(widths)], dp_size)
+    parts = [micro_batches(part, max_tokens=budget) for part in ranks]
+    return [[m.row_metadata["row_indices"].tolist() for m in of_rank] for of_rank in parts]
+
+
+def cells(widths: list[int], rows: list[int]) -> int:
+    return len(rows) * max((widths[i] for i in rows), default=0)
+
+
+def smallest_largest(widths: list[int], num_parts: int) -> int:
+    """The fewest cells that the largest of so many micro-batches can have."""
+    return min(
+        max(cells(widths, [i for i in range(len(widths)) if of[i] == p]) for p in range(num_parts))
+        for of in product(range(num_parts), repeat=len(widths))
+    )
+
+
+@given(
+    widths=st.lists(st.integers(1, 6), min_size=1, max_size=6),
+    extra=st.integers(0, 12),
+    num_wide=st.integers(0, 6),
+)
+def test_against_brute_force(widths: list[int], extra: int, num_wide: int) -> None:
+    """Of the second of two ranks; rows of the first may need more micro-batches."""
+    count, budget = len(widths), max(widths) + extra
+    first = ([budget] * num_wide + [1] * count)[:count]
+    ranks = micro_batch_rows(first + widths, budget, dp_size=2)
+    found = [[i - count for i in part] for part in ranks[1]]
+    assert len(ranks[0]) == len(found)
+    assert all(found)
+    assert sorted(i for part in found for i in part) == list(range(count))
+    if len(found) <= 3:
+        assert max(cells(widths, part) for part in found) == smallest_largest(widths, len(found))
+    if 2 <= len(found) <= 4:  # one less is not enough
+        assert max(smallest_largest(own, len(found) - 1) for own in (first, widths)) > budget
+    assert [widths[i] for part in found for i in part] == sorted(widths, reverse=True)
+
+
+def test_the_largest_has_as_few_cells_as_can_be() -> None:
+    assert micro_batch_rows([3, 2, 1, 5], 11) == [[[3], [0, 1, 2]]]  # 9 cells, not 10
+
+
+def test_equal_rows_stay_in_their_order() -> None:
+    assert micro_batch_rows([4] * 5, 8) == [[[0, 1], [2, 3], [4]]]
+    assert micro_batch_rows([4, 4], 10**9) == [[[0, 1]]]
+
+
+def test_the_largest_is_split_where_another_rank_needs_more() -> None:
+    _, second = micro_batch_rows([6, 6, 6, 6, 2, 2, 6, 3, 3, 2, 2, 2], 6, dp_size=2)
+    assert [[i - 6 for i in part] for part in second] == [[0], [1], [2], [3, 4], [5]]
+
+
+# --- Ranks whose parts differ in whether they have images are named when rollouts are staged
+
+
+QWEN = VisionLayout("qwen2_vl", image_token_id=9, patch_shape=(1, 1, 2))
+IMAGE = {"pixel_values": np.ones((1, 2)), "image_grid_thw": np.array([[1, 1, 1]])}
+
+
+def rollout(length: int, *, image: bool) -> dict[str, Any]:
+    ids = [9, 1] if image else [1, 1]
+    given = {"prompt_ids": ids, "response_ids": [2] * length, "rewards": 1.0}
+    return {**given, "loss_mask": [1] * length, **(IMAGE if image else {})}
+
+
+def staged(images: list[bool], lengths: list[int], dp_size: int = 2) -> Any:
+    rollouts = [rollout(n, image=i) for n, i in zip(lengths, images, strict=True)]
+    batch = RolloutCollator(0, vision=QWEN)(rollouts)
+    return stage_mini_batches(batch, [0, len(batch)], dp_size)[0]
+
+
+def test_a_rank_without_images_beside_one_with_images_is_named() -> None:
+    with pytest.warns(UserWarning, match=r"ranks \[1\] have no image in a mini-batch") as found:
+        staged([True, True, False, False], [1, 1, 1, 1])
+    assert [warning.filename for warning in found] == [__file__], "the line that staged"
+
+
+def test_micro_batches_that_differ_are_named_on_every_rank() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        parts = staged([True, False, True, False], [8, 1, 1, 8])
+    for part in parts:
+        message = r"ranks \[1\] have no image in a micro-batch 0"
+        with pytest.warns(UserWarning, match=message) as found:
+            micro_batches(part, max_tokens=10)
+        assert {warning.filename for warning in found} == {__file__}, "the line that cut"
+
+
+@pytest.mark.parametrize("lengths", [[3, 3, 3, 3], [8, 1, 8, 1]])
+@pytest.mark.parametrize("images", [[True] * 4, [False] * 4, [True, False, True, False]])
+def test_even_ranks_give_no_warning(images: list[bool], lengths: list[int]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for part in staged(images, lengths):
+            micro_batches(part, max_tokens=10)
+        staged(images, lengths, dp_size=1)

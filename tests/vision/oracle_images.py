@@ -18,7 +18,7 @@ from hypothesis import settings
 
 from tests import oracle
 from tests.strategies import FUZZ
-from tests.vision.alone import mrope_positions
+from tests.vision.batches import mrope_positions
 from torch_collate_kit.vision import VisionLayout
 
 TOKEN = 9  # the placeholder

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from tests.tiny_models import TRANSFORMERS
+from tests.vision import batches
+from tests.vision.batches import layout_of
 from tests.vision.families import FAMILIES, Example
 from torch_collate_kit.attention import check_isolation
 from torch_collate_kit.batch import Batch
@@ -41,7 +43,7 @@ def make_examples(name: str, parts: Any = PARTS, seed: int = 0) -> list[Example]
 
 
 def layout(name: str) -> VisionLayout:
-    return VisionLayout.of(FAMILIES[name].processor(), FAMILIES[name].model().config)
+    return layout_of(FAMILIES[name])
 
 
 def pack(name: str, *, parts: Any = PARTS, rows: int = 2, **options: Any) -> Batch:
@@ -54,11 +56,7 @@ def pack(name: str, *, parts: Any = PARTS, rows: int = 2, **options: Any) -> Bat
 
 def inputs_of(name: str, batch: Batch, attention: str = "sdpa") -> dict[str, Any]:
     """What a training loop passes."""
-    options: dict[str, Any] = {}
-    if name == "gemma3":
-        window = FAMILIES[name].model().config.text_config.sliding_window
-        options = {"mask": "block", "sliding_window": window}
-    return batch.model_inputs(attention, labels=False, **options)
+    return batches.inputs_of(FAMILIES[name], batch, attention)
 
 
 def check(name: str, inputs: dict[str, Any], attention: Any = "sdpa") -> None:

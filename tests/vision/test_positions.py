@@ -17,8 +17,7 @@ from torch import Tensor
 from tests.building import packed_collator
 from tests.devices import NoWaiting
 from tests.strategies import FUZZ
-from tests.vision.alone import mrope_positions
-from tests.vision.batches import cells_of, layout_of
+from tests.vision.batches import cells_of, layout_of, mrope_positions
 from tests.vision.families import FAMILIES, MROPE, Example
 from torch_collate_kit import PaddedCollator, ParallelLayout
 from torch_collate_kit.batch import Batch

@@ -116,7 +116,7 @@ class PackedCollator(Collator, ForTrainer):
         super().__init__(tokenizer, normalize_loss, fields, vision, names, targets)
         self.packing = common_options(
             packing,
-            max_tokens,
+            max_tokens=max_tokens,
             strategy=strategy,
             overflow=overflow,
             parallel=parallel,

@@ -187,15 +187,11 @@ def checked_sizes(lengths: Any) -> tuple[Ints, Ints | None]:
     if hasattr(lengths, "offsets"):
         values, offsets = np.asarray(lengths.values), lengths.offsets
     else:
-        for i, row in enumerate(lengths):
-            if np.ndim(row) != 1:
-                raise TypeError(
-                    f"lengths[{i}] is {row!r:.40}, and others are lists with a length for each "
-                    "segment; give every example a list, of one number where it has one segment"
-                )
-        rows = [np.asarray(row) for row in lengths if len(row)]
-        values = np.concatenate(rows) if rows else NO_INTS
-        offsets = np.cumsum([0, *map(len, lengths)])
+        values, offsets = _joined(
+            lengths,
+            "lengths[{}] is {}, and others are lists with a length for each segment; give every "
+            "example a list, of one number where it has one segment",
+        )
     if (is_empty := offsets[1:] <= offsets[:-1]).any():
         raise DataError(
             f"example {int(is_empty.argmax())} has no segment, and must have at least one; remove "
@@ -212,6 +208,15 @@ def checked_sizes(lengths: Any) -> tuple[Ints, Ints | None]:
             f"example {example}, segment {segment} has length {values[wrong[0]]}, but a length "
             "must be at least 1; remove empty examples before packing"
         ) from None
+
+
+def _joined(rows: Sequence[Any], message: str) -> tuple[npt.NDArray[Any], Ints]:
+    """Return the numbers of all lists, and their offsets; TypeError for what is not a list."""
+    for i, row in enumerate(rows):
+        if np.ndim(row) != 1:
+            raise TypeError(message.format(i, f"{row!r:.40}"))
+    arrays = [np.asarray(row) for row in rows if len(row)]
+    return np.concatenate(arrays) if arrays else NO_INTS, np.cumsum([0, *map(len, rows)])
 
 
 def place_of(segment: int, offsets: npt.NDArray[np.integer]) -> tuple[int, int]:
@@ -243,15 +248,11 @@ def _patches_of_images(patches: Any) -> tuple[npt.NDArray[Any], Ints | None]:
     if hasattr(patches, "offsets"):  # a Ragged
         values, offsets = np.asarray(patches.values), patches.offsets
     elif isinstance(patches, Sequence) and not _are_ints(kinds):
-        for i, entry in enumerate(patches):
-            if np.ndim(entry) != 1:
-                raise TypeError(
-                    f"patches of example {i} are {entry!r:.40}, neither an int nor a list of the "
-                    f"patches of its images, as those of other examples; {_HINT}"
-                )
-        arrays = [np.asarray(entry) for entry in patches if len(entry)]
-        values = np.concatenate(arrays) if arrays else np.zeros(0, dtype=np.int64)
-        offsets = np.cumsum([0, *map(len, patches)])
+        values, offsets = _joined(
+            patches,
+            "patches of example {} are {}, neither an int nor a list of the patches of its images, "
+            f"as those of other examples; {_HINT}",
+        )
     else:
         values, offsets = np.asarray(patches), None
     if values.ndim != 1:
@@ -265,7 +266,7 @@ def _are_ints(kinds: set[type]) -> bool:
 
 def _checked_patches(values: npt.NDArray[Any], offsets: Ints | None) -> Ints:
     if not len(values):
-        return np.zeros(0, dtype=np.int64)
+        return NO_INTS
     if values.dtype.kind not in "iu":
         raise TypeError(f"patches must be integers, got dtype {values.dtype}; {_HINT}")
     least = 0 if offsets is None else 1  # an image has patches
@@ -274,8 +275,7 @@ def _checked_patches(values: npt.NDArray[Any], offsets: Ints | None) -> Ints:
         image = int(wrong.argmax())
         example, what = image, "has"
         if offsets is not None:
-            example = int(np.searchsorted(offsets, image, side="right")) - 1
-            what = "has an image of"
+            example, what = place_of(image, offsets)[0], "has an image of"
         raise DataError(
             f"example {example} {what} {values[image]} patches, but they must be {least} to "
             f"{_MOST_PATCHES}; {_HINT}"

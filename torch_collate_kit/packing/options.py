@@ -390,30 +390,11 @@ class PackingOptions:
         return cls(parallel=parallel, cost=ModelCost(*state["cost"]), **given)
 
 
-def common_options(
-    packing: PackingOptions | None,
-    max_tokens: int | None = None,
-    *,
-    strategy: str | None = None,
-    overflow: Overflow | None = None,
-    parallel: ParallelLayout | None = None,
-    max_patches: int | None = None,
-    isolate: bool | None = None,
-    share_prefixes: bool | Literal["auto"] | None = None,
-) -> PackingOptions:
+def common_options(packing: PackingOptions | None, **common: Any) -> PackingOptions:
     """Return ``packing``, or options made of the common fields; None means a field's default."""
-    common: dict[str, Any] = {
-        "max_tokens": max_tokens,
-        "strategy": strategy,
-        "overflow": overflow,
-        "parallel": parallel,
-        "max_patches": max_patches,
-        "isolate": isolate,
-        "share_prefixes": share_prefixes,
-    }
     given = {name: value for name, value in common.items() if value is not None}
     if packing is None:
-        if max_tokens is None:
+        if "max_tokens" not in given:
             raise TypeError(
                 "max_tokens must be an int, got None of type NoneType; pass max_tokens=4096, or "
                 "packing=PackingOptions(4096)"

@@ -281,7 +281,7 @@ def pack(
     """
     packing = common_options(
         packing,
-        max_tokens,
+        max_tokens=max_tokens,
         strategy=strategy,
         overflow=overflow,
         parallel=parallel,
@@ -370,8 +370,14 @@ def filled_rows(atoms: Atoms, limits: Limits, packing: PackingOptions) -> Rows:
     return _fill(first_fit_decreasing if is_first_fit else best_fit_decreasing, atoms, limits)
 
 
+def has_two_budgets(atoms: Atoms, limits: Limits) -> bool:
+    """Check whether patches, too, may decide which pieces fit in a row."""
+    is_limited = limits.reserved or limits.patches < int(atoms.patches.sum())
+    return limits.patches > 0 and bool(is_limited)
+
+
 def _fill(fill: Fill, atoms: Atoms, limits: Limits) -> Rows:
-    if limits.patches and (limits.reserved or limits.patches < int(atoms.patches.sum())):
+    if has_two_budgets(atoms, limits):
         return fill_two_budgets(fill, atoms.sizes, limits)
     return fill(atoms.cells, limits.text, limits.pieces, None)
 

@@ -186,7 +186,7 @@ class RankPlan:
         if len(wrong):
             i = int(wrong[0])
             raise DataError(
-                f"example {self.indices[i]} of the dataset has {lengths[i]} tokens, the sampler "
+                f"{self._name(i)} has {lengths[i]} tokens, the sampler "
                 f"has {self.lengths[i]}; its lengths must be those of the dataset that is read: "
                 "pass dataset.lengths"
             )
@@ -223,10 +223,13 @@ class RankPlan:
             )
             raise self._other_segments(int(self.pieces.examples[piece]), found, planned)
 
+    def _name(self, i: int) -> str:
+        is_known = i < len(self.indices)
+        return f"example {self.indices[i]} of the dataset" if is_known else f"example {i}"
+
     def _other_segments(self, i: int, found: str, planned: str) -> DataError:
-        example = f"{i}" if self.dp_rank is None else f"{self.indices[i]} of the dataset"
         return DataError(
-            f"example {example} is {found}, the plan was made for {planned}; pass the sampler the "
+            f"{self._name(i)} is {found}, the plan was made for {planned}; pass the sampler the "
             "dataset that is read, or its lengths"
         )
 
@@ -239,9 +242,8 @@ class RankPlan:
         wrong = np.flatnonzero(patches != planned)
         if len(wrong):
             i = int(wrong[0])
-            example = f"{i}" if self.dp_rank is None else f"{self.indices[i]} of the dataset"
             raise DataError(
-                f"example {example} has {patches[i]} patches of images, the plan was made for "
+                f"{self._name(i)} has {patches[i]} patches of images, the plan was made for "
                 f"{planned[i]}; pass the sampler patches= of the dataset that is read"
             )
 
@@ -298,13 +300,7 @@ def named_in_errors(examples: Any) -> AbstractContextManager[None]:
     """Name examples in a DataError as ``PlannedExamples.name`` does."""
     if not isinstance(examples, PlannedExamples):
         return examples_named(None)
-    indices = examples.part.indices
-
-    def named(place: int) -> str:
-        is_known = place < len(indices)
-        return f"example {indices[place]} of the dataset" if is_known else f"example {place}"
-
-    return examples_named(examples.name or named)
+    return examples_named(examples.name or examples.part._name)
 
 
 class PlannedRow(ABC):

@@ -16,7 +16,14 @@ from torch_collate_kit.packing.atoms import NO_ATOMS, Atoms
 from torch_collate_kit.packing.balance import assign_ranks, level_rows, weights_of
 from torch_collate_kit.packing.options import PackingOptions
 from torch_collate_kit.packing.plan import PackingPlan
-from torch_collate_kit.packing.planner import filled_rows, fitted, limits_of, part_of, wrapped
+from torch_collate_kit.packing.planner import (
+    filled_rows,
+    fitted,
+    has_two_budgets,
+    limits_of,
+    part_of,
+    wrapped,
+)
 from torch_collate_kit.packing.rows import Ints, Limits
 from torch_collate_kit.packing.strategies import num_rows_best_fit, sequential
 
@@ -195,9 +202,6 @@ def _num_in_budgets(
 
 def _num_rows(atoms: Atoms, limits: Limits, packing: PackingOptions) -> int:
     is_best_fit = packing.strategy in ("best_fit_decreasing", "balanced", None)
-    is_one_budget = not limits.patches or (
-        not limits.reserved and limits.patches >= int(atoms.patches.sum())
-    )
-    if is_best_fit and is_one_budget and limits.pieces is None:
+    if is_best_fit and limits.pieces is None and not has_two_budgets(atoms, limits):
         return num_rows_best_fit(atoms.cells, limits.text)
     return len(filled_rows(atoms, limits, packing).offsets) - 1

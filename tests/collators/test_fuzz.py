@@ -1,10 +1,11 @@
-"""PackedCollator against the laws of a plan, then against the oracle fed with that plan."""
+"""Every collator against the oracle on drawn batches, and packed rows against laws of a plan."""
 
 from __future__ import annotations
 
 import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -19,10 +20,11 @@ from tests.batch_checks import (
     same_value,
 )
 from tests.building import packed_collator
-from tests.oracle import packed_batch
-from tests.strategies import FUZZ, MANY, PackedOptions, batches, packed_options
+from tests.oracle import packed_batch, packed_rollouts, padded_batch, rollout_batch
+from tests.rollout_strategies import packed_rollout_options, rollout_options, rollouts
+from tests.strategies import FUZZ, MANY, PackedOptions, batches, packed_options, padded_options
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.collators import PackedCollator
+from torch_collate_kit.collators import PackedCollator, PaddedCollator, RolloutCollator
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.packing import ParallelLayout
 
@@ -32,24 +34,68 @@ def collator_of(options: PackedOptions, pad_token_id: int = 0, **more: Any) -> P
     return packed_collator(pad_token_id, parallel=layout, **options.collator, **more)
 
 
-@MANY
-@given(data=st.data())
-def test_equals_the_oracle_and_keeps_the_contract(data: st.DataObject) -> None:
-    drawn = data.draw(batches())
-    options = data.draw(packed_options(drawn.lengths))
-    pad_token_id = data.draw(st.sampled_from((0, 3, 150_003)))
-    collator = collator_of(options, pad_token_id)
-    before = frozen(drawn.given)
+PAD_IDS = st.sampled_from((0, 3, 150_003))
 
-    batch = collator(drawn.given)
 
-    assert same_value(drawn.given, before), "an argument was changed"
-    overwrite(drawn.given)  # no field is made yet
-    assert_plan_laws(batch, drawn.lengths, options)
-    expected = _expected(collator, drawn.plain, options, pad_token_id)
+def collated(collate: Any, given: Any) -> Batch:
+    """Collate, and overwrite what was given: it is not changed, and no field is made yet."""
+    before = frozen(given)
+    batch = collate(given)
+    assert same_value(given, before), "an argument was changed"
+    overwrite(given)
+    return batch
+
+
+def assert_equals(batch: Batch, expected: dict[str, Any], data: st.DataObject) -> None:
     assert_equals_oracle(batch, expected)
     assert_contract_dtypes(batch)
     assert_round_trips(batch, data.draw(st.integers(0, len(batch))))
+
+
+@MANY
+@given(data=st.data())
+def test_packed_rows_equal_the_oracle_and_keep_the_contract(data: st.DataObject) -> None:
+    drawn = data.draw(batches())
+    options = data.draw(packed_options(drawn.lengths))
+    pad_token_id = data.draw(PAD_IDS)
+    collator = collator_of(options, pad_token_id)
+    batch = collated(collator, drawn.given)
+    assert_plan_laws(batch, drawn.lengths, options)
+    assert_equals(batch, _expected(collator, drawn.plain, options, pad_token_id), data)
+
+
+@MANY
+@given(data=st.data())
+def test_padded_rows_equal_the_oracle_and_keep_the_contract(data: st.DataObject) -> None:
+    drawn = data.draw(batches())
+    options, pad_token_id = data.draw(padded_options(drawn.lengths)), data.draw(PAD_IDS)
+    batch = collated(PaddedCollator(pad_token_id, **options), drawn.given)
+    assert_equals(batch, padded_batch(drawn.plain, pad_token_id=pad_token_id, **options), data)
+
+
+@FUZZ
+@given(data=st.data())
+def test_a_block_of_rollouts_equals_the_oracle(data: st.DataObject) -> None:
+    images, routes = data.draw(st.booleans()), data.draw(st.booleans())
+    drawn = data.draw(rollouts(images=images, pixel_values=True, rollout_expert_indices=routes))
+    options, pad_token_id = data.draw(rollout_options(drawn.lengths)), data.draw(PAD_IDS)
+    batch = collated(RolloutCollator(pad_token_id, **options), drawn.given)
+    assert_equals(batch, rollout_batch(drawn.plain, pad_token_id=pad_token_id, **options), data)
+    assert all(type(flag) is bool for flag in batch.row_metadata.get("is_last_step", []))
+    uids = batch.row_metadata.get("uids", [])
+    assert not any(isinstance(uid, np.generic | torch.Tensor) for uid in uids)
+
+
+@FUZZ
+@given(data=st.data())
+def test_packed_rollouts_equal_the_oracle(data: st.DataObject) -> None:
+    routes = data.draw(st.booleans())
+    drawn = data.draw(rollouts(images=False, rollout_expert_indices=routes))
+    options = data.draw(packed_rollout_options(drawn.lengths))
+    pad_token_id = data.draw(PAD_IDS)
+    collator = collator_of(options, pad_token_id)
+    batch = collated(collator, drawn.given)
+    assert_equals(batch, _expected(collator, drawn.plain, options, pad_token_id), data)
 
 
 @FUZZ
@@ -155,16 +201,18 @@ def _expected(
     options: PackedOptions,
     pad_token_id: int,
 ) -> dict[str, Any]:
-    plan = collator.plan([len(example["input_ids"]) for example in examples])
-    return packed_batch(
+    are_rollouts = "response_ids" in examples[0]
+    keys = ("prompt_ids", "response_ids") if are_rollouts else ("input_ids",)
+    plan = collator.plan([sum(len(example[key]) for key in keys) for example in examples])
+    return (packed_rollouts if are_rollouts else packed_batch)(
         examples,
         plan,
         pad_token_id=pad_token_id,
-        max_tokens=options.collator["max_tokens"],
         align=options.align,
         row_align=options.row_align,
-        fixed_width=options.collator["fixed_width"],
-        normalize_loss=options.collator["normalize_loss"],
+        **{
+            name: options.collator[name] for name in ("max_tokens", "fixed_width", "normalize_loss")
+        },
     )
 
 
