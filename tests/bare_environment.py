@@ -1,7 +1,7 @@
 """What works with torch and NumPy alone, and what says which package it needs.
 
 ``make test-bare`` runs it in an environment that has nothing else installed, and
-``tests/test_bare_environment.py`` where all other packages are hidden.
+``tests/test_packaging.py`` where all other packages are hidden.
 """
 
 from __future__ import annotations

@@ -69,6 +69,7 @@ def assert_one_buffer(batch: Batch) -> None:
         assert values.is_contiguous()
         if values.numel():
             start = values.data_ptr()
+            assert (start - values.untyped_storage().data_ptr()) % 64 == 0
             spans.append((start, start + values.numel() * values.element_size()))
     assert len(pointers) == 1
     spans.sort()

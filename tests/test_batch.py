@@ -4,28 +4,19 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from torch import nn
 
-from tests.batch_samples import (
-    contents,
-    examples,
-    loose,
-    plain,
-    storages_of,
-    tensors_of,
-)
+from tests.batch_samples import contents, examples, loose, storages_of, tensors_of
+from torch_collate_kit import PackedCollator, PaddedCollator
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.collators import PackedCollator, PaddedCollator
-from torch_collate_kit.ragged import Ragged
-
-# --- a mapping -----------------------------------------------------------------------------------
 
 
 def test_it_is_a_mapping_of_fields(packed: Batch) -> None:
@@ -109,46 +100,6 @@ def test_metadata_of_the_batches_must_agree_or_be_given(packed: Batch) -> None:
     assert whole.metadata["new"] == "x"
     assert whole.row_metadata["max_segment_length"] == [7, 5, 4, 7, 5, 4]
     assert packed.metadata["num_loss_tokens"] == 16
-
-
-def _as_rows(batch: Batch) -> list[tuple[Any, ...]]:
-    columns = [plain(batch[name]) for name in ("x", "r")]
-    columns += [plain(batch.row_metadata[name]) for name in ("list", "array", "ragged")]
-    return list(zip(*columns, strict=True))
-
-
-@given(st.data())
-def test_fields_and_metadata_stay_together(data: Any) -> None:
-    counts = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=5))
-    rows = [(10 * i, [10 * i + j for j in range(n)]) for i, n in enumerate(counts)]
-    ragged = Ragged.from_rows([r for _, r in rows], dtype=np.int64)
-    batch = Batch(
-        {"x": torch.tensor([x for x, _ in rows]), "r": ragged.to("cpu")},
-        row_metadata={
-            "list": [x for x, _ in rows],
-            "array": np.array([x for x, _ in rows]),
-            "ragged": ragged,
-        },
-    )
-    expected = _as_rows(batch)
-    assert [(row[0], row[1]) for row in expected] == rows
-    for _ in range(data.draw(st.integers(1, 4))):
-        operation = data.draw(st.sampled_from(["slice", "select", "cat", "pickle", "deepcopy"]))
-        if operation == "slice":
-            bounds = st.none() | st.integers(-6, 6)
-            index = slice(data.draw(bounds), data.draw(bounds), data.draw(st.integers(1, 2)))
-            batch, expected = batch[index], expected[index]
-        elif operation == "select" and expected:
-            indices = data.draw(st.lists(st.integers(0, len(expected) - 1), max_size=5))
-            batch, expected = batch.select(indices), [expected[i] for i in indices]
-        elif operation == "cat":
-            batch, expected = Batch.cat([batch[1:], batch]), expected[1:] + expected
-        elif operation == "pickle":
-            batch = pickle.loads(pickle.dumps(batch))
-        elif operation == "deepcopy":
-            batch = copy.deepcopy(batch)
-        assert len(batch) == len(expected)
-        assert _as_rows(batch) == expected
 
 
 @pytest.mark.parametrize("kind", [PackedCollator(0, max_tokens=8), PaddedCollator(0)])
@@ -252,13 +203,10 @@ ERRORS: list[tuple[str, type[Exception], str]] = [
     ("Batch.cat([PACKED, Batch(X)])", ValueError, r"batch 1 has fields \['x'\], batch 0 has"),
     ("Batch.cat([PACKED, NARROW])", ValueError, r"row shape \[6\], of batch 0 \[8\].*fixed_width"),
     ("Batch.cat([Batch(X), Batch(X, metadata={'a': 1})])", ValueError, r"the metadata \['a'\]"),
-    (
-        "Batch.cat([Batch(X), Batch(X, row_metadata={'b': [1] * 3})])",
-        ValueError,
-        r"_metadata \['b'\]",
-    ),
+    ("Batch.cat([Batch(X), Batch(X, row_metadata={'b': [1] * 3})])", ValueError,
+     r"_metadata \['b'\]"),
     ("Batch.cat([PACKED, OTHER], dict.fromkeys(COUNTS, 1))", ValueError, "loss_mask_divisor"),
-]
+]  # fmt: skip
 COUNTS = ("num_loss_tokens", "num_examples")
 
 
@@ -272,3 +220,92 @@ def test_keys_complete_in_a_notebook_without_making_a_field():
     batch = PackedCollator(0, max_tokens=8)([{"input_ids": [1, 2, 3]}])
     assert batch._ipython_key_completions_() == list(batch)  # what IPython asks for at `batch["`
     assert batch._made == {}
+
+
+EXAMPLES = [{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}]
+TWO_TEXTS = PackedCollator(0, max_tokens=8)(EXAMPLES)
+PAIR = [{"input_ids": [[5, 6], [5, 7]], "loss_mask": [[0, 1], [0, 1]]}]
+ROWS = {
+    "packed": TWO_TEXTS,
+    "a slice": TWO_TEXTS[0:1],
+    "sent and changed": pickle.loads(pickle.dumps(TWO_TEXTS)).with_fields(x=torch.zeros(1, 2)),
+    "trees": PackedCollator(0, max_tokens=8, share_prefixes=True)(PAIR),
+    "a shard": PackedCollator(0, max_tokens=8)(EXAMPLES).context_shard(0, 1),
+    "built again": Batch(dict(TWO_TEXTS), row_metadata=TWO_TEXTS.row_metadata),
+}
+
+
+def names_of(*args: Any, **fields: Any) -> list[str]:
+    return list(fields)
+
+
+class Model(nn.Module):
+    def forward(self, **fields: Any) -> list[str]:
+        return list(fields)
+
+    def method(self, *args: Any, **fields: Any) -> list[str]:
+        return list(fields)
+
+
+FORMS: dict[str, Callable[[Any], Any]] = {
+    "a function": lambda batch: names_of(**batch),
+    "with a keyword": lambda batch: names_of(a=1, **batch),
+    "with a keyword after": lambda batch: names_of(**batch, a=1),
+    "with arguments": lambda batch: names_of(*(1, 2), **batch),
+    "with two mappings": lambda batch: names_of(**{"b": 1}, **batch),
+    "a module": lambda batch: Model()(**batch),
+    "a method": lambda batch: Model().method(1, **batch),
+    "partial": lambda batch: partial(names_of, **batch)(),
+    "a type": lambda batch: dict(**batch),
+    "in a list": lambda batch: [names_of(**each) for each in [batch]],
+    "in a generator": lambda batch: next(names_of(**each) for each in [batch]),
+}
+READINGS: dict[str, Callable[[Any], Any]] = {
+    "dict": dict,
+    "dict with a keyword": lambda batch: dict(batch, a=1),
+    "braces": lambda batch: {**batch},
+    "braces in a call": lambda batch: names_of(**{**batch}),
+    "dict in a call": lambda batch: names_of(**dict(batch)),
+    "keys": lambda batch: list(batch.keys()),
+    "keys in a call": lambda batch: names_of(*batch.keys(), a=batch.keys(), **{"b": batch.keys()}),
+    "items": lambda batch: dict(batch.items()),
+    "update": lambda batch: {}.update(batch),
+    "a comprehension": lambda batch: {name: batch[name] for name in batch.keys()},  # noqa: SIM118
+    "inputs in a call": lambda batch: Model()(**{name: batch[name] for name in batch}),
+}
+
+
+def check(batch: Batch) -> None:
+    for name, form in FORMS.items():
+        with pytest.raises(TypeError, match=r"model\(\*\*batch.model_inputs\(model\)\), or.*dict"):
+            raise AssertionError(f"{name}: {form(batch)}")
+    for reading in READINGS.values():
+        reading(batch)
+
+
+@pytest.mark.parametrize("batch", ROWS.values(), ids=ROWS)
+def test_packed_rows_and_shards_are_not_unpacked_into_a_call(batch):
+    check(batch)
+
+
+def test_in_hot_loops_and_under_a_tracer():
+    form, reading = FORMS["a function"], READINGS["braces"]
+    for _ in range(3000):  # the interpreter specializes the code of both
+        with pytest.raises(TypeError, match="one text"):
+            form(TWO_TEXTS)
+        reading(TWO_TEXTS)
+    tracer = sys.gettrace()
+    for switch in (sys.settrace, sys.setprofile):
+        try:
+            switch(lambda *_: lambda *_: None)
+            check(TWO_TEXTS)
+        finally:
+            sys.setprofile(None)
+            sys.settrace(tracer)
+
+
+def test_padded_rows_are_as_they_were():
+    padded = PaddedCollator(0)(EXAMPLES)
+    for batch in (padded, padded[1:], Batch({"x": torch.zeros(1, 2)})):
+        for form in FORMS.values():
+            assert next(iter(batch)) in str(form(batch))

@@ -18,8 +18,6 @@ from torch_collate_kit import (
     PackedBatchSampler,
     PackedCollator,
     PackedIterableDataset,
-    PackedRows,
-    PaddedCollator,
     ParallelLayout,
     PrefetchLoader,
     RolloutCollator,
@@ -159,14 +157,6 @@ def test_a_stream_knows_its_own_rows_alone() -> None:
             assert "num_tokens=None" in repr(batch.step)
 
 
-def test_rows_of_a_trainer_are_those_of_the_call() -> None:
-    collate = PackedCollator(0, max_tokens=64)
-    rows = PackedRows(DATA, collate)
-    batch = collate([rows[0], rows[3]])
-    assert_counts(batch, *counted(batch))
-    assert_step(batch, *counted(batch))
-
-
 def test_batches_collated_apart_are_no_step() -> None:
     collate = PackedCollator(0, max_tokens=8)
     one, other = (collate(examples(lengths)) for lengths in ([3, 5], [2, 6]))
@@ -218,11 +208,3 @@ def test_batches_of_tensors() -> None:
         _ = loose().num_tokens
     with pytest.raises(ValueError, match="num_cells needs input_ids, and the batch has ids, rew"):
         _ = loose().num_cells
-
-
-def test_the_old_quotient_is_an_error_and_no_field_is_made() -> None:
-    batch = PaddedCollator(0)(examples())
-    assert batch.padding == batch.step.padding == 1 - 21 / 35
-    assert not batch._made
-    with pytest.raises(KeyError, match="num_tokens"):
-        _ = batch.metadata["num_tokens"] / batch["input_ids"].numel()

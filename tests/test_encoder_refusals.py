@@ -49,32 +49,20 @@ ESM = {**ROBERTA, "mask_token_id": 3, "token_dropout": False, "position_embeddin
 REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("DebertaV2ForMaskedLM", BERT, "eager", "deberta-v2 models: it multiplies its embeddings by"),
     ("DebertaV2ForMaskedLM", BERT, "torch_varlen", "deberta-v2 models: it multiplies its embed"),
-    (
-        "XLNetForTokenClassification",
-        XLNET,
-        "eager",
-        "xlnet models: tokens see later ones there, and it is no",
-    ),
-    (
-        "LongformerForMaskedLM",
-        {**ROBERTA, "attention_window": 4},
-        "eager",
-        "2-D attention_mask only",
-    ),
+    ("XLNetForTokenClassification", XLNET, "eager",
+     "xlnet models: tokens see later ones there, and it is no"),
+    ("LongformerForMaskedLM", {**ROBERTA, "attention_window": 4}, "eager",
+     "2-D attention_mask only"),
     ("NystromformerForMaskedLM", BERT, "eager", "takes a 2-D attention_mask only"),
-    (
-        "EsmForMaskedLM",
-        ESM,
-        "sdpa",
-        "'sdpa' is wrong there .it multiplies.*='torch_varlen' or 'fla",
-    ),
+    ("EsmForMaskedLM", ESM, "sdpa",
+     "'sdpa' is wrong there .it multiplies.*='torch_varlen' or 'fla"),
     ("EsmForMaskedLM", {**ESM, "token_dropout": True}, "torch_varlen", "with token_dropout=True"),
     ("BigBirdForMaskedLM", BERT, "eager", "with attention_type='block_sparse' they are wrong; set"),
     ("T5EncoderModel", T5, "torch_varlen", "they lose its position bias.*='sdpa' or 'eager'"),
     ("T5ForConditionalGeneration", T5, "sdpa", ENCODER_DECODER),
     ("BartForConditionalGeneration", BART, "sdpa", ENCODER_DECODER),
     ("WhisperForConditionalGeneration", WHISPER, "sdpa", ENCODER_DECODER),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "options", "attention", "message"), REFUSED)
@@ -169,13 +157,6 @@ def test_what_only_causal_models_get_is_refused() -> None:
         IsolationError, match="context shards are wrong in bert models: tokens see l"
     ):
         even.context_shard(0, 2).model_inputs(bert)
-
-
-def test_attention_dropout_is_named_by_the_option_of_the_model() -> None:
-    model = encoder_model("BertForMaskedLM", "torch_varlen", attention_probs_dropout_prob=0.1)
-    inputs = packed(model, EXAMPLES).model_inputs(model)
-    with pytest.raises(ValueError, match=r"set config.attention_probs_dropout_prob = 0.0"):
-        model.train()(**inputs)
 
 
 # --- heads, padded rows, decoders ----------------------------------------------------------------

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from tests.hybrid_models import ATTENTION, FAMILIES, hybrid_model
 from tests.test_isolation import ONE_ROW, TWO_ROWS, Toy, masked, toy_inputs, without
-from tests.tiny_models import MODELS, TRANSFORMERS, packed_inputs, tiny_model
-from torch_collate_kit.attention import check_isolation
+from tests.tiny_models import MODELS, TRANSFORMERS, VOCAB, packed_inputs, tiny_model
+from torch_collate_kit import Batch, PaddedCollator, check_isolation, packing_report
 from torch_collate_kit.errors import IsolationError
 
 LAYOUTS = pytest.mark.parametrize("rows", [ONE_ROW, TWO_ROWS], ids=["one", "two"])
@@ -89,13 +91,6 @@ def test_bfloat16(attention):
             check_isolation(model, masked(inputs, 0))
 
 
-def test_padding_is_not_looked_at():
-    # the pad tail sees the text before it, with a 2-D mask or without; that harms nobody
-    inputs = plain([5, 2], [4, 3])
-    inputs["attention_mask"] = torch.tensor([[1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 0, 0, 0]])
-    check_isolation(tiny_model("qwen3", "sdpa"), inputs)
-
-
 # --- layers that carry state ---------------------------------------------------------------------
 
 
@@ -130,16 +125,13 @@ def test_an_unknown_model_with_a_recurrent_class_is_refused():
 @pytest.mark.parametrize(
     ("model_type", "message"),
     [
-        (
-            "mamba",
-            r"mamba models: no kernel of its Mamba-1 scan takes.* isolate_mixers\(model\)",
-        ),
+        ("mamba", r"mamba models: no kernel of its Mamba-1 scan takes.* isolate_mixers\(model\)"),
         ("inkling2_text", "in inkling2 models: its layers do not hand boundaries"),
         ("glm5_next_text", "in glm5_next models: its sparse attention pools.*; use PaddedCollator"),
         ("qwen3_next", r"qwen3_next models need seq_idx and cu_seq_lens_q, and the inputs are \["),
         ("lfm2", r"lfm2 models need seq_idx, .*; pass what batch.model_inputs\(model\) returns"),
     ],
-)
+)  # fmt: skip
 def test_recurrent_models_are_refused_by_their_type(model_type, message):
     text = SimpleNamespace(model_type=model_type)
     for config in (
@@ -182,3 +174,95 @@ def is_refused(model_type: str) -> bool:
 
 def test_recurrent_layers_are_fine_with_one_example_a_row():
     check_isolation(Toy(layer_types=["conv"], model_type="lfm2"), toy_inputs([3], [3]))
+
+
+WITHOUT_ATTENTION = ("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm")
+ALWAYS_WRONG = ("recurrent_gemma", "rwkv", "xlstm")
+WITH_A_BIAS = {
+    **dict.fromkeys(("mamba", "falcon_mamba", "mamba2", "nemotron_h"), "use_bias"),
+    **dict.fromkeys(
+        ("bamba", "falcon_h1", "granitemoehybrid", "jamba", "zamba"), "mamba_proj_bias"
+    ),
+    **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), "conv_bias"),
+    "zamba2": "add_bias_linear",
+}
+CASES = [(name, {}) for name in FAMILIES] + [(name, {of: True}) for name, of in WITH_A_BIAS.items()]
+FEW = [*ALWAYS_WRONG, "qwen3_5"], ["bamba", "lfm2", "nemotron_h"]
+
+
+def is_quick(name: str, options: dict[str, Any]) -> bool:
+    return name in FEW[bool(options)]
+
+
+def model_of(name: str, options: dict[str, Any]) -> Any:
+    """Biases are random, as after training; they begin at 0, which hides the fault."""
+    attention = ATTENTION.get(name, "eager" if name in WITHOUT_ATTENTION else "sdpa")
+    model = hybrid_model(name, attention, scale=5.0, **options)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for of, parameter in model.named_parameters():
+            if of.endswith("bias"):
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) / 2)
+    return model
+
+
+def padded(side: Any) -> Batch:
+    generator = torch.Generator().manual_seed(0)
+    ids = [torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in (11, 3, 7)]
+    return PaddedCollator(0, padding_side=side)([{"input_ids": each} for each in ids])
+
+
+@torch.no_grad()
+def difference(model: Any, batch: Batch) -> float:
+    """The largest difference of a logit from the example alone, relative to the largest."""
+    fields = {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids")}
+    logits = model(**fields, use_cache=False).logits
+    found = []
+    for row, is_real in enumerate(batch["attention_mask"].bool()):
+        alone = model(input_ids=batch["input_ids"][row, is_real][None], use_cache=False).logits[0]
+        found.append((alone - logits[row, is_real]).abs().max() / alone.abs().max())
+    return float(max(found))
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        pytest.param(*case, marks=[] if is_quick(*case) else pytest.mark.release, id=str(case))
+        for case in CASES
+    ],
+)
+def test_the_table_of_padding_sides(name: str, options: dict[str, Any]) -> None:
+    model = model_of(name, options)
+    is_wrong = name in ALWAYS_WRONG or bool(options)
+    notes = packing_report([1], 8, model=model, show=False)["recommended"]["notes"]
+    assert any("padded on the left are wrong" in note for note in notes) == is_wrong
+    assert difference(model, padded("right")) < 2e-5
+    left = difference(model, padded("left"))
+    assert left > 0.01 if is_wrong else left < 2e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "reason"),
+    [
+        ("recurrent_gemma", {}, "recurrent_gemma models: its recurrent layers ignore the mask"),
+        ("rwkv", {}, "rwkv models: it has no use for the mask"),
+        ("lfm2", {"conv_bias": True}, "lfm2 models: with conv_bias=True pads on the left"),
+    ],
+)
+def test_pads_on_the_left_are_refused_with_the_reason(
+    name: str, options: dict[str, Any], reason: str
+) -> None:
+    model, (left, right) = model_of(name, options), map(padded, ("left", "right"))
+    attention = model.config._attn_implementation
+    for inputs in (left, left.model_inputs(attention)):
+        with pytest.raises(IsolationError, match=rf"{reason}.*padding_side=\"right\""):
+            check_isolation(model, inputs)
+    for inputs in (right, right.model_inputs(attention)):
+        check_isolation(model, inputs)
+
+
+def test_without_a_config_pads_are_measured() -> None:
+    model = Toy()
+    del model.config
+    inputs = padded("left").model_inputs("sdpa", labels=False)
+    check_isolation(model, inputs)

@@ -53,11 +53,6 @@ LAYOUTS: dict[str, Callable[[bool], Collate]] = {
 }
 
 
-@pytest.fixture(params=list(LAYOUTS))
-def layout(request: pytest.FixtureRequest) -> Callable[[bool], Collate]:
-    return LAYOUTS[request.param]
-
-
 class Model:
     """Logits [R, W, V] from a table of ids and positions; `table.grad` is the gradient."""
 
@@ -161,17 +156,6 @@ def test_loss_and_token_values_of_any_examples(examples: list[Example], name: st
 
 
 # --- labels, logits_to_keep, infinities, dtypes --------------------------------------------------
-
-
-def test_labels_alone_give_the_loss_of_the_batch(layout: Callable[[bool], Collate]) -> None:
-    model = Model()
-    unweighted = [e | {"loss_mask": [float(bool(w)) for w in e["loss_mask"]]} for e in EXAMPLES]
-    batch = layout(True)(unweighted)
-    logits = model(batch)
-    from_batch = token_loss(logits, batch, num_loss_tokens=8)
-    from_labels = token_loss(logits, batch["labels"], num_loss_tokens=8)
-    torch.testing.assert_close(from_labels, from_batch, rtol=1e-6, atol=0)
-    torch.testing.assert_close(model.gradient(from_labels), model.gradient(from_batch))
 
 
 @pytest.mark.parametrize("per_token", [False, True])

@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from torch_collate_kit import __version__
+from torch_collate_kit import __version__, packing_report
 
 ROOT = Path(__file__).parents[1]
 NAME = f"torch_collate_kit-{__version__}"
@@ -125,3 +125,23 @@ def test_an_installed_wheel_collates(site_packages: Path, tmp_path: Path) -> Non
     printed = run(sys.executable, "-P", "-c", code, cwd=tmp_path)
     where = site_packages / "torch_collate_kit" / "__init__.py"
     assert printed.split(maxsplit=2) == [str(where), __version__, "[[5, 6, 7]]\n"]
+
+
+def test_all_but_what_names_its_package_works_with_torch_and_numpy_alone():
+    code = (
+        "from tests import hidden_packages\n"
+        "hidden_packages.hide()\n"
+        "from tests import bare_environment\n"
+        "bare_environment.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "torch and NumPy are enough"
+
+
+def test_a_package_that_is_installed_and_broken_is_not_called_absent(tmp_path, monkeypatch):
+    (tmp_path / "pandas.py").write_text("import no_such_package")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "pandas", raising=False)
+    with pytest.raises(ModuleNotFoundError, match=r"^No module named 'no_such_package'$"):
+        packing_report([3], show=False).to_frame()

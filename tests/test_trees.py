@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -153,47 +152,7 @@ def test_training_with_checkpointing_through_the_head(attention: str) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("attention", ATTENTIONS)
-def test_bfloat16_and_autocast_are_close(attention: str) -> None:
-    batches, losses = both(random_examples(6)), []
-    for dtype, enabled in ((torch.bfloat16, False), (torch.float32, True)):
-        model = tiny_model("qwen3", attention, dtype=dtype)
-        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            for batch in batches:
-                total, grads = run(model, batch, weighted_sum)
-                assert all(bool(g.isfinite().all()) for g in grads)
-                losses.append(float(total))
-    assert max(losses) - min(losses) < 0.02 * max(losses)
-
-
 # --- rows move whole -----------------------------------------------------------------------------
-
-
-PARTS: dict[str, Callable[[Batch], list[Batch]]] = {
-    "select": lambda b: [b.select([i]) for i in reversed(range(len(b)))],
-    "pad_rows": lambda b: [b.pad_rows(multiple_of=len(b) + 1)],
-    "cat and pickle": lambda b: [pickle.loads(pickle.dumps(Batch.cat([b[1:], b[:1]])))],
-    "replaced": lambda b: [b.with_fields(position_ids=b["position_ids"].clone())],
-}
-
-
-@pytest.mark.parametrize("name", PARTS)
-def test_paths_go_with_their_rows(name: str) -> None:
-    """What else goes with rows is in test_trees_everywhere."""
-    examples = [one for seed in range(6) for one in random_examples(seed)]
-    shared, plain = both(examples, max_tokens=120, fields=FIELDS, parallel=ParallelLayout(dp=2))
-    assert len(shared) > 2
-    model = exact_model("qwen3", "torch_varlen")
-    with torch.no_grad():
-        expected = float(run_alone(model, plain))
-        found = sum(float(run_alone(model, of)) for of in PARTS[name](shared))
-    assert abs(found - expected) < EXACT * expected
-
-
-def run_alone(model: Any, batch: Batch) -> Tensor:
-    logits = model(**inputs_of(batch, model)).logits
-    sums = segment_sums(token_logps(logits, batch), batch)
-    return token_loss(logits, batch, num_loss_tokens=9) + sums.square().sum() / 100
 
 
 @pytest.mark.parametrize("attention", ["torch_varlen", "sdpa", "eager"])

@@ -314,21 +314,6 @@ def test_explain_shows_the_cell_of_each_token() -> None:
     assert len(collated(True).explain(1)) == 8  # its pads hold no token
 
 
-def test_a_segment_is_a_block_of_the_plot() -> None:
-    """The cells of a row, each in the segment that has it first."""
-    batch = PackedCollator(0, max_tokens=9, share_prefixes=True, train_all=True)(
-        [{"input_ids": [[1, 2, 3, 4], [1, 2, 5], [1, 2, 3, 4]]}, {"input_ids": [[7, 8], [7, 9]]}]
-    )
-    ax = batch.plot()
-    title = "1 row of 8 cells: 15 tokens in 8 cells, 0.0% padding, 10 trained"
-    assert (ax.get_title(), ax.get_xlim()) == (title, (0, 8))
-    starts = [path.vertices[0][0] for of in ax.collections[:-1] for path in of.get_paths()]
-    assert sorted(starts) == [0, 1, 4, 5, 6, 7]  # trained, or of another segment than before
-    assert collated(True).plot().get_title() == (
-        "2 rows of 8 cells: 23 tokens in 13 cells, 18.8% padding, 14 trained"
-    )
-
-
 @pytest.mark.parametrize(
     "name", [name for name in FUNCTIONS if name.startswith("losses.") or name == "unpack"]
 )

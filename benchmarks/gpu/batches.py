@@ -91,7 +91,7 @@ def isolation(where: Where) -> dict[str, Any]:
 def gpu_tests(where: Where) -> dict[str, Any]:
     """Tests marked gpu that need no other package, where pytest is installed."""
     name = "tests/gpu"
-    paths_of_tests = [name, "tests/test_attention.py", "tests/test_batch_devices.py"]
+    paths_of_tests = [name, "tests/test_attention.py", "tests/test_batch_derivations.py"]
     if importlib.util.find_spec("pytest") is None:
         return {"checks": [], "skipped": f"{name}: pytest is missing"}
     command = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", "-p", "no:cacheprovider"]

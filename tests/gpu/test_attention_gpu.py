@@ -126,19 +126,6 @@ def test_every_head_dimension_that_is_said_to_fit(head_dim, dtype):
     assert_as_exact_as(ours, theirs, exact)
 
 
-@pytest.mark.parametrize("window", [None, 1, 2, 3, 7])
-def test_which_tokens_are_seen(window):
-    # query 0 weighs all that it sees alike, and the value says which token it is
-    lengths = [5, 9, 1, 10]
-    width = sum(lengths)
-    query = torch.zeros(1, 2, width, 64, device="cuda", dtype=torch.bfloat16)
-    value = torch.eye(width, 64, device="cuda", dtype=torch.bfloat16).expand(1, 2, width, 64)
-    seen = attend(query, query, value, bounds_of(lengths), window=window)[0, :, :, :width] > 0
-    expected = torch.block_diag(*(torch.ones(n, n) for n in lengths)).tril()
-    expected = expected.triu(1 - (window or width)).bool().cuda()
-    assert torch.equal(seen, expected[:, None].expand(width, 2, width))
-
-
 @pytest.mark.parametrize("window", [None, 16, 250])
 def test_keys_along_paths_are_aligned_at_the_last_query(window, monkeypatch):
     """As of shared prefixes, and of context ranks, whose keys have more rows than the queries."""
@@ -181,14 +168,6 @@ def test_the_host_never_waits():
     run()  # the first call may load libraries
     with no_waiting("cuda"):
         run()
-
-
-def test_boundaries_on_the_host_are_taken():
-    query, key, value, _ = random_heads(1, (8, 2), 512, 64)
-    segments = bounds_of(LENGTHS)
-    host = segments._replace(cu_q=segments.cu_q.cpu(), cu_k=segments.cu_k.cpu().long())
-    expected = attend(query, key, value, segments)
-    assert torch.equal(attend(query, key, value, host), expected)
 
 
 @pytest.mark.parametrize(("dtype", "head_dim"), [(torch.float32, 64), (torch.bfloat16, 60)])

@@ -114,61 +114,6 @@ def test_memory_that_the_consumer_still_reads_is_not_written_again():
     assert following["x"].sum().item() == 2 << 20
 
 
-class Holder:
-    """A batch with a ``.to()`` of its own, whose tensors nobody else sees."""
-
-    def __init__(self, values: torch.Tensor) -> None:
-        self.values = values
-
-    def to(self, device: Any, *, non_blocking: bool = False) -> Any:
-        return type(self)(self.values.to(device, non_blocking=non_blocking))
-
-
-class Recording(Holder):
-    def record_stream(self, stream: torch.cuda.Stream) -> None:
-        self.values.record_stream(stream)
-
-
-def test_an_object_whose_tensors_cannot_be_seen_is_refused_unless_it_records_its_stream():
-    copy = DeviceCopy(torch.device("cuda"))
-    with pytest.raises(TypeError, match=r"a Holder, which has .to\(\) but is no tensor, mapping"):
-        copy.send({"x": Holder(torch.ones(3))})
-    received = copy.receive(copy.send(Recording(torch.ones(1 << 20))))
-    torch.cuda._sleep(1_000_000_000)  # the consumer's kernels are still queued
-    total = received.values.sum()
-    del received
-    following = copy.receive(copy.send({"x": torch.zeros(1 << 20)}))
-    assert total.item() == 1 << 20
-    assert following["x"].sum().item() == 0
-
-
-def test_no_field_is_made_on_the_way():
-    copy = DeviceCopy(torch.device("cuda"))
-    received = copy.receive(copy.send(COLLATORS["packed"](EXAMPLES[:8])))
-    assert received.column("input_ids").is_cuda
-    assert received._made == {}
-
-
-def test_fields_that_were_made_elsewhere_are_not_written_again():
-    """They are recorded too: a batch may come with fields that were made on another stream."""
-    copy = DeviceCopy(torch.device("cuda"))
-    batch = COLLATORS["padded"]([{"input_ids": [1] * (1 << 14)}] * 64).to("cuda")
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        batch["input_ids"]
-    received = copy.receive(copy.send(batch))
-    assert received is batch
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    torch.cuda._sleep(1_000_000_000)  # the consumer's kernels are still queued
-    total = received["input_ids"].sum()
-    del received, batch
-    with torch.cuda.stream(side):
-        torch.zeros(64, 1 << 14, dtype=torch.int64, device="cuda")
-    assert total.item() == 1 << 20
-
-
 def test_what_is_on_the_device_already_stays():
     moved = torch.ones(3, device="cuda")
     copy = DeviceCopy(torch.device("cuda"))

@@ -347,15 +347,8 @@ class Batch(Counted, Mapping[str, Field]):
                 a text longer than the table of positions; types that the model does not have.
             IsolationError: a model in which packed rows, or rows padded on the left, are wrong.
         """
-        return model_inputs(
-            self,
-            self.stored(),
-            model,
-            labels=labels,
-            mask=mask,
-            sliding_window=sliding_window,
-            context_group=context_group,
-        )
+        options: Any = {"labels": labels, "mask": mask, "sliding_window": sliding_window}
+        return model_inputs(self, self.stored(), model, context_group=context_group, **options)
 
     def context_shard(
         self,
@@ -369,19 +362,18 @@ class Batch(Counted, Mapping[str, Field]):
 
         The shard is a Batch of the same rows, ``W / cp_size`` cells wide, in their order:
 
-        - "zigzag" (TransformerEngine, Megatron-Core, ring-flash-attn) gives each rank two parts of
-          every segment, as far from its start as from its end, so attention costs all the same;
-        - "head_tail" (torch, Accelerate) does so with whole rows, "contiguous" (Ulysses, DeepSpeed)
-          gives each rank one part of a row.
+        - "zigzag" (TransformerEngine, Megatron-Core, ring-flash-attn): two parts of every segment,
+          as far from its start as from its end, so attention costs all ranks the same;
+        - "head_tail" (torch, Accelerate): two of every row; "contiguous" (Ulysses, DeepSpeed): one.
 
         ``input_ids``, ``position_ids`` (those in the segment), ``mrope_position_ids`` and masks are
         of its cells. ``targets``, int64 ``[R, W / cp_size]``, are the ids that they predict,
         shifted before the rows were cut: -100 where that is not trained, or the segment ends.
         ``loss_mask``, ``response_mask`` and all declared fields per token are with the cell that
         predicts, in that shape. Fields per example, images and row metadata stay whole, and so does
-        ``metadata["num_loss_tokens"]``. ``metadata["cu_seq_lens"]``, int32 ``[S + 1]``, bounds the
-        segments of the batch flat over its rows, ``"cu_seq_lens_local"`` their parts in the shard.
-        :attr:`cells` says which cells these are. Cut rows before, not after: a shard has no slices.
+        ``metadata["num_loss_tokens"]``; ``"cu_seq_lens"``, int32 ``[S + 1]``, bounds the segments
+        of the batch flat over its rows, ``"cu_seq_lens_local"`` their parts in the shard, and
+        :attr:`cells` are its cells. Cut rows before, not after: a shard has no slices.
 
         At ``depth`` k (multi-token prediction, draft heads) the cell of a token has the target,
         ``loss_mask`` and fields of the k-th token after it in its segment, and reads the one before
@@ -437,9 +429,7 @@ class Batch(Counted, Mapping[str, Field]):
                 "the batch is not a shard, so its cells are all of them; cut it with "
                 "batch.context_shard(cp_rank, cp_size)"
             )
-        if "cells of the batch" not in self._shared:
-            self._shared["cells of the batch"] = cells_of_shard(columns)
-        return self._shared["cells of the batch"]
+        return cells_of_shard(columns, self._shared)
 
     def explain(
         self,

@@ -87,13 +87,6 @@ def _cut_at(bounds: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> list[np
     return [edges[:-1][inside], edges[1:][inside]]
 
 
-def local_bounds(segments: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Return the boundaries of the segments' parts among a rank's own cells, int64 [P + 1]."""
-    is_first = np.diff(segments, prepend=-1) != 0
-    before = np.cumsum(sizes) - sizes
-    return np.append(before[is_first], sizes.sum())
-
-
 _DROPPED = ("cu_seq_lens", "labels", "sub_seq_lengths", "mrope_position_ids")
 _INPUTS = {
     *("input_ids", "position_ids", "attention_mask", "inputs_embeds", "router_padding_mask"),
@@ -232,9 +225,11 @@ class _ShardSlices(NamedTuple):
         of_response = np.clip(first + length - responses - depth, begin, predicting)
         rows = begins // max(width, 1)
         sizes = ends - begins
-        places = np.cumsum(sizes) - sizes + begin - begins  # in the flat shard
+        before = np.cumsum(sizes) - sizes
+        local = np.append(before[np.diff(owners, prepend=-1) != 0], sizes.sum())
+        places = before + begin - begins  # in the flat shard
         inputs = np.clip(first + length - depth + 1, begin, ends) - begin
-        where = (bounds, local_bounds(owners, sizes), rows, owners, begins, sizes, begin - first)
+        where = (bounds, local, rows, owners, begins, sizes, begin - first)
         counts = (last - begin, predicting - begin, inputs, predicting - of_response)
         own_width = width // size
         return cls(*where, *counts, places - rows * own_width, own_width, depth)

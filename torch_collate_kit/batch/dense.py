@@ -46,10 +46,12 @@ def cells_of_responses(columns: Columns, made: dict[str, Tensor]) -> Tensor:
         return maker.cells("responses", maker.hidden)
 
 
-def cells_of_shard(columns: Columns) -> Tensor:
-    """Return the cell of the batch of each cell of its shard, int64 [R * W]."""
-    with torch.inference_mode(False):
-        return _Maker(columns, {}).cells_of_batch()
+def cells_of_shard(columns: Columns, made: dict[str, Tensor]) -> Tensor:
+    """Return the cell of the batch of each cell of its shard, int64 [R * W]; ``made`` keeps it."""
+    if "cells of the batch" not in made:
+        with torch.inference_mode(False):
+            made["cells of the batch"] = _Maker(columns, {}).cells_of_batch()
+    return made["cells of the batch"]
 
 
 def cells_of_tokens(columns: Columns) -> Tensor:

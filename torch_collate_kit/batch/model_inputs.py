@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from torch_collate_kit._checks import checked_bool, checked_int
 from torch_collate_kit.batch.block_masks import document_masks
 from torch_collate_kit.batch.model_kind import ModelKind
-from torch_collate_kit.batch.paths import shard_inputs, tree_inputs
+from torch_collate_kit.batch.paths import masks_for, shard_inputs, tree_inputs
 from torch_collate_kit.batch.placement import MAX_WIDTH, Placement
 from torch_collate_kit.batch.storage import Storage
 from torch_collate_kit.ragged import Ragged
@@ -45,23 +44,8 @@ def model_inputs(
                 "mask and sliding_window"
             )
         return shard_inputs(batch, stored.columns, kind, context_group)
-    if context_group is not None:
-        raise ValueError(
-            "context_group is for the shard of a context rank, and this is a whole batch; cut it "
-            "with batch.context_shard(cp_rank, cp_size)"
-        )
-    targets = stored.columns.placement.targets
-    if targets != "next_token" and not isinstance(model, ModelKind | nn.Module):
-        raise ValueError(
-            f"the batch has targets={targets!r}, as two-way models are trained, and the name of an "
-            "attention does not say which way a model looks; pass the model: model_inputs(model)"
-        )
+    _refuse_unsaid(stored, model, context_group)
     is_tree = bool(stored.columns) and stored.columns.placement.tree_width > 0
-    if is_tree and model is None:  # another attention would ignore the paths in silence
-        raise ValueError(
-            "the segments of these rows share prefixes (share_prefixes), so their inputs are those "
-            "of one attention: pass the model, or the name of its attention"
-        )
     kind = ModelKind.of("torch_varlen" if model is None else model)
     types = _token_types(batch, stored, kind)
     if is_tree:
@@ -101,6 +85,29 @@ def model_inputs(
     if mask is not None or kind.keywords:
         inputs |= _boundaries(batch, stored, kind, mask, sliding_window, inputs["input_ids"].shape)
     return inputs
+
+
+def _refuse_unsaid(stored: Storage, model: Any, context_group: Any) -> None:
+    """Refuse whole rows with a group, and rows for which nobody said what reads them."""
+    placement = stored.columns.placement
+    if context_group is not None:
+        raise ValueError(
+            "context_group is for the shard of a context rank, and this is a whole batch; cut it "
+            "with batch.context_shard(cp_rank, cp_size)"
+        )
+    if placement.targets != "next_token" and not isinstance(model, ModelKind | nn.Module):
+        raise ValueError(
+            f"the batch has targets={placement.targets!r}, as two-way models are trained, and the "
+            "name of an attention does not say which way a model looks; pass the model: "
+            "model_inputs(model)"
+        )
+    if (
+        placement.tree_width and model is None
+    ):  # another attention would ignore the paths in silence
+        raise ValueError(
+            "the segments of these rows share prefixes (share_prefixes), so their inputs are those "
+            "of one attention: pass the model, or the name of its attention"
+        )
 
 
 def _token_types(batch: Mapping[str, Any], stored: Storage, kind: ModelKind) -> dict[str, Any]:
@@ -177,17 +184,18 @@ def _boundaries(
     if mask is not None or "seq_idx" in kind.keywords:
         lengths = torch.diff(flat)  # of a known sum, so that nothing waits for the device
         segments = torch.repeat_interleave(lengths, output_size=shape.numel()).view(shape)
-    if mask is not None and kind.attention == "flex_attention":
-        masks: Any = document_masks(flat, segments, window=window, two_way=kind.is_two_way)
-        is_one = isinstance(masks, dict) and kind.all_slide  # such a model may take no dict
-        found["attention_mask"] = masks["sliding_attention"] if is_one else masks
-    elif mask is not None:
-        images = _images_of_cells(batch, stored)
-        found["attention_mask"] = block_mask(
-            segments, kind.attention, window=window, images_RW=images, two_way=kind.is_two_way
-        )
-        if kind.is_two_way and kind.all_slide and window is not None:
-            found["attention_mask"] = found["attention_mask"]["sliding_attention"]
+    if mask is not None:
+        options: Any = {"window": window, "two_way": kind.is_two_way}
+        is_flex = kind.attention == "flex_attention"
+        if is_flex:
+            masks: Any = document_masks(flat, segments, **options)
+        else:
+            options["images_RW"] = _images_of_cells(batch, stored)
+            masks = block_mask(segments, kind.attention, **options)
+        is_one = isinstance(masks, dict) and kind.all_slide and (is_flex or kind.is_two_way)
+        found["attention_mask"] = (
+            masks["sliding_attention"] if is_one else masks
+        )  # it takes no dict
     most = stored.metadata.get("max_segments_per_row")
     if most is not None and _takes_empty_segments(kind):
         flat, longest = _with_room(flat, len(per_row), most), shape.numel() // len(per_row)
@@ -352,7 +360,4 @@ def block_mask(
         rows, columns = images_RW[:, None, :, None], images_RW[:, None, None, :]
         same_image = (rows == columns) & (rows >= 0)
         masks = {name: seen | same_image for name, seen in masks.items()}
-    if attention != "sdpa":
-        zeros = torch.zeros(seen.shape, dtype=torch.bfloat16, device=seen.device)
-        masks = {name: zeros.masked_fill(~seen, -math.inf) for name, seen in masks.items()}
-    return masks["full_attention"] if window is None else masks
+    return masks_for(attention, masks)

@@ -149,14 +149,7 @@ def places_in_ranks(placement: Placement, num_rows: int) -> np.ndarray:
 
 def _refuse_for_shards(kind: ModelKind, placement: Placement, shard: Shard) -> None:
     """Refuse a model or rows for which keys of other ranks are not all that is needed."""
-    family = kind.family
-    carries_state = family.keywords or family.needs_isolation or kind.is_isolated
-    if carries_state or family.refused or kind.is_two_way:
-        reason = "its layers carry state along a row, which no rank has whole"
-        reason = family.refused or (_TWO_WAY if kind.is_two_way else reason)
-        raise IsolationError(
-            f"context shards are wrong in {family.name} models: {reason}; pass it whole rows"
-        )
+    _refuse_model(kind, "context shards", "no rank has whole", "pass it whole rows")
     if kind.attention != "torch_varlen":
         raise ValueError(
             f"attention {kind.attention!r} does not see the keys of other context ranks; use "
@@ -174,7 +167,18 @@ def _refuse_for_shards(kind: ModelKind, placement: Placement, shard: Shard) -> N
         )
 
 
-_TWO_WAY = "tokens see later ones there, which are not in the keys of a causal part"
+def _refuse_model(kind: ModelKind, what: str, along: str, way_out: str) -> None:
+    """Refuse a model that reads more than keys before a token, where rows are not whole."""
+    family = kind.family
+    carries_state = family.keywords or family.needs_isolation or kind.is_isolated
+    if carries_state or family.refused or kind.is_two_way:
+        reason = f"its layers carry state along a row, which {along}"
+        if kind.is_two_way:
+            reason = "tokens see later ones there, which are not in the keys of a causal part"
+        reason = family.refused or reason
+        raise IsolationError(f"{what} are wrong in {family.name} models: {reason}; {way_out}")
+
+
 _OTHERWISE = "or collate without share_prefixes"
 
 
@@ -206,15 +210,8 @@ def tree_inputs(
 
 def _refuse_for_trees(kind: ModelKind) -> None:
     """Refuse a model or an attention that does not follow paths through shared prefixes."""
-    family = kind.family
-    carries_state = family.keywords or family.needs_isolation or kind.is_isolated
-    if carries_state or family.refused or kind.is_two_way:
-        reason = "its layers carry state along a row, which has no paths"
-        reason = family.refused or (_TWO_WAY if kind.is_two_way else reason)
-        raise IsolationError(
-            f"segments that share prefixes are wrong in {family.name} models: {reason}; collate "
-            "without share_prefixes"
-        )
+    way_out = _OTHERWISE.removeprefix("or ")
+    _refuse_model(kind, "segments that share prefixes", "has no paths", way_out)
     if kind.attention != "torch_varlen" and not kind.takes_mask:
         raise ValueError(
             f"attention {kind.attention!r} has no paths through segments that share prefixes; use "
@@ -303,7 +300,12 @@ def tree_mask(
     masks = {"full_attention": seen[:, None]}
     if window is not None:
         masks["sliding_attention"] = (seen & (of_key > of_query - window))[:, None]
+    return masks_for(attention, masks)
+
+
+def masks_for(attention: str, masks: dict[str, Tensor]) -> Tensor | dict[str, Tensor]:
+    """Return masks of bool as the attention reads them: a dict where there are several."""
     if attention != "sdpa":
-        zeros = torch.zeros(seen[:, None].shape, dtype=torch.bfloat16, device=device)
+        zeros = torch.zeros_like(masks["full_attention"], dtype=torch.bfloat16)
         masks = {name: zeros.masked_fill(~mask, -math.inf) for name, mask in masks.items()}
-    return masks["full_attention"] if window is None else masks
+    return masks if len(masks) > 1 else masks["full_attention"]

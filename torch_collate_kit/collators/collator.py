@@ -202,10 +202,6 @@ class TrainerCollator:
 
     ``collate`` is the collator that it was made from.
 
-    Raises:
-        ValueError: the collator declares fields, which model inputs do not have, or shares
-            prefixes.
-
     >>> from torch_collate_kit import PaddedCollator
     >>> PaddedCollator(0, train_all=True).for_trainer()([{"input_ids": [5, 6]}])["labels"]
     tensor([[-100,    6]])

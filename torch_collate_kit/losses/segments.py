@@ -36,9 +36,8 @@ def segment_sums(
 ) -> Tensor:
     """Return the sum of each segment's values, [S] in the order of the rows; gradients flow.
 
-    There is one sum for each entry of ``batch["sub_seq_lengths"]``: none for the pads of a packed
-    row, and none for rows that were added. The segments of an example are neighbours, so
-    ``sums[0::2]`` are those of the chosen answers of pairs.
+    There is one sum for each entry of ``batch["sub_seq_lengths"]``, so none for pads and added
+    rows. The segments of an example are neighbours: ``sums[0::2]`` are those of chosen answers.
 
     Args:
         values: ``[n]``, one for each trained token, as :func:`token_logps` returns.
@@ -71,6 +70,13 @@ def segment_sums(
     return _reduced(values, weights, segments, num_segments, mean=mean)
 
 
+def spread_over_segments(values: Tensor, batch: Batch, *, mean: bool) -> Tensor:
+    """Return the sum, or the mean, of its segment's values for each trained token: [n]."""
+    segments, num_segments = _segments_of_trained(batch)
+    sums = _reduced(values, None, segments, num_segments, mean=mean)
+    return torch.cat([sums, sums.new_zeros(1)]).index_select(0, segments)
+
+
 def segment_values(values: Tensor, batch: Batch) -> Tensor:
     """Return its segment's value for each trained token, [n]: the way back of segment_sums.
 
@@ -96,9 +102,7 @@ def segment_ends(batch: Batch) -> Tensor:
     padding put after a segment are not its end. The order is that of :func:`segment_sums`, on the
     device of the batch.
 
-    Raises:
-        ValueError: a Batch that does not say where its segments are.
-        TypeError: not a Batch.
+    Raises ValueError for a Batch that does not say where its segments are.
 
     >>> from torch_collate_kit import PackedCollator
     >>> batch = PackedCollator(0, max_tokens=8)([{"input_ids": [1, 2]}, {"input_ids": [3, 1, 2]}])
@@ -155,8 +159,8 @@ def segment_pool(
     if weights is not None and how != "mean":
         raise ValueError(f"weights are factors in a mean, and how={how!r}; remove one of the two")
     firsts, lengths = segment_spans(batch)
-    ends = firsts if how == "first" else firsts + lengths - 1
-    tokens = span_indices(firsts, lengths) if how == "mean" else ends
+    tokens = firsts if how == "first" else firsts + lengths - 1
+    tokens = span_indices(firsts, lengths) if how == "mean" else tokens
     taken = states.flatten(0, 1).index_select(0, _cells_at(tokens, batch))
     if how != "mean":
         return taken
@@ -178,10 +182,9 @@ def sums_by(
 ) -> dict[Any, tuple[float, int]]:
     """Return the sum and the count of values for each value of a PerExample field, over all ranks.
 
-    Such as the loss per source, the sum divided by the count: ``sums_by(-logps, batch, "source")``.
-    If ``torch.distributed`` is initialized, the sums of all ranks are gathered at once, and every
-    rank has the same result; each must call it, a rank without rows with empty lists. It waits for
-    the device.
+    Such as the loss per source: ``sums_by(-logps, batch, "source")``. All ranks of
+    ``torch.distributed`` must call it, a rank without rows with empty lists, and get the same
+    result. It waits for the device.
 
     Args:
         values: ``[n]``, one for each trained token, as :func:`token_logps` returns, or a list.

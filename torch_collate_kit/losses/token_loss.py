@@ -108,14 +108,12 @@ def token_loss(
     token mean, whatever the layout. Where gradients are averaged over ranks
     (DistributedDataParallel), multiply the loss by ``dp_size``.
 
-    From a collator's batch only the logits that predict response tokens are cast and kept for the
-    backward pass. From plain labels, or where ``loss_mask`` was replaced or changed in place, all
-    predicting cells are. Nothing waits for the device.
+    From a collator's batch only the logits that predict response tokens are kept for the backward
+    pass; of plain labels, or of a ``loss_mask`` of your own, all. Nothing waits for the device.
 
-    With ``head`` the logits of at most 1,024 tokens exist at a time, here and in the backward pass:
-    :class:`~torch_collate_kit.losses.ModelWithLoss` passes hidden states and head. The backward
-    pass then runs once (no ``retain_graph``), and no change that the model makes to its
-    logits is applied but ``logit_softcap``.
+    With ``head`` the logits of at most 1,024 tokens exist at a time, here and in the backward pass,
+    which then runs once (no ``retain_graph``); :class:`~torch_collate_kit.losses.ModelWithLoss`
+    passes hidden states and head. Of what a model does to its logits only a softcap is applied.
 
     Args:
         logits: ``[R, W, V]``, or with a Batch only the last ``K >= A + 1`` columns (as
@@ -252,8 +250,8 @@ def global_num_loss_tokens(
     """Count the loss tokens of an optimizer step, over its micro-batches and all ranks.
 
     This is the divisor of :func:`token_loss`: the cells of ``loss_mask`` that are not 0, or the
-    trained labels. If ``torch.distributed`` is initialized, one all-reduce of 8 bytes sums over the
-    ranks; every rank must call it, a rank without rows with an empty list.
+    trained labels. Every rank of ``torch.distributed`` must call it, a rank without rows with an
+    empty list: one all-reduce of 8 bytes sums over them.
 
     Args:
         batches: this rank's micro-batches of the step: a Batch, unshifted labels ``[R, W]``, or any
@@ -284,23 +282,19 @@ def global_num_examples(
 ) -> Tensor:
     """Count the examples of an optimizer step, over its micro-batches and all ranks.
 
-    This is the divisor of losses per example, such as those of pairs in
-    ``torch_collate_kit.preference``: an example of several segments counts once, one that was
-    split once, where it begins, and an added row not at all. If ``torch.distributed`` is
-    initialized, one all-reduce of 8 bytes sums over the ranks; every rank must call it, a rank
-    without rows with an empty list.
+    This is the divisor of losses per example, such as those of ``torch_collate_kit.preference``:
+    an example of several segments or pieces counts once, an added row not at all. Ranks are summed
+    over as by :func:`global_num_loss_tokens`.
 
     Args:
         batches: this rank's micro-batches of the step: a Batch, or any number of these.
         group: the data-parallel ranks, all ranks by default.
 
     Returns:
-        A scalar int64 tensor in host memory, or on a device that the backend can reduce on. Nothing
-        waits for it. Where a step may have no example (all dropped), divide by ``.clamp(min=1)``.
+        A scalar int64 tensor in host memory, or on a device that the backend can reduce on. Where
+        a step may have no example (all dropped), divide by ``.clamp(min=1)``.
 
-    Raises:
-        TypeError: not a Batch.
-        ValueError: a Batch without the row metadata of a collator.
+    Raises ValueError for a Batch without the row metadata of a collator.
 
     >>> from torch_collate_kit import PackedCollator
     >>> batch = PackedCollator(0, max_tokens=3)([{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}])
@@ -361,8 +355,7 @@ def _num_examples(batch: Any) -> int:
 
 def check_labels(labels: Tensor) -> None:
     """Refuse a mask under the name of labels, and unsigned labels, whose -100 is a token id."""
-    is_signed = labels.dtype in (torch.int8, torch.int16, torch.int32, torch.int64)
-    if not is_signed:
+    if labels.dtype not in (torch.int8, torch.int16, torch.int32, torch.int64):
         raise TypeError(
             f"labels must be token ids or {IGNORE_INDEX}, got {labels.dtype}; pass the Batch, or "
             'unshifted labels, batch["labels"]'
@@ -400,10 +393,8 @@ class ModelWithLoss(nn.Module):
 
     def __init__(self, model: nn.Module, loss: Callable[..., Any] = token_loss) -> None:
         super().__init__()
-        if (
-            not hasattr(inside(model), "base_model")
-            or inside(model).get_output_embeddings() is None
-        ):
+        inner = inside(model)
+        if not hasattr(inner, "base_model") or inner.get_output_embeddings() is None:
             raise TypeError(
                 f"{type(model).__name__} has no head (base_model and get_output_embeddings()), "
                 "through which the loss is computed; pass a causal language model of transformers"

@@ -280,13 +280,12 @@ def micro_batches(
     batch that have this width or a column per response token. Packed rows and rows of a Batch built
     from dense tensors keep their width.
 
-    Every rank returns the same number, without communication: ``stage_mini_batches`` stored the
-    widths of all ranks' rows. No micro-batch is empty, and the longest rows come first on every
-    rank. A micro-batch in which only some ranks have images causes a warning.
+    Every rank returns the same number, none empty, the longest rows first, without communication:
+    ``stage_mini_batches`` stored the widths of all ranks' rows. A micro-batch in which only some
+    ranks have images causes a warning.
 
     Rows of a rollout of several segments may be in several micro-batches. Metadata is that of the
-    mini-batch, such as the divisor ``metadata["num_loss_tokens"]``, and ``"is_last_part"``.
-    :func:`unstage` restores the order of rows, from lists as :func:`response_values` returns them.
+    mini-batch, and ``"is_last_part"``. :func:`unstage` restores the order of rows.
 
     Args:
         batch: a rank's part, whole, as it was staged. Fields may have been added or replaced.

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from torch_collate_kit._checks import checked_choice
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.losses import segment_sums, segment_values
-from torch_collate_kit.losses.segments import check_shape
+from torch_collate_kit.losses.segments import check_shape, spread_over_segments
 from torch_collate_kit.losses.token_logps import check_batch, check_floats, trained_cells, widened
 
 Level: TypeAlias = Literal["token", "sequence", "geometric"]
@@ -28,9 +27,7 @@ def log_ratios(logps: Tensor, old_logps: Tensor, batch: Batch, *, level: Level =
     trained tokens: "sequence", their sum, whose exponential is the importance weight, or
     "geometric", their mean, of GSPO (Zheng et al. 2025). A context shard has "token" alone.
 
-    Raises:
-        ValueError: other numbers of log-probs than trained tokens; an unknown level; a shard.
-        TypeError: log-probs that are not tensors of floats; not a Batch.
+    ValueError: other numbers of log-probs than trained tokens, an unknown level, a shard.
 
     >>> from torch_collate_kit import PackedCollator
     >>> batch = PackedCollator(0, max_tokens=3)([{"input_ids": [5, 6, 7]}])
@@ -42,7 +39,7 @@ def log_ratios(logps: Tensor, old_logps: Tensor, batch: Batch, *, level: Level =
     ratios = _difference(logps, "old_logps", old_logps)
     check_shape("logps", logps, (len(trained_cells(batch)),), "trained tokens")
     if level != "token":
-        ratios = segment_values(segment_sums(ratios, batch, mean=level == "geometric"), batch)
+        ratios = spread_over_segments(ratios, batch, mean=level == "geometric")
     return ratios.clamp(-_BOUND, _BOUND)
 
 
