@@ -138,6 +138,7 @@ ALONE = {  # several seconds each
     "test_every_two_way_type_of_the_table_has_a_case",
     "test_streams_cut_trees_and_resume_within_one",
     "test_the_path_of_flash_attention_equals_each_text_alone",
+    "test_under_accelerate_on_two_ranks",
 }
 Setting = TypeVar("Setting")
 

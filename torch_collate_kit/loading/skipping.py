@@ -7,7 +7,7 @@ import logging
 import operator
 import re
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, get_args
 
@@ -90,21 +90,16 @@ def collated(
     except NEVER_SKIPPED:
         raise
     except faults:
-        failing = dict(_failing_alone(collate, numbers, faults))
+        failing: dict[int, Exception] = {}
+        for number in numbers:
+            try:
+                collate([number])
+            except NEVER_SKIPPED:
+                raise
+            except faults as error:
+                failing[number] = error
         rest = [number for number in numbers if number not in failing]
         return collate(rest) if rest else None, failing
-
-
-def _failing_alone(
-    collate: Callable[[Sequence[int]], object], numbers: Iterable[int], faults: type[Exception]
-) -> Iterator[tuple[int, Exception]]:
-    for number in numbers:
-        try:
-            collate([number])
-        except NEVER_SKIPPED:
-            raise
-        except faults as error:
-            yield number, error
 
 
 def named(error: DataError, examples: Sequence[tuple[Any, str]]) -> DataError:

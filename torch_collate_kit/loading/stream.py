@@ -335,21 +335,15 @@ class DividedStream:
 
     def first_pass(self) -> int:
         """Return the number of the pass that ``start`` begins; 0 of a stream without shuffle."""
-        return self.next_pass if self.saved is None else self.pass_in(self.saved)
-
-    def pass_in(self, state: Mapping[str, Any], default: int = 0) -> int:
-        """Return the number of the pass of a state; the default of a stream without shuffle."""
-        number: int = default if self.stream.seed is None else state["pass"]
+        number: int = self.next_pass if self.saved is None else self.saved.get("pass", 0)
         return number
 
     def turns(self, positions: Mapping[int, ShardPosition], epoch: int | None) -> Iterator[Turn]:
         """Return the turns of this process's shards in pass ``epoch``."""
-        read = partial(self.read, epoch=epoch)
-        worker = get_worker_info()
-        if worker is None or self.worker is not None:
-            return in_rounds(self._shards, positions, read)
-        of_worker = {"worker": worker.id, "num_workers": worker.num_workers}
-        return in_rounds(self._shards, positions, read, **of_worker)
+        worker, of_worker = get_worker_info(), dict[str, int]()
+        if worker is not None and self.worker is None:
+            of_worker = {"worker": worker.id, "num_workers": worker.num_workers}
+        return in_rounds(self._shards, positions, partial(self.read, epoch=epoch), **of_worker)
 
     @staticmethod
     def given_out(turns: Iterator[Any], positions: dict[int, ShardPosition]) -> Iterator[Any]:

@@ -14,6 +14,7 @@ from tests.loading.hang_guard import our_threads
 from tests.loading.prefetch.toy_data import (
     COLLATORS,
     EXAMPLES,
+    OwnSampler,
     Watched,
     digests,
     digests_of,
@@ -130,33 +131,6 @@ def test_a_loop_reads_what_the_sampler_yields_whatever_its_length_says():
 
     with PrefetchLoader(DataLoader(range(6), batch_sampler=Odd(6, batch_size=2))) as loader:
         assert [len(list(loader)) for _ in range(2)] == [3, 3]
-
-
-class OwnSampler:
-    """The protocol and no more: every iter() counts, also those a DataLoader makes in vain."""
-
-    def __init__(self) -> None:
-        self.epoch = self.step = 0
-
-    def __iter__(self) -> Iterator[list[int]]:
-        steps = [[10 * self.epoch + step] for step in range(self.step, 3)]
-        self.epoch, self.step = self.epoch + 1, 0
-        return iter(steps)
-
-    def __len__(self) -> int:
-        return 3
-
-    def set_epoch(self, epoch: int, *, step: int = 0) -> None:
-        self.epoch, self.step = epoch, step
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.state_at(self.epoch, self.step)
-
-    def state_at(self, epoch: int, step: int) -> dict[str, Any]:
-        return {"epoch": epoch + 1, "step": 0} if step == 3 else {"epoch": epoch, "step": step}
-
-    def load_state_dict(self, state: Any) -> None:
-        self.epoch, self.step = state["epoch"], state["step"]
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

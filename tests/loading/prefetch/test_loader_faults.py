@@ -8,7 +8,7 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from tests.loading.hang_guard import interrupt_main_thread, once_main_thread_wai
 from tests.loading.prefetch.toy_data import (
     COLLATORS,
     EXAMPLES,
+    OwnSampler,
     Watched,
     digests,
     expected_digests,
@@ -232,34 +233,9 @@ def test_a_device_that_is_not_there_is_named_when_the_loader_is_made(device):
         PrefetchLoader(data, device=device)
 
 
-class NoSteps:
-    """A resumable sampler of epochs without a step; counts them."""
-
-    epoch = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        self.epoch += 1
-        return iter(())
-
-    def __len__(self) -> int:
-        return 0
-
-    def set_epoch(self, epoch: int, *, step: int = 0) -> None:
-        self.epoch = epoch
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.state_at(self.epoch, 0)
-
-    def state_at(self, epoch: int, step: int) -> dict[str, Any]:
-        return {"epoch": epoch, "step": step}
-
-    def load_state_dict(self, state: Any) -> None:
-        self.epoch = state["epoch"]
-
-
 TWO_RANKS = PackedCollator(0, max_tokens=64, parallel=ParallelLayout(dp=2))
 EMPTY: dict[str, Callable[[], Any]] = {
-    "a sampler": lambda: DataLoader(EXAMPLES, batch_sampler=NoSteps()),
+    "a sampler": lambda: DataLoader(EXAMPLES, batch_sampler=OwnSampler(0)),
     "a list": lambda: of_stream([]),
     "an iterator": lambda: of_stream(lambda: iter(()), shuffle=True),
     "workers": lambda: of_stream([], num_workers=1),

@@ -1,4 +1,4 @@
-"""A state is of what the consumer has received, whenever and by whomever it is taken."""
+"""One position: a state is of what was received, whoever takes it, also while a loader is moved."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ import pytest
 from torch.utils.data import DataLoader
 
 from tests.building import mixed_sampler, packed_stream
+from tests.loading.prefetch.test_fork import in_a_fork
+from tests.loading.prefetch.toy_data import OwnSampler, digests_of, make_loader, make_sampler
 from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading import PrefetchingSampler, PrefetchLoader
+from torch_collate_kit.testing import batch_digest
 
 NUM_EXAMPLES, NUM_FOLLOWING = 7, 9
 
@@ -277,3 +280,67 @@ def test_close_in_another_thread_ends_a_loop_by_a_message_of_the_loader(prefetch
             for _ in loader.steps(100_000):
                 pass
         closer.join()
+
+
+def loader_of(sampler: OwnSampler) -> PrefetchLoader:
+    return PrefetchLoader(DataLoader(range(40), batch_sampler=sampler, collate_fn=list))
+
+
+def test_a_state_taken_while_the_sampler_is_half_moved_is_the_one_before() -> None:
+    sampler, states = OwnSampler(4), []
+    with loader_of(sampler) as loader:
+        assert next(iter(loader)) == [0]
+        sampler.between = lambda: states.append(loader.state_dict()["sampler"])
+        loader.set_epoch(2)
+        assert loader.state_dict()["sampler"] == {"epoch": 2, "step": 0}
+        loader.load_state_dict({**loader.state_dict(), "sampler": {"epoch": 1, "step": 3}})
+        assert [list(loader), list(loader)] == [[[13]], [[20], [21], [22], [23]]]
+    assert states == [{"epoch": 0, "step": 1}, {"epoch": 2, "step": 0}]
+
+
+def test_an_interrupt_while_the_sampler_is_half_moved_back_loses_nothing() -> None:
+    sampler = OwnSampler(4)
+
+    def interrupt() -> None:
+        sampler.between = lambda: None
+        raise KeyboardInterrupt
+
+    with loader_of(sampler) as loader:
+        for batch in loader:
+            assert batch == [0]
+            sampler.between = interrupt
+            break
+        with pytest.raises(KeyboardInterrupt):
+            next(iter(loader))
+        assert loader.state_dict()["sampler"] == {"epoch": 0, "step": 1}
+        assert list(loader) == [[1], [2], [3]]
+
+
+def test_a_fork_between_epochs_does_not_use_the_workers_of_its_parent() -> None:
+    with make_loader(num_workers=1, persistent_workers=True) as loader:
+        num_steps = len(list(loader))
+
+        def use() -> None:
+            with pytest.raises(StateError, match="a fork without its thread and workers"):
+                loader.set_epoch(0)
+            with pytest.raises(StateError, match="a fork without its thread and workers"):
+                next(iter(loader))
+
+        assert in_a_fork(use) == ""
+        assert len(list(loader)) == num_steps
+
+
+def test_a_reshuffle_after_the_last_batch_is_one_of_the_next_epoch() -> None:
+    plain, expected = make_sampler(), [list(make_sampler())]
+    plain.set_epoch(1)
+    plain.reshuffle()
+    expected.append(list(plain))
+    with make_loader() as loader:
+        found = []
+        for step, batch in enumerate(loader):
+            found.append(batch_digest(batch))
+            if step == len(expected[0]) - 1:
+                loader.reshuffle()
+        found += [batch_digest(batch) for batch in loader]
+    assert found == digests_of(expected)
+    assert found != digests_of([expected[0], list(make_sampler())])

@@ -159,18 +159,18 @@ def test_a_state_that_the_stream_has_loaded_is_where_the_loader_begins() -> None
         make(stream, 2)
 
 
-def test_the_epoch_of_the_source_must_agree() -> None:
+def shuffled(num_examples: int) -> Any:
     datasets = pytest.importorskip("datasets")
+    rows = [{"input_ids": [i] * 4} for i in range(num_examples)]
+    source = datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=4)
+    return source.shuffle(seed=3, buffer_size=5)
 
-    def shuffled(epoch: int) -> Any:
-        rows = [{"input_ids": [i] * 4} for i in range(24)]
-        stream = datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=4)
-        stream = stream.shuffle(seed=3, buffer_size=5)
-        stream.set_epoch(epoch)
-        return stream
 
+def test_the_epoch_of_the_source_must_agree() -> None:
     def stream_of(epoch: int) -> PackedIterableDataset:
-        return packed_stream(shuffled(epoch), **SETTINGS, num_shards=2)
+        source = shuffled(24)
+        source.set_epoch(epoch)
+        return packed_stream(source, **SETTINGS, num_shards=2)
 
     with make(stream_of(4)) as loader:
         assert loader.state_dict()["stream"]["epoch"] == 4
@@ -273,10 +273,7 @@ def test_another_error_while_workers_are_ended_is_raised(monkeypatch) -> None:
 
 
 def test_on_epoch_moves_the_source_before_its_pass() -> None:
-    datasets = pytest.importorskip("datasets")
-    rows = [{"input_ids": [i] * 4} for i in range(12)]
-    source = datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=4)
-    source = source.shuffle(seed=3, buffer_size=5)
+    source = shuffled(12)
 
     def of_epoch(epoch: int) -> list[int]:
         source.set_epoch(epoch)

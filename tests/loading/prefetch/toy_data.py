@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -86,6 +86,40 @@ def every_layout(scale: int) -> list[Batch]:
         RolloutCollator(0)([rollout(many), rollout(few)]),
         PackedCollator(0, max_tokens=2 * many)([rollout(many), rollout(few)]),
     ]
+
+
+class OwnSampler:
+    """The protocol and no more: every iter() counts, also those a DataLoader makes in vain.
+
+    It is moved in two lines, with ``between`` in between.
+    """
+
+    def __init__(self, num_steps: int = 3) -> None:
+        self.num_steps, self.epoch, self.step = num_steps, 0, 0
+        self.between: Callable[[], object] = lambda: None
+
+    def __iter__(self) -> Iterator[list[int]]:
+        steps = [[10 * self.epoch + step] for step in range(self.step, self.num_steps)]
+        self.epoch, self.step = self.epoch + 1, 0
+        return iter(steps)
+
+    def __len__(self) -> int:
+        return self.num_steps
+
+    def set_epoch(self, epoch: int, *, step: int = 0) -> None:
+        self.epoch = epoch
+        self.between()
+        self.step = step
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state_at(self.epoch, self.step)
+
+    def state_at(self, epoch: int, step: int) -> dict[str, Any]:
+        is_over = step == self.num_steps > 0
+        return {"epoch": epoch + 1, "step": 0} if is_over else {"epoch": epoch, "step": step}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.set_epoch(state["epoch"], step=state["step"])
 
 
 class Watched:

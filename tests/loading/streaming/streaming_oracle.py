@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -53,6 +54,25 @@ class StatefulSource:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.start = state["next"]
+
+
+class Counted:
+    """A source of ``examples`` that counts those that are alive, and the most there ever were."""
+
+    class Example(dict[str, Any]):
+        __hash__ = object.__hash__
+
+    def __init__(self, examples: list[dict[str, Any]]) -> None:
+        self.alive: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.examples, self.num_made, self.most = examples, 0, 0
+
+    def __call__(self) -> Iterator[Example]:
+        for example in self.examples:
+            made = self.Example(example)
+            self.alive.add(made)
+            self.num_made += 1
+            self.most = max(self.most, len(self.alive))
+            yield made
 
 
 def place_of(dataset: Any) -> dict[str, Any]:

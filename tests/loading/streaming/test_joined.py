@@ -18,7 +18,7 @@ from torch_collate_kit.packing import PackingOptions, ParallelLayout
 TOKENIZER = SimpleNamespace(pad_token_id=0, eos_token_id=1)
 RNG = np.random.default_rng(0)
 DOCUMENTS = [
-    {"input_ids": [*RNG.integers(2, 9999, n - 1).tolist(), 1]} for n in RNG.integers(2, 150, 90)
+    {"input_ids": [*RNG.integers(2, 9999, n - 1).tolist(), 1]} for n in RNG.integers(2, 150, 45)
 ]
 TOKENS = [token for document in DOCUMENTS for token in document["input_ids"]]
 SOURCES: dict[str, Any] = {

@@ -214,7 +214,7 @@ CASES = [
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize(("kind", "more"), CASES, ids=str)
 def test_exact_resume_at_every_batch(kind: str, more: dict[str, Any], shuffle: bool) -> None:
-    parts = sources_of([15, 9])
+    parts = sources_of([9, 6])
 
     def make() -> PackedIterableDataset:  # a small buffer: the time is quadratic
         return mixed(KINDS[kind](parts), [3, 1], shuffle=shuffle, buffer_size=3, **more)

@@ -1,11 +1,14 @@
-"""Packing a stream: against a plain loop, and what becomes of over-long examples."""
+"""Packing a stream: against a plain loop, stopped at every step, and what it holds in memory."""
 
 from __future__ import annotations
 
 import copy
+import gc
 import weakref
 from collections import Counter
 from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,11 +19,16 @@ from hypothesis import strategies as st
 
 from tests.batch_checks import assert_same_batch
 from tests.building import packed_collator, packed_stream
+from tests.loading.streaming.step_figures import figures, steps_of
 from tests.loading.streaming.streaming_oracle import (
     EXAMPLES,
     SETTINGS,
+    SOURCES,
+    Counted,
+    StatefulSource,
     all_tokens,
     make_examples,
+    moved,
     place_of,
     plain_loop,
     tokens_of,
@@ -28,7 +36,9 @@ from tests.loading.streaming.streaming_oracle import (
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.packing import ParallelLayout
+from torch_collate_kit.loading import PackedIterableDataset
+from torch_collate_kit.packing import ParallelLayout, pack
+from torch_collate_kit.testing import assert_exact_resume
 
 
 @given(
@@ -212,25 +222,6 @@ def test_an_error_of_the_source_comes_through_and_the_state_goes_on() -> None:
     assert tokens_of([*found, *dataset]) == all_tokens(EXAMPLES)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 6])
-@pytest.mark.parametrize("strategy", ["best_fit_decreasing", "sequential"])
-@pytest.mark.parametrize("most", [8, 14])
-def test_equals_the_plain_loop_over_many_windows(strategy: str, rows: int, most: int) -> None:
-    lengths = np.random.default_rng(most).integers(1, most + 1, size=500).tolist()
-    examples = make_examples(lengths)
-    options: dict[str, Any] = {"max_tokens": 12, "strategy": strategy, "overflow": "drop"}
-    settings = {"buffer_size": 12, "rows": rows}
-    dataset = packed_stream(examples, tokenizer=0, **settings, **options)
-    found, begun = [], set()
-    for batch in dataset:
-        found.append(batch)
-        begun.add(place_of(dataset)["num_read"])
-    assert len(begun) >= 5
-    expected = plain_loop(examples, packed_collator(0, **options), 12, rows)
-    for batch, wanted in zip(found, expected, strict=True):
-        assert_same_batch(batch, wanted)
-
-
 def test_rows_do_not_come_longest_first() -> None:
     lengths = np.clip(np.random.default_rng(3).lognormal(3, 1, size=8000), 1, 200).astype(int)
     dataset = packed_stream(
@@ -250,3 +241,166 @@ def test_rows_do_not_come_longest_first() -> None:
         ]
         assert quarter > 15
         assert max(means) < 1.25 * min(means), means  # longest first: 2 times
+
+
+CASES: list[tuple[str, dict[str, Any], int]] = [
+    *((name, {}, 1) for name in SOURCES),
+    ("stateful", {"rows": 3, "buffer_size": 16}, 1),
+    ("stateful", {"dp_rank": 1, "dp_size": 2}, 1),
+    ("stateful", {"overflow": "split", "max_tokens": 5}, 1),
+    ("stateful", {"overflow": "drop", "max_tokens": 5}, 1),
+    ("stateful", {"buffer_size": 1}, 1),
+    ("stateful", {"buffer_size": 1000}, 1),
+    ("list", {"buffer_size": 4}, 3),  # many windows
+    ("list", {"buffer_size": 12, "rows": 3}, 3),  # batches often end in what was held back
+    ("list", {"buffer_size": 12, "rows": 3, "overflow": "split", "max_tokens": 7}, 3),
+]
+
+
+@pytest.mark.parametrize(("name", "more", "times"), CASES, ids=str)
+def test_exact_resume(name: str, more: dict[str, Any], times: int) -> None:
+    def make() -> PackedIterableDataset:
+        source = EXAMPLES * times if times > 1 else SOURCES[name]()
+        return packed_stream(source, **SETTINGS | more)
+
+    batches = list(make())
+    if "dp_rank" not in more and more.get("overflow") != "drop":
+        assert tokens_of(batches) == all_tokens(EXAMPLES * times)
+    assert_exact_resume(
+        make,
+        num_steps=len(batches) + 3,  # into the second pass
+        stops=range(len(batches)) if (name, times) == ("list", 1) else range(0, len(batches), 5),
+        max_state_bytes=2000,
+    )
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"strategy": "sequential"}, {"rows": 3, "max_tokens": 8, "buffer_size": 12}],
+)
+def test_resume_reads_at_most_one_window_again(settings: dict[str, Any]) -> None:
+    options = SETTINGS | settings
+    examples = EXAMPLES * 4
+    dataset = packed_stream(StatefulSource(examples), **options)
+    most, places = 0, set()
+    for _ in dataset:
+        source = StatefulSource(examples)
+        resumed = packed_stream(source, **options)
+        resumed.load_state_dict(dataset.state_dict())
+        next(iter(resumed), None)
+        most = max(most, source.num_reads)
+        places.add(place_of(dataset)["num_read"])
+    assert options["buffer_size"] // 2 < most <= options["buffer_size"]
+    assert len(places) >= 3
+    assert place_of(dataset)["num_read"] == len(examples)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_pass_ends_behind_the_last_example(rows: int) -> None:
+    for num_examples in range(0, len(EXAMPLES), 3):
+        settings = SETTINGS | {"rows": rows}
+        dataset = packed_stream(EXAMPLES[:num_examples], **settings)
+        found = list(dataset)
+        state = dataset.state_dict()
+        assert place_of(dataset)["num_read"] == num_examples
+        assert place_of(dataset)["num_batches"] == 0
+        dataset.load_state_dict(state)
+        assert found or not num_examples
+        assert list(dataset) == []
+
+
+@pytest.mark.parametrize("num_shards", [None, 1])
+@pytest.mark.parametrize("edited", ["the state given", "the state returned"])
+def test_a_state_that_is_edited_does_not_move_the_stream(
+    edited: str, num_shards: int | None
+) -> None:
+    def stream() -> PackedIterableDataset:
+        source = StatefulSource(EXAMPLES)
+        options = SETTINGS | {"num_shards": num_shards, "strategy": "sequential"}
+        return packed_stream((lambda: source) if num_shards else source, **options)
+
+    saved, resumed = stream(), stream()
+    batches = iter(saved)
+    list(islice(batches, 9))
+    given = saved.state_dict()
+    resumed.load_state_dict(given)
+    before = copy.deepcopy(given)
+    set_to_zero(given if edited == "the state given" else resumed.state_dict())
+    assert resumed.state_dict() == before
+    set_to_zero(saved.state_dict())
+    assert saved.state_dict() == before, "in the middle of a pass"
+    for batch, wanted in zip(resumed, batches, strict=True):
+        assert_same_batch(batch, wanted)
+
+
+def set_to_zero(state: Any) -> None:
+    """All numbers of a state, however deep they lie."""
+    entries = list(state.items() if isinstance(state, dict) else enumerate(state))
+    for key, value in entries:
+        if isinstance(value, dict | list):
+            set_to_zero(value)
+        elif isinstance(value, int):
+            state[key] = 0
+
+
+@pytest.mark.parametrize("num_skipped", [0, 2])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_never_holds_more_than_the_buffer(num_skipped: int, shuffle: bool) -> None:
+    """Shuffled, not more than a block beside it."""
+    source = Counted(EXAMPLES * 3)
+    dataset = packed_stream(source, **SETTINGS, shuffle=shuffle)
+    dataset.load_state_dict(moved(dataset.state_dict(), num_batches=num_skipped))
+    gc.disable()
+    try:
+        given_out = 0
+        for batch in dataset:
+            given_out += batch.metadata["num_examples"]
+            assert num_skipped or shuffle or source.num_made - given_out <= 7
+            assert len(source.alive) <= 7 * (1 + shuffle)
+    finally:
+        gc.enable()
+    assert given_out == 3 * len(EXAMPLES) or num_skipped
+    assert 7 <= source.most <= 7 * (1 + shuffle) + 1  # the one that was read just now
+
+
+def stream_efficiency(lengths: np.ndarray, max_tokens: int, **settings: Any) -> tuple[float, float]:
+    """True tokens over cells of rows that are all max_tokens wide: of the stream, and offline."""
+    tokens = np.arange(int(lengths.max()), dtype=np.int32)
+    source = [{"input_ids": tokens[:n]} for n in lengths.tolist()]
+    dataset = packed_stream(
+        source, tokenizer=0, max_tokens=max_tokens, overflow="truncate", **settings
+    )
+    num_rows = num_tokens = 0
+    for batch in dataset:
+        num_rows += len(batch)
+        num_tokens += batch.num_tokens
+    plan = pack(lengths, max_tokens, overflow="truncate")
+    assert num_tokens == np.minimum(lengths, max_tokens).sum()
+    return num_tokens / (num_rows * max_tokens), num_tokens / (plan.num_rows * max_tokens)
+
+
+@pytest.mark.parametrize(
+    ("name", "max_tokens"),
+    [
+        ("gsm8k_train", 2048),
+        ("taskmaster4_all", 4096),
+        ("mix_all", 16384),
+        ("tau_airline_all", 8192),
+    ],
+)
+def test_within_one_percent_of_offline_on_real_lengths(
+    shared_data: Path, name: str, max_tokens: int
+) -> None:
+    lengths = np.load(shared_data / "lengths" / f"{name}.qwen.npy")[:6000]
+    buffer_size = 4000 if max_tokens == 16384 else 1000  # a window has several steps of such rows
+    stream, offline = stream_efficiency(lengths, max_tokens, buffer_size=buffer_size, rows=4)
+    assert offline - stream <= 0.01, (stream, offline)
+
+
+def test_steps_over_ranks_are_full_and_as_even_as_chance_has_it(shared_data: Path) -> None:
+    lengths = np.load(shared_data / "lengths" / "mix_all.qwen.npy")[:6000]
+    steps = steps_of(lengths[lengths <= 8192], 4, 2, 8192, num_passes=1)
+    found = figures(steps, 8192)
+    assert found["steps"] > 20
+    assert found["full"] > 0.98
+    assert 1 < found["imbalance"] < 1.15

@@ -73,7 +73,7 @@ def test_declared_fields_are_cut_with_their_example(name: str) -> None:
 
 
 def test_a_piece_of_a_long_row_copies_no_more_than_itself() -> None:
-    source = TokenizedDataset([{"input_ids": np.arange(1, 4001)}])
+    source = TokenizedDataset([{"input_ids": np.arange(1, 1001)}])
     stream = packed_stream(source, tokenizer=0, max_tokens=16, buffer_size=4, overflow="split")
     whole = source[0]["input_ids"]
     reader_rows: list[Any] = []
@@ -85,8 +85,8 @@ def test_a_piece_of_a_long_row_copies_no_more_than_itself() -> None:
             return collate(planned)
 
     stream.collate.__class__ = Spy
-    assert len(list(stream)) == 250
-    assert len(reader_rows) == 250
+    assert len(list(stream)) == 63
+    assert len(reader_rows) == 63
     assert all(np.shares_memory(row["input_ids"], whole) for row in reader_rows)
 
 

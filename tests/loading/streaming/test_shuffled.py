@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import gc
 import json
 import pickle
-import weakref
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
@@ -17,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from tests.batch_checks import assert_same_batch
 from tests.building import packed_stream
+from tests.loading.seals import resealed
 from tests.loading.streaming.streaming_oracle import (
     EXAMPLES,
     SETTINGS,
@@ -24,11 +23,11 @@ from tests.loading.streaming.streaming_oracle import (
     StatefulSource,
     all_tokens,
     datasets,
-    make_examples,
     plain_loop,
     tokens_of,
 )
 from torch_collate_kit import PackedIterableDataset, PrefetchLoader
+from torch_collate_kit.errors import StateError
 from torch_collate_kit.loading import merge_states
 from torch_collate_kit.testing import assert_exact_resume, batch_digest
 
@@ -122,18 +121,6 @@ def test_files_of_a_datasets_stream_are_read_in_another_order_in_every_pass(
 def test_a_stream_after_take_keeps_the_order_of_its_files() -> None:
     source = SOURCES["shards"]().take(20)
     assert tokens_of(list(packed_stream(source, **SHUFFLED))) == all_tokens(EXAMPLES[:20])
-
-
-def test_every_pass_and_seed_has_another_order() -> None:
-    examples = make_examples([3] * 40)
-    found = set()
-    for seed in (0, 1):
-        dataset = packed_stream(examples, tokenizer=0, max_tokens=3, shuffle=True, seed=seed)
-        for _ in range(3):
-            batches = list(dataset)
-            assert tokens_of(batches) == all_tokens(examples)
-            found.add(tuple(int(batch["input_ids"][0, 0]) for batch in batches))
-    assert len(found) == 6
 
 
 # --- resuming ---
@@ -281,27 +268,37 @@ def test_set_epoch_keeps_a_state_of_its_pass_and_copies_move_on_alone() -> None:
         assert copied.state_dict()["pass"] == 2
 
 
-def test_holds_two_buffers_of_examples() -> None:
-    class Example(dict[str, Any]):
-        __hash__ = object.__hash__
+SHUFFLED = SETTINGS | {"shuffle": True, "seed": 3}
 
-    alive: weakref.WeakSet[Any] = weakref.WeakSet()
-    most = 0
 
-    def source() -> Iterator[Example]:
-        nonlocal most
-        for example in EXAMPLES * 3:
-            made = Example(example)
-            alive.add(made)
-            most = max(most, len(alive))
-            yield made
+def test_skips_wrong_examples_of_a_shuffled_stream() -> None:
+    wrong = {5, 6, 20, 41, 42}
+    examples = [
+        example | {"input_ids": [-7] if i == 20 else []} if i in wrong else example
+        for i, example in enumerate(EXAMPLES)
+    ]
 
-    gc.disable()
-    try:
-        num_given = sum(
-            b.metadata["num_examples"] for b in packed_stream(source, **SHUFFLED, rows=2)
-        )
-    finally:
-        gc.enable()
-    assert num_given == 3 * len(EXAMPLES)
-    assert 7 < most <= 2 * 7 + 1
+    def make() -> PackedIterableDataset:
+        return packed_stream(examples, **SHUFFLED, on_error="skip")
+
+    batches = list(make())
+    skipped = [i for batch in batches for i in batch.metadata.get("skipped", [])]
+    assert sorted(skipped) == sorted(wrong)
+    assert tokens_of(batches) == all_tokens([e for i, e in enumerate(EXAMPLES) if i not in wrong])
+    assert_exact_resume(make, num_steps=len(batches) + 2, stops=range(0, len(batches), 3))
+
+
+def saved(num_batches: int = 5, **more: Any) -> dict[str, Any]:
+    dataset = packed_stream(EXAMPLES, **SHUFFLED | more)
+    list(islice(dataset, num_batches))
+    return json.loads(json.dumps(dataset.state_dict()))
+
+
+def test_a_source_that_became_shorter_is_noticed() -> None:
+    dataset = packed_stream(lambda: iter(EXAMPLES[:10]), **SHUFFLED)
+    dataset.load_state_dict(
+        resealed(saved(), fingerprint=None, shards={"0": {"num_read": 7, "taken": 3}})
+    )
+    message = "after 3 examples of a shuffled block of 3 that begins after example 7 of the stream"
+    with pytest.raises(StateError, match=message):
+        list(dataset)

@@ -14,8 +14,13 @@ from torch.utils.data import DataLoader
 
 from tests.batch_checks import assert_same_batch
 from tests.building import packed_stream
-from tests.loading.streaming.column_sources import dataset_of
-from tests.loading.streaming.streaming_oracle import SETTINGS, StatefulSource, all_tokens, tokens_of
+from tests.loading.streaming.streaming_oracle import (
+    SETTINGS,
+    StatefulSource,
+    all_tokens,
+    datasets,
+    tokens_of,
+)
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.loading import PackedIterableDataset, PrefetchLoader, merge_states
 from torch_collate_kit.testing import assert_exact_resume, batch_digest
@@ -35,6 +40,7 @@ def examples() -> list[dict[str, Any]]:
     return made
 
 
+dataset_of = datasets.Dataset.from_list
 LEFT = [e for i, e in enumerate(GOOD) if i not in UNREADABLE + WRONG]
 SOURCES: dict[str, Callable[[list[dict[str, Any]]], Any]] = {
     "list": list,
@@ -153,9 +159,8 @@ def test_skipped_examples_are_counted_once_and_logged_once(caplog: Any) -> None:
 EMPTY, NEGATIVE = {"input_ids": np.arange(0)}, {"input_ids": np.array([5, -9])}
 
 
-@pytest.mark.parametrize("name", ["list", "columns"])
 @pytest.mark.parametrize("last", [[EMPTY] * 3, [NEGATIVE] * 3, [NEGATIVE, EMPTY, EMPTY, NEGATIVE]])
-@pytest.mark.parametrize("buffer_size", [1, 5, 40])
+@pytest.mark.parametrize(("name", "buffer_size"), [("list", 1), ("columns", 5), ("list", 40)])
 def test_wrong_examples_after_the_last_batch_are_named_in_it(
     name: str, last: list[Any], buffer_size: int, caplog: Any
 ) -> None:
