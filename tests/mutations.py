@@ -466,7 +466,6 @@ FAULTS = [
     # targets
     Fault("losses/token_logps.py", "more - (targets_of(batch) == \"next_token\")", "more - 1", "test_targets.py"),
     Fault("losses/segments.py", "tokens = firsts if how == \"first\" else firsts + lengths - 1", "tokens = firsts // token_width(batch) * token_width(batch)", "test_encoder_training.py"),
-    Fault("losses/segments.py", "values = torch.where(factors != 0, values, 0) * factors", "values = values * factors", "test_targets.py"),
     Fault("batch/unpacking.py", "return \"next_token\" if placement is None else cast(\"TargetKind\", placement.targets)", "return \"same_token\" if placement is None else cast(\"TargetKind\", placement.targets)", "test_targets.py"),
     Fault("reading/examples.py", "before = running_sum(target != untrained)", "before = running_sum(np.append(target[1:], untrained) != untrained)", "test_targets.py"),
     Fault("reading/examples.py", "        if self.targets == \"same_token\":\n            target = self._given(pieces)\n", "        if self.targets == \"same_token\":\n            target = self._given(pieces)\n            target[np.cumsum(pieces.lengths) - pieces.lengths] = untrained\n", "test_targets.py"),
