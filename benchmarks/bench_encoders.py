@@ -8,10 +8,11 @@ queries and passages are in one batch, and take at most 1.1 of the time of those
 
 Pairs from installed packages: the first paragraph of a docstring (a query, cut at 64 tokens) and
 the source of its function (a passage, cut at 512). A random BERT and ModernBERT (2 layers, hidden
-size 128), float32, one thread, forward and backward pass. "boundaries" is torch_varlen, one SDPA
-per segment on a CPU; "block mask" is sdpa with a mask per row; "padded" is sdpa with batches of 16
-texts: of random pairs, or of pairs (or texts of one kind) in the order of their lengths. All run
-the texts of some batches of the sorted pool, short, middling and long ones.
+size 128), float32, one thread, forward and backward pass; then BERT on texts of one kind by their
+mean length: from which lengths on are boundaries faster on a CPU? "boundaries" is torch_varlen, one
+SDPA per segment on a CPU; "block mask" is sdpa with a mask per row; "padded" is sdpa with batches
+of 16 texts: of random pairs, or of pairs (or texts of one kind) in the order of their lengths. All
+run the texts of some batches of the sorted pool, short, middling and long ones.
 """
 
 from __future__ import annotations
@@ -144,6 +145,18 @@ def compared(
     return alternate(runs, rounds=rounds, warm_up=0), cells
 
 
+def by_length(mean: int, rounds: int) -> list[object]:
+    """Compare sorted padding with boundaries where all texts are about equally long."""
+    lengths = np.random.default_rng(mean).integers(mean // 2, mean * 3 // 2 + 1, 64)
+    groups = sorted_groups([[np.arange(n) % _VOCAB] for n in lengths], 4)
+    packed = step(
+        model_of("BERT", "torch_varlen"), batches_of([of for group in groups for of in group], 4096)
+    )
+    in_order = step(model_of("BERT", "sdpa"), padded(groups))
+    times = alternate({_PACKED: packed, _SORTED: in_order}, rounds=rounds)
+    return [mean, f"{times[_SORTED].median / times[_PACKED].median:.2f}x"]
+
+
 def main() -> None:
     parser = arguments(__doc__, rounds=5)
     parser.add_argument("--pairs", type=int, default=256, help="queries and their passages")
@@ -173,6 +186,12 @@ def main() -> None:
             targets(report, f"{kind}, {name}", times, cells[0])
         header = ["texts", "batches", "cells per token", "ms", "quartiles", "times the first"]
         report.table(kind, header, rows, f"Forward and backward pass, {options.rounds} rounds.")
+    report.table(
+        "BERT, one kind of text by length",
+        ["mean length", "sorted padding over boundaries"],
+        [by_length(mean, options.rounds) for mean in (8, 16, 32, 64, 128, 256)],
+        "64 texts in batches of 16, lengths spread evenly over half to one and a half of the mean.",
+    )
     means = [f"{np.mean([len(t) for t in of]):.0f} tokens" for of in (queries, passages)]
     cut = np.mean([len(t) == _PASSAGE for t in passages])
     report.text(
