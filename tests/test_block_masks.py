@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -54,11 +55,6 @@ def visible(segments: Tensor, window: int | None, *, two_way: bool) -> Any:
         return seen if window is None else seen & ((query - key).abs() < window)
 
     return is_seen
-
-
-def slow(kind: str) -> Any:
-    """A case that only `make kills` runs: flex attention without a compiler takes 10 to 25 s."""
-    return pytest.param(kind, marks=pytest.mark.release)
 
 
 @pytest.mark.parametrize("case", range(CASES))
@@ -137,13 +133,21 @@ def tiny(kind: str, attention: str, **options: Any) -> Any:
 
 GEMMA = {"sliding_window": 40, "layer_types": ["sliding_attention", "full_attention"]}
 MODELS: dict[str, dict[str, Any]] = {
-    "qwen3": {},
     "gemma3_text": GEMMA,
+    "qwen3": {},
     "mistral": {"sliding_window": 40},
 }
 
 
-@pytest.mark.parametrize("kind", map(slow, MODELS))
+@pytest.fixture(params=["force_eager", pytest.param("default", marks=pytest.mark.release)])
+def flex(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Without the compiler, which takes 10 to 40 s; kernels that it makes read the tables, too."""
+    with torch.compiler.set_stance(request.param):
+        yield
+
+
+@pytest.mark.usefixtures("flex")
+@pytest.mark.parametrize("kind", MODELS)
 def test_logits_are_those_of_sdpa(kind: str) -> None:
     batch = PackedCollator(0, max_tokens=256)(EXAMPLES)
     model = tiny(kind, "flex_attention", **MODELS[kind])
@@ -162,13 +166,14 @@ def test_logits_are_those_of_sdpa(kind: str) -> None:
 
 
 TWO_WAY: dict[str, dict[str, Any]] = {
-    "bert": {"max_position_embeddings": 300},
     "modernbert": {"local_attention": 40, "global_attn_every_n_layers": 2},
+    "bert": {"max_position_embeddings": 300},
     "llama": {"is_causal": False},
 }
 
 
-@pytest.mark.parametrize("kind", [slow(k) if k != "llama" else k for k in TWO_WAY])
+@pytest.mark.usefixtures("flex")
+@pytest.mark.parametrize("kind", TWO_WAY)
 def test_two_way_models_get_it_from_the_model(kind: str) -> None:
     batch, found, state = PackedCollator(0, max_tokens=256, train_all=True)(EXAMPLES), [], None
     for attention in ("flex_attention", "sdpa"):
