@@ -166,7 +166,7 @@ FAULTS = [
     Fault("families.py", '_KDA = ("seq_idx", "cu_seqlens", ', '_KDA = ("seq_idx", ', "kernels"),
     Fault("families.py", "keywords, one_row=True,", "keywords, one_row=False,", "kernels"),
     Fault("families.py", "for each in (config, text)]", "for each in (text, config)]", "kernels"),
-    Fault("batch/model_inputs.py", "right=True, out_int32=True)", "right=True)", "kernels"),
+    Fault("batch/model_inputs.py", "lengths = torch.diff(flat) ", "lengths = torch.diff(flat).long() ", "kernels"),
     Fault("batch/model_inputs.py", "or kind.family.blind_mask or kind", "or kind", "kernels"),
     # reading
     Fault("reading/images.py", "flat.max() < 256", "flat.max() <= 256", "collators"),
