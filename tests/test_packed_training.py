@@ -75,7 +75,7 @@ def loss_and_gradients(model: torch.nn.Module, loss: torch.Tensor) -> tuple[floa
     return loss.item(), gradients
 
 
-@pytest.mark.parametrize("name", ["qwen3", "llama"])
+@pytest.mark.parametrize("name", ["qwen3", "llama", "qwen2", "mistral", "gemma3"])
 @pytest.mark.parametrize("attention", ["torch_varlen", "sdpa"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_packed_loss_and_gradients_equal_one_example_at_a_time(name, attention, layout):
@@ -87,7 +87,8 @@ def test_packed_loss_and_gradients_equal_one_example_at_a_time(name, attention, 
     loss, gradients = loss_and_gradients(model, batch_loss(model, batch, attention))
     assert abs(expected) > 0.1
     assert loss == pytest.approx(expected, abs=1e-9)
-    assert torch.allclose(gradients, expected_gradients, rtol=0, atol=1e-9)
+    atol = 2e-6 if name == "gemma3" else 1e-9  # its norm weights get their gradient in float32
+    assert torch.allclose(gradients, expected_gradients, rtol=0, atol=atol)
     assert expected_gradients.abs().max() > 1e-3
 
 

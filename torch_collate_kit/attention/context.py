@@ -39,8 +39,9 @@ def context_attention(
     """Attend causally from this rank's cells to those of all ranks: a new tensor, ``[B, T, H, D]``.
 
     Keys and values are gathered from all ranks of the group; their gradients are added up over the
-    ranks. ``attn_implementation="torch_varlen"`` does so for the inputs of a shard; a model of your
-    own calls this with those of ``batch.context_shard(...).model_inputs(context_group=group)``.
+    ranks. Nothing of size T x T is built on a GPU. ``attn_implementation="torch_varlen"`` calls
+    this in every layer for the inputs of a shard; a model of your own does it itself, with the
+    keywords of ``batch.context_shard(...).model_inputs(context_group=group)``.
 
     Args:
         query: ``[B, H, T, D]``, the cells of a shard.

@@ -293,9 +293,11 @@ def isolate_mixers(model: nn.Module, *, undo: bool = False) -> None:
     Raises:
         IsolationError: The model stays wrong with isolated mixers (GLM-5-Next), or has layers that
             carry state and is not in the table of families.
-        ValueError: The model has no such layers; with ``undo``, ``forward`` was replaced since. In
-            forward passes: neither boundaries nor a mask, both of them, or boundaries that do not
-            fit the rows; a mixer called outside of its model.
+        ValueError: The model has no such layers; with ``undo``, ``forward`` was replaced
+            since. In the model's forward: training without boundaries and without a 2-D mask;
+            evaluation with ``position_ids`` and without boundaries, mask or cache; boundaries
+            beside a cache or a 2-D mask, or that do not fit the rows; a mixer called outside of
+            its model.
 
     >>> import torch, transformers
     >>> from torch_collate_kit import PackedCollator

@@ -67,9 +67,10 @@ def check_isolation(
        such gradient, a warning says so, and the gradient is not compared.
     3. Each example is run alone, as a batch of one, and compared.
 
-    In rows that share prefixes the branches of their trees are compared, and each path is run
-    alone. Of a large batch a part is run that shows the same (docs/isolation.md); after 5 s a line
-    is logged. In training mode 1 and 2 run in both modes: some leaks exist in one mode only.
+    In rows that share prefixes the branches of their trees are compared: one sees those on its path
+    and no other, and each path is run alone. From a large batch a part is run that shows the same,
+    in less time than a training step (docs/isolation.md); after 5 s a line is logged. In training
+    mode 1 and 2 run in both modes, because some leaks exist in one mode only.
 
     Args:
         model: run in eval mode, and in training mode too if it is in training mode, with the same
@@ -82,12 +83,15 @@ def check_isolation(
         tolerance: for logits, not for gradients: the change allowed, as a fraction of the change in
             the changed segment's own logits, and the difference from an example alone, as a
             fraction of its largest logit. The defaults follow from the lowest precision of logits,
-            weights and autocast: 1e-4 and 1e-4 for float32 (on a GPU 2e-2 from alone, because of
-            TF32), 1e-2 and 1e-1 for bfloat16.
+            weights and autocast: 1e-9 and 1e-4 for float64, 1e-4 and 1e-4 for float32 (on a
+            GPU 2e-2 from alone, because of TF32), 2e-3 and 2e-2 for float16, 1e-2 and 1e-1 for
+            bfloat16.
 
     Raises:
         IsolationError: a segment changes the logits of another, or differs from a run alone; its
-            own logits stay the same or are NaN; or the model needs what the inputs do not have.
+            own logits stay the same or are NaN; rows are padded on the left in a model for which
+            that is wrong; or the model has layers that carry state and the inputs, the kernels or
+            ``isolate_mixers`` to keep them apart are missing, or images are not kept apart.
         ValueError: fewer than two segments; inputs that do not define segments, or images that do
             not fit the placeholders; a 4-D mask that loses the model's sliding windows.
         TypeError: the model's output has neither ``logits`` nor last hidden states of each token.

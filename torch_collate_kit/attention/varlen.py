@@ -68,9 +68,10 @@ def register_torch_varlen() -> None:
 
     Raises:
         ImportError: transformers is not installed.
-        ValueError: in the model's forward: training, or restarting positions, without
-            ``cu_seq_lens_q``; a mask or a filled cache in addition to it; boundaries that do not
-            fit the rows; attention that it cannot compute; a model that reads the mask itself.
+        ValueError: in the model's forward: training without ``cu_seq_lens_q``; a mask or a filled
+            cache in addition to it; boundaries that do not fit the rows; attention other than
+            causal or two-way with or without windows (dropout, soft-capping, sinks, other masks); a
+            model that reads the mask itself; restarting positions without boundaries or a mask.
 
     >>> import torch, transformers
     >>> register_torch_varlen()

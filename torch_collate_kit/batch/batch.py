@@ -347,8 +347,15 @@ class Batch(Counted, Mapping[str, Field]):
                 a text longer than the table of positions; types that the model does not have.
             IsolationError: a model in which packed rows, or rows padded on the left, are wrong.
         """
-        options: Any = {"labels": labels, "mask": mask, "sliding_window": sliding_window}
-        return model_inputs(self, self.stored(), model, context_group=context_group, **options)
+        return model_inputs(
+            self,
+            self.stored(),
+            model,
+            labels=labels,
+            mask=mask,
+            sliding_window=sliding_window,
+            context_group=context_group,
+        )
 
     def context_shard(
         self,

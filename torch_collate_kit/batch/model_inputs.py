@@ -101,9 +101,8 @@ def _refuse_unsaid(stored: Storage, model: Any, context_group: Any) -> None:
             "name of an attention does not say which way a model looks; pass the model: "
             "model_inputs(model)"
         )
-    if (
-        placement.tree_width and model is None
-    ):  # another attention would ignore the paths in silence
+    # another attention would ignore the paths in silence
+    if placement.tree_width and model is None:
         raise ValueError(
             "the segments of these rows share prefixes (share_prefixes), so their inputs are those "
             "of one attention: pass the model, or the name of its attention"
@@ -184,18 +183,17 @@ def _boundaries(
     if mask is not None or "seq_idx" in kind.keywords:
         lengths = torch.diff(flat)  # of a known sum, so that nothing waits for the device
         segments = torch.repeat_interleave(lengths, output_size=shape.numel()).view(shape)
-    if mask is not None:
-        options: Any = {"window": window, "two_way": kind.is_two_way}
-        is_flex = kind.attention == "flex_attention"
-        if is_flex:
-            masks: Any = document_masks(flat, segments, **options)
-        else:
-            options["images_RW"] = _images_of_cells(batch, stored)
-            masks = block_mask(segments, kind.attention, **options)
-        is_one = isinstance(masks, dict) and kind.all_slide and (is_flex or kind.is_two_way)
-        found["attention_mask"] = (
-            masks["sliding_attention"] if is_one else masks
-        )  # it takes no dict
+    if mask is not None and kind.attention == "flex_attention":
+        masks: Any = document_masks(flat, segments, window=window, two_way=kind.is_two_way)
+        is_one = isinstance(masks, dict) and kind.all_slide  # such a model may take no dict
+        found["attention_mask"] = masks["sliding_attention"] if is_one else masks
+    elif mask is not None:
+        images = _images_of_cells(batch, stored)
+        found["attention_mask"] = block_mask(
+            segments, kind.attention, window=window, images_RW=images, two_way=kind.is_two_way
+        )
+        if kind.is_two_way and kind.all_slide and window is not None:
+            found["attention_mask"] = found["attention_mask"]["sliding_attention"]
     most = stored.metadata.get("max_segments_per_row")
     if most is not None and _takes_empty_segments(kind):
         flat, longest = _with_room(flat, len(per_row), most), shape.numel() // len(per_row)

@@ -340,7 +340,8 @@ class DividedStream:
 
     def turns(self, positions: Mapping[int, ShardPosition], epoch: int | None) -> Iterator[Turn]:
         """Return the turns of this process's shards in pass ``epoch``."""
-        worker, of_worker = get_worker_info(), dict[str, int]()
+        worker = get_worker_info()
+        of_worker: dict[str, int] = {}
         if worker is not None and self.worker is None:
             of_worker = {"worker": worker.id, "num_workers": worker.num_workers}
         return in_rounds(self._shards, positions, partial(self.read, epoch=epoch), **of_worker)

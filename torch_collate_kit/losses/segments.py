@@ -102,7 +102,9 @@ def segment_ends(batch: Batch) -> Tensor:
     padding put after a segment are not its end. The order is that of :func:`segment_sums`, on the
     device of the batch.
 
-    Raises ValueError for a Batch that does not say where its segments are.
+    Raises:
+        ValueError: a Batch that does not say where its segments are.
+        TypeError: not a Batch.
 
     >>> from torch_collate_kit import PackedCollator
     >>> batch = PackedCollator(0, max_tokens=8)([{"input_ids": [1, 2]}, {"input_ids": [3, 1, 2]}])
@@ -159,8 +161,8 @@ def segment_pool(
     if weights is not None and how != "mean":
         raise ValueError(f"weights are factors in a mean, and how={how!r}; remove one of the two")
     firsts, lengths = segment_spans(batch)
-    tokens = firsts if how == "first" else firsts + lengths - 1
-    tokens = span_indices(firsts, lengths) if how == "mean" else tokens
+    ends = firsts if how == "first" else firsts + lengths - 1
+    tokens = span_indices(firsts, lengths) if how == "mean" else ends
     taken = states.flatten(0, 1).index_select(0, _cells_at(tokens, batch))
     if how != "mean":
         return taken
@@ -182,9 +184,9 @@ def sums_by(
 ) -> dict[Any, tuple[float, int]]:
     """Return the sum and the count of values for each value of a PerExample field, over all ranks.
 
-    Such as the loss per source: ``sums_by(-logps, batch, "source")``. All ranks of
-    ``torch.distributed`` must call it, a rank without rows with empty lists, and get the same
-    result. It waits for the device.
+    Such as the loss per source, the sum divided by the count: ``sums_by(-logps, batch, "source")``.
+    All ranks of ``torch.distributed`` must call it, a rank without rows with empty lists, and get
+    the same result. It waits for the device.
 
     Args:
         values: ``[n]``, one for each trained token, as :func:`token_logps` returns, or a list.

@@ -84,8 +84,7 @@ def token_logps(
         is_none = labels == IGNORE_INDEX
         targets = torch.where(is_none, 0 if is_same else targets, labels)  # an id is no class
     if head is not None:
-        through_head: Callable[..., Tensor] = _LinearLogps.apply
-        logps = through_head(taken, head.weight, head.bias, targets, logit_softcap)
+        logps = linear_logps(taken, head.weight, head.bias, targets, logit_softcap)
     else:
         logps = -F.cross_entropy(widened(taken), targets, reduction="none")
     return torch.where(is_none, 0, logps) if is_same else logps
@@ -154,11 +153,15 @@ def check_batch(batch: Any) -> None:
         )
 
 
-def linear_nll(*inputs: Any) -> tuple[Tensor, Tensor]:
+def linear_nll(
+    hidden_KH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    targets_K: Tensor,
+    loss_weights_K: Tensor,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
     """Return the weighted sum of token losses (scalar), and each loss [K] without a gradient.
-
-    ``inputs``: hidden states [K, H], weight [V, H], bias [V] or None, targets [K], loss weights
-    [K], softcap or None.
 
     The logits are ``softcap * tanh((hidden @ weight.T + bias) / softcap)``, or without the cap.
     Their gradient is made with them, chunk by chunk, in the forward pass (Hsu et al., "Liger
@@ -167,8 +170,25 @@ def linear_nll(*inputs: Any) -> tuple[Tensor, Tensor]:
     in its dtype (float32 for float16). The gradient of the weight is summed in the weight's dtype.
     """
     apply: Callable[..., tuple[Tensor, Tensor]] = _LinearNll.apply
-    wanted = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in inputs[:3]]
-    return apply(*inputs, wanted)
+    inputs = (hidden_KH, weight_VH, bias_V)
+    wanted = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in inputs]
+    return apply(*inputs, targets_K, loss_weights_K, softcap, wanted)
+
+
+def linear_logps(
+    hidden_KH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    targets_K: Tensor,
+    softcap: float | None,
+) -> Tensor:
+    """Return the log-probability of each target, [K], with a graph; logits as ``linear_nll``.
+
+    The weight of a log-prob in the loss is known only after all are computed, so the backward pass
+    makes the logits of a chunk again: one product more than ``linear_nll``, the same memory.
+    """
+    apply: Callable[..., Tensor] = _LinearLogps.apply
+    return apply(hidden_KH, weight_VH, bias_V, targets_K, softcap)
 
 
 class _LinearNll(torch.autograd.Function):
@@ -218,10 +238,7 @@ class _LinearNll(torch.autograd.Function):
 
 
 class _LinearLogps(torch.autograd.Function):
-    """The log-probability of each target [K]; the backward pass makes the logits of a chunk again.
-
-    Its weight in the loss is known only after all are computed.
-    """
+    """``linear_logps``, whose backward pass makes the logits of each chunk again."""
 
     @staticmethod
     def forward(
@@ -381,8 +398,9 @@ def check_head(hidden: Tensor, head: Any, softcap: float | None) -> None:
                 "remove it, or pass hidden states and head=model.lm_head"
             )
         return
-    name, is_sharded = type(head).__name__, hasattr(getattr(head, "weight", None), "full_tensor")
-    if name.endswith("DataParallel") or is_sharded:
+    if (name := type(head).__name__).endswith("DataParallel") or hasattr(
+        getattr(head, "weight", None), "full_tensor"
+    ):
         raise TypeError(
             f"head is a {name} or has weights in parts, so the loss would not reach all ranks: "
             "wrap losses.ModelWithLoss(model), and call what DDP or FSDP returns"

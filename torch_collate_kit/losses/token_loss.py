@@ -294,7 +294,9 @@ def global_num_examples(
         A scalar int64 tensor in host memory, or on a device that the backend can reduce on. Where
         a step may have no example (all dropped), divide by ``.clamp(min=1)``.
 
-    Raises ValueError for a Batch without the row metadata of a collator.
+    Raises:
+        TypeError: not a Batch.
+        ValueError: a Batch without the row metadata of a collator.
 
     >>> from torch_collate_kit import PackedCollator
     >>> batch = PackedCollator(0, max_tokens=3)([{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}])

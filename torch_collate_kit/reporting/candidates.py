@@ -376,11 +376,8 @@ def steps_table(report: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Return the header, and a row for each kind of step."""
     steps, options = report["steps"], report["options"]
     ranks, width = plural(options["dp"], "rank"), report["recommended"]["max_tokens"]
-    sizes = ((key, of) for of in steps for key in ("batch_size", "batch_rows") if key in of)
     columns = {
-        f"a step over {ranks}, max_tokens={width}": [
-            f"{key}={of[key]}{', wrapped' * (of['steps'] == 'wrapped')}" for key, of in sizes
-        ],
+        f"a step over {ranks}, max_tokens={width}": [_name(step) for step in steps],
         "steps": [f"{step['num_steps']:,}" for step in steps],
         "padding": [f"{step['padding']:.1%}" for step in steps],
     }
@@ -400,6 +397,12 @@ def steps_legend(names: Sequence[str]) -> list[str]:
         "unlike: how much steps differ in the lengths of their examples, 1 as drawn at random",
         "time: modelled, of a real token; 1 without padding and without waiting for a slower rank",
     ]
+
+
+def _name(step: dict[str, Any]) -> str:
+    if step["steps"] == "by_examples":
+        return f"batch_size={step['batch_size']}"
+    return f"batch_rows={step['batch_rows']}{', wrapped' * (step['steps'] == 'wrapped')}"
 
 
 def _step_figures(

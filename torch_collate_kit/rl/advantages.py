@@ -84,9 +84,13 @@ def compute_advantages(
         autograd graph. Sums are computed in float64.
 
     Raises:
-        DataError: rewards, values, masks or uids that are not finite; a reward that nothing would
-            get; trajectories that do not end, or contradict ``is_last_step``; a uid with one score.
-        ValueError, TypeError: shapes or options that do not fit each other or the estimator.
+        DataError: a reward or value that is not finite, or a reward that no token or trajectory
+            would get; a mask that is negative or not finite; a uid that is None or NaN;
+            trajectories that do not end, have several uids, are interrupted or contradict
+            ``is_last_step``; a uid with one score; a reward below 0 with "maxrl".
+        ValueError: shapes that do not fit; an option that is unknown, missing or not read by the
+            estimator; a token estimator with trajectories of several steps.
+        TypeError: not tensors.
 
     >>> rewards, mask = torch.tensor([[0.0, 1.0], [0.0, 3.0]]), torch.tensor([[0, 1], [1, 1]])
     >>> compute_advantages(rewards, mask, ["a", "a"], estimator="grpo_no_std").tolist()
@@ -275,8 +279,10 @@ def normalize_advantages(
         ``loss_mask`` is 0; no autograd graph. A mini-batch without loss tokens is divided by 1.
 
     Raises:
-        DataError: advantages of loss tokens, masks or uids that are not finite.
-        ValueError, TypeError: shapes, boundaries or options that do not fit.
+        DataError: an advantage of a loss token that is not finite, a mask that is negative or not
+            finite, a uid that is None or NaN.
+        ValueError, TypeError: shapes or boundaries that do not fit, an unknown reduction, or one
+            without the option that it reads.
 
     >>> advantages, mask = torch.tensor([[0.0, 4.0], [8.0, 8.0]]), torch.tensor([[0, 1], [1, 1]])
     >>> normalize_advantages(advantages, mask, [0, 1, 2], reduction="token_mean").tolist()

@@ -27,7 +27,9 @@ def log_ratios(logps: Tensor, old_logps: Tensor, batch: Batch, *, level: Level =
     trained tokens: "sequence", their sum, whose exponential is the importance weight, or
     "geometric", their mean, of GSPO (Zheng et al. 2025). A context shard has "token" alone.
 
-    ValueError: other numbers of log-probs than trained tokens, an unknown level, a shard.
+    Raises:
+        ValueError: other numbers of log-probs than trained tokens; an unknown level; a shard.
+        TypeError: log-probs that are not tensors of floats; not a Batch.
 
     >>> from torch_collate_kit import PackedCollator
     >>> batch = PackedCollator(0, max_tokens=3)([{"input_ids": [5, 6, 7]}])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -213,9 +212,6 @@ def test_wrong_examples_have_a_fingerprint_too() -> None:
 
 # ---- under Accelerate: it works, or ends in one message that says what to do ----
 
-needs_torchdata = pytest.mark.skipif(
-    find_spec("torchdata") is None, reason="torchdata is not installed"
-)
 FEW = [{"input_ids": [i + 1] * (1 + i % 5)} for i in range(41)]
 
 
@@ -274,12 +270,10 @@ def check(found: dict[str, Any]) -> None:
     assert found["PrefetchLoader"] == expected
 
 
-@needs_torchdata
 def test_under_accelerate_on_one_rank() -> None:
     check(all_ways())
 
 
-@needs_torchdata
 def test_under_accelerate_on_two_ranks() -> None:
     found = on_two_ranks(all_ways)
     assert [of["dp_rank"] for of in found] == [0, 1]
