@@ -146,7 +146,7 @@ FAULTS = [
     Fault("packing/atoms.py", "cells_E = aligned(_sums(lengths - depths, offsets), align)", "cells_E = aligned(tokens_E, align)", "packing/test_trees.py"),
     Fault("loading/example_sizes.py", "sized(self._examples, packing)", "sized(self._examples, self._packing)", "loading/test_trees.py"),
     Fault("loading/stream_entries.py", "        if packing.share_prefixes:\n", "        if False:\n", "loading/test_trees.py"),
-    Fault("loading/dataset/tokenized.py", "stop = max(start + 1,", "stop = max(start + 2,", "loading/test_trees.py"),
+    Fault("loading/dataset/tokenized.py", 'most, side="right")) - 1)', 'most, side="right")))', "loading/test_trees.py"),
     # segments
     Fault("packing/atoms.py", "cells_E = tokens_E if align == 1 else _sums(cells_E, offsets)", "cells_E = tokens_E", "packing/test_trees.py"),
     Fault("packing/planner.py", "most_pieces //= max(1, int(atoms.segments.max(initial=1)))", "most_pieces //= 1", "packing/test_trees.py"),
