@@ -267,7 +267,7 @@ FAULTS = [
     Fault("batch/model_inputs.py", 'return {"token_type_ids": batch["token_type_ids"]} if size > 1 else {}', "return {}", "test_encoders.py"),
     Fault("batch/model_inputs.py", "seen = seen if two_way else seen.tril()", "seen = seen.tril()", "test_encoders.py"),
     Fault("batch/model_inputs.py", "sliding.tril(window - 1) if two_way else sliding", "sliding", "test_encoders.py"),
-    Fault("batch/model_inputs.py", "kind.all_slide and (is_flex or kind.is_two_way)", "kind.all_slide", "test_model_kinds.py"),
+    Fault("batch/model_inputs.py", "if kind.is_two_way and kind.all_slide and", "if kind.all_slide and", "test_model_kinds.py"),
     Fault("batch/model_inputs.py", "(ends - firsts - lengths) * (lengths > 0)", "(ends - firsts - lengths) * (lengths < 0)", "test_encoder_refusals.py"),
     Fault("batch/storage.py", "max(p.num_token_types", "min(p.num_token_types", "test_encoders.py"),
     Fault("collators/collator.py", "num_token_types=int(types.values.max()) + 1", "num_token_types=1", "test_encoders.py"),
@@ -463,7 +463,7 @@ FAULTS = [
     Fault("chat/dataset.py", "get(\"RANK\", \"0\") != \"0\"", "get(\"RANK\", \"0\") == \"0\"", "chat/test_dataset.py"),
     # targets
     Fault("losses/token_logps.py", "more - (targets_of(batch) == \"next_token\")", "more - 1", "test_targets.py"),
-    Fault("losses/segments.py", "tokens = firsts if how == \"first\" else firsts + lengths - 1", "tokens = firsts // token_width(batch) * token_width(batch)", "test_encoder_training.py"),
+    Fault("losses/segments.py", "ends = firsts if how == \"first\" else firsts + lengths - 1", "ends = firsts // token_width(batch) * token_width(batch)", "test_encoder_training.py"),
     Fault("batch/unpacking.py", "return \"next_token\" if placement is None else cast(\"TargetKind\", placement.targets)", "return \"same_token\" if placement is None else cast(\"TargetKind\", placement.targets)", "test_targets.py"),
     Fault("reading/examples.py", "before = running_sum(target != untrained)", "before = running_sum(np.append(target[1:], untrained) != untrained)", "test_targets.py"),
     Fault("reading/examples.py", "        if self.targets == \"same_token\":\n            target = self._given(pieces)\n", "        if self.targets == \"same_token\":\n            target = self._given(pieces)\n            target[np.cumsum(pieces.lengths) - pieces.lengths] = untrained\n", "test_targets.py"),

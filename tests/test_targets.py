@@ -191,6 +191,14 @@ def test_the_worked_example_of_the_contract() -> None:
     assert batch.explain(0).columns["weight"] == [1, 0, 1, 1]
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_loss_mask_has_a_column_for_every_cell_of_padded_rows(side: Any) -> None:
+    collate = PaddedCollator(0, targets="same_token", padding_side=side, pad_to_multiple_of=4)
+    batch = collate(WORKED)
+    assert batch["loss_mask"].shape == batch["input_ids"].shape == (2, 4)
+    assert batch.metadata["response_length"] == 4
+
+
 def test_the_batch_carries_its_targets_through_changes_of_rows() -> None:
     collate = same(strategy="sequential", max_tokens=4, fixed_width=True)
     batch = collate([*WORKED, *WORKED])

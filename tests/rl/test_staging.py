@@ -197,6 +197,15 @@ def test_token_loss_of_a_mini_batch(normalize_loss: bool, packs: bool) -> None:
         assert ranks[0].step.num_tokens == int(rows["attention_mask"].sum())
 
 
+def test_rows_without_a_response_are_not_counted() -> None:
+    """Of a batch that was built from tensors: as dummy rows are."""
+    batch = rollout_batch([(1, 1), (2, 2), (1, 1)], list("abb"))
+    batch = Batch(dict(batch), row_metadata=batch.row_metadata, metadata=batch.metadata)
+    batch = batch.pad_rows(multiple_of=4)
+    [[found]] = stage_mini_batches(batch, [0, 4], 1)
+    assert found.metadata["num_examples"] == 3
+
+
 # --- unstage --------------------------------------------------------------------------------------
 
 
