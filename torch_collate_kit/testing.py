@@ -9,20 +9,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import zip_longest
+from operator import index
 from typing import Any
 
 import numpy as np
 import torch
 
 from torch_collate_kit.batch import Batch
-from torch_collate_kit.batch.unpacking import shares_prefixes, unpack
+from torch_collate_kit.batch.unpacking import unpack
 from torch_collate_kit.packing import RankPlan
 from torch_collate_kit.ragged import Ragged
 
 __all__ = ["assert_exact_resume", "batch_digest"]
 
 _END = object()
-_ROW_FIELDS = ("input_ids", "position_ids", "labels", "loss_mask")
 
 
 def batch_digest(batch: Any) -> str:
@@ -92,7 +92,6 @@ def assert_exact_resume(
     stops: Iterable[int] | None = None,
     max_state_bytes: int = 16_384,
     dp_sizes: Sequence[int] | None = None,
-    same_rows: bool = False,
 ) -> list[str]:
     """Stop at every step, load the state into a new object, and compare all later batches.
 
@@ -107,8 +106,8 @@ def assert_exact_resume(
         max_state_bytes: the largest size of a state as JSON.
         dp_sizes: numbers of ranks; then ``make(dp_rank, dp_size)`` creates one rank's object. A run
             of the first number resumes with each other one, and halfway with the first again. All
-            ranks must have the same state; examples and loss tokens of each step are compared.
-        same_rows: with ``dp_sizes``, the rows of all ranks, one after the other, must be equal.
+            ranks must have the same state; tokens of the examples and number of loss tokens of each
+            step are compared.
 
     Returns the digest of every batch, with ``dp_sizes`` of every step. An AssertionError says what
     differs, or that a state is too large, not JSON or not that of all ranks.
@@ -117,7 +116,7 @@ def assert_exact_resume(
     >>> len(assert_exact_resume(lambda: PrefetchingSampler(10, batch_size=4, seed=1), num_steps=7))
     7
     """
-    run = partial(_run, make, num_steps, max_state_bytes, same_rows)
+    run = partial(_run, make, num_steps, max_state_bytes)
     first, *others = dp_sizes or [0]
     expected, _ = run(first, saves=False)
     found, states = run(first)
@@ -140,7 +139,6 @@ def _run(
     make: Callable[..., Any],
     num_steps: int,
     max_bytes: int,
-    same_rows: bool,
     dp_size: int,
     done: int = 0,
     state: str | None = None,
@@ -162,11 +160,9 @@ def _run(
         while after < num_steps and num_empty < 2:
             begin, states_after = after, [_state_after(rank) for rank in ranks]
             for parts in zip_longest(*map(iter, ranks), fillvalue=_END):
-                num_ended = sum(part is _END for part in parts)
-                assert not num_ended, (
-                    f"{num_ended} of {len(ranks)} ranks end an epoch before the others"
-                )
-                digest = _digest_of_step(parts, same_rows) if dp_size else batch_digest(parts[0])
+                ended = sum(part is _END for part in parts)
+                assert not ended, f"{ended} of {len(ranks)} ranks end an epoch before the others"
+                digest = _digest_of_step(parts) if dp_size else batch_digest(parts[0])
                 found.append((digest, after == begin))
                 after += 1
                 if saves:
@@ -191,18 +187,18 @@ def _as_json(of_ranks: list[dict[str, Any]], after: int, max_bytes: int) -> str:
     """Return the state that all ranks have as JSON."""
     name = f"the state after {after} batches"
     try:
-        texts = [json.dumps(state, allow_nan=False) for state in of_ranks]
+        text, *others = [json.dumps(state, allow_nan=False) for state in of_ranks]
     except (TypeError, ValueError) as error:
         raise AssertionError(f"{name} is not JSON: {error}") from error
-    assert (size := max(map(len, texts))) <= max_bytes, (
-        f"{name} has {size} bytes as JSON, more than max_state_bytes={max_bytes}; a state is a "
-        "position, not the data there"
+    assert len(text) <= max_bytes, (
+        f"{name} has {len(text)} bytes as JSON, more than max_state_bytes={max_bytes}; a state is "
+        "a position, not the data there"
     )
-    assert len(set(texts)) == 1, (
-        f"after {after} steps the states of the {len(texts)} ranks differ; a state that every "
+    assert not {*others} - {text}, (
+        f"after {after} steps the states of the {len(of_ranks)} ranks differ; a state that every "
         "rank can load is the same on all of them"
     )
-    return texts[0]
+    return text
 
 
 def _compare(found: list[Any], expected: list[Any], run: str, first: int = 0) -> None:
@@ -212,38 +208,23 @@ def _compare(found: list[Any], expected: list[Any], run: str, first: int = 0) ->
         assert i == first or mine[1] == wanted[1], f"{run}: an epoch begins at another batch, {i}"
 
 
-def _digest_of_step(parts: Sequence[Any], same_rows: bool) -> str:
-    """Hash the rows in the order of the ranks, or else the examples in any order."""
-    if not isinstance(parts[0], Batch):
-        counts = {getattr(part, "num_loss_tokens", None) for part in parts}
-        assert len(counts) == 1, f"the ranks have num_loss_tokens={counts}"
-        if same_rows and isinstance(parts[0], RankPlan):
-            plan = parts[0].plan
-            return batch_digest([plan.atoms, plan.row_offsets, *counts])
-        return batch_digest([sorted(i for part in parts for i in _indices(part)), *counts])
-    found = [part.metadata.get("num_loss_tokens") for part in parts]
-    own = sum(int(part.row_metadata["num_trained"].values.sum()) for part in parts)
-    assert None in found or sum(found) == own or set(found) == {own}, (
-        f"the ranks have num_loss_tokens={found}, and their batches {own} in all"
-    )
-    # labels of shared prefixes are per token, and have no place in rows of cells
-    has_labels = "labels" in parts[0] and not shares_prefixes(parts[0])
-    names = ["input_ids", "labels"] if has_labels else ["input_ids"]
-    if same_rows:
-        names = [name for name in _ROW_FIELDS if isinstance(parts[0].get(name), torch.Tensor)]
-        return batch_digest([[torch.cat([part[name] for part in parts]) for name in names], own])
-    rows = (
-        row for part in parts for row in zip(*(unpack(part[n], part) for n in names), strict=True)
-    )
-    return batch_digest([sorted(batch_digest(row) for row in rows if len(row[0])), own])
-
-
-def _indices(part: Any) -> list[int]:
-    """Return the examples of a batch of a sampler."""
-    found = part.indices if isinstance(part, RankPlan) else part
-    if isinstance(found, (list, tuple, np.ndarray)) and all(hasattr(i, "__index__") for i in found):
-        return [int(i) for i in found]
-    raise TypeError(
-        f"dp_sizes compares examples, which a {type(part).__name__} does not name; let make() "
-        "return a loader of Batches, or a sampler of indices or plans"
-    )
+def _digest_of_step(parts: Sequence[Any]) -> str:
+    """Hash the examples of a step in any order, and its number of loss tokens."""
+    if isinstance(parts[0], Batch):
+        found = [part.metadata.get("num_loss_tokens") for part in parts]
+        own = sum(int(part.row_metadata["num_trained"].values.sum()) for part in parts)
+        assert None in found or sum(found) == own or set(found) == {own}, (
+            f"the ranks have num_loss_tokens={found}, and their batches {own} in all"
+        )
+        texts = (ids for part in parts for ids in unpack(part["input_ids"], part) if len(ids))
+        return batch_digest([sorted(map(batch_digest, texts)), own])
+    counts = {getattr(part, "num_loss_tokens", None) for part in parts}
+    assert len(counts) == 1, f"the ranks have num_loss_tokens={counts}"
+    batches = [part.indices if isinstance(part, RankPlan) else part for part in parts]
+    try:
+        return batch_digest([sorted(index(i) for batch in batches for i in batch), *counts])
+    except TypeError as error:
+        raise TypeError(
+            f"dp_sizes compares examples, which a {type(parts[0]).__name__} does not name; let "
+            "make() return a loader of Batches, or a sampler of indices or plans"
+        ) from error
