@@ -74,7 +74,8 @@ def compare(report: Report, name: str, count: int, rounds: int) -> dict[str, flo
         found = {
             "language": heaviest(plan.cost_per_rank),
             "vision": heaviest(plan.vision_cost_per_rank),
-            "fill": alone.lower_bound / alone.num_rows,
+            "fill": max(lengths.sum() / MAX_TOKENS, patches.values.sum() / max_patches)
+            / alone.num_rows,
         }
         for key, value in found.items():
             worst[key] = (min if key == "fill" else max)(worst[key], value)

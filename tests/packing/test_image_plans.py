@@ -73,7 +73,6 @@ def assert_lawful(
     assert plan.num_dummy_rows == max(0, plan.num_rows - len(plan.lengths))
     assert sorted(placed) == [(i, token) for i, n in kept.items() for token in range(n)]
     assert plan.num_rows % ranks == 0
-    assert plan.num_rows >= plan.lower_bound
     needed = needed_dummies(plan.bins, patches, ranks)
     assert plan.needs_dummy_image.tolist() == needed
     dummy = -(-packing.dummy_image_tokens // align) * align
@@ -250,7 +249,8 @@ def test_ranks_are_even_and_rows_full(name: str, max_patches: int | None, count:
     assert plan.needs_dummy_image.sum() <= 8  # rows with images are the same on all ranks
     filled = pack_with(lengths, 8192, **options)
     assert plan.num_rows - filled.num_rows < 8
-    fill = filled.lower_bound / filled.num_rows
+    needed = max(filled.row_cells.sum() / 8192, filled.row_patches.sum() / (max_patches or np.inf))
+    fill = needed / filled.num_rows
     assert fill >= {"half images": 0.98, "several images": 0.98, "no text": 0.97}.get(name, 0.90)
 
 

@@ -175,7 +175,7 @@ LENGTHS = np.random.default_rng(0).integers(1, 40, 400)
 
 def plain_figures(lengths, sampler, *, width, steps=256):
     """The figures of the first steps, with Python numbers and a loop for each."""
-    drawn, sums, slowest, means = [], np.zeros(4), [], []
+    sums, slowest = np.zeros(4), []
     epoch = 0
     while len(slowest) < steps:
         for step, part in zip(range(steps - len(slowest)), sampler, strict=False):
@@ -185,23 +185,17 @@ def plain_figures(lengths, sampler, *, width, steps=256):
             for row, pieces in enumerate(plan.bins):
                 own = of_ranks[row * dp // plan.num_rows]
                 own += [int(lengths[examples[piece]]) for piece in pieces]
-            drawn += (of_step := [n for own in of_ranks for n in own])
             costs = [sum(50 * n + 2 * n * n for n in own) for own in of_ranks]
             attention = max(sum(2 * n * n for n in own) for own in of_ranks)
-            tokens, num_cells = sum(of_step), plan.num_rows * (width or plan.width)
+            tokens, num_cells = sum(map(sum, of_ranks)), plan.num_rows * (width or plan.width)
             mean = sum(costs) / dp
             sums += tokens, num_cells, num_cells / dp * 50 + attention, mean
             slowest.append(max(costs) / mean)
-            means.append(sum(n * np.log2(n) for n in of_step) / tokens)
         epoch += 1
-    of, per_step = np.array(drawn), sums[0] / len(means)
-    middle = (of * np.log2(of)).sum() / of.sum()
-    spread = (of**2 * (np.log2(of) - middle) ** 2).mean() / (per_step / of.mean() * of.mean() ** 2)
     return {
         "padding": 1 - sums[0] / sums[1],
         "imbalance": np.mean(slowest),
         "imbalance_99": np.quantile(slowest, 0.99),
-        "unlikeness": np.var(means) / (spread * (1 - per_step / lengths.sum())),
         "time_per_token": sums[2] / sums[3],
     }
 
@@ -228,19 +222,12 @@ def test_figures_are_those_of_plain_loops(dp, batch_rows, batch_size):
     json.dumps(report)
 
 
-def test_examples_drawn_at_random_are_as_unlike_as_chance():
-    lengths = np.random.default_rng(1).lognormal(5, 1, 40_000).astype(int) + 1
-    report = packing_report(lengths[lengths <= 2000], 2000, batch_rows=4, show=False)
-    assert report["steps"][0]["unlikeness"] == pytest.approx(1, abs=0.25)
-    assert report["steps"][1]["padding"] < 0.02
-
-
 def test_steps_are_shown_in_text_and_html():
     parallel = ParallelLayout(dp=2)
     report = packing_report(LENGTHS, 64, parallel=parallel, batch_rows=4, show=False)
     lines = repr(report).splitlines()
     [header] = [line for line in lines if "a step over 2 ranks, max_tokens=64" in line]
-    assert header.split()[-6:] == ["steps", "padding", "imbalance", "99%", "unlike", "time"]
+    assert header.split()[-5:] == ["steps", "padding", "imbalance", "99%", "time"]
     by_rows = report["steps"][1]
     [row] = [line for line in lines if line.startswith("batch_rows=4 ")]
     figures = row.split()[1:]
@@ -250,7 +237,6 @@ def test_steps_are_shown_in_text_and_html():
     assert all(figure in report._repr_html_() for figure in figures)
     one = packing_report([7] * 9, 14, batch_rows=1, show=False)  # nothing differs, no rank waits
     assert "imbalance" not in repr(one)
-    assert one["steps"][1]["unlikeness"] is None
     assert packing_report(LENGTHS, 64, show=False)["steps"] == []
     assert packing_report([9], 8, batch_rows=1, show=False)["steps"] == [], "nothing fits"
 

@@ -135,25 +135,6 @@ class PackingPlan:
         return int(self.atoms.tokens.sum()) / (self.num_rows * self.width)
 
     @property
-    def lower_bound(self) -> int:
-        """A lower bound on the number of rows that these pieces need at this capacity.
-
-        All cells (or patches) divided by the capacity, or the number of pieces of more than half of
-        it, whichever is larger; rounded up to a multiple of ``rows_multiple_of``.
-        """
-        packing = self.packing
-        row_align = packing.parallel.row_align
-        budgets = [(self.atoms.cells, packing.max_tokens // row_align * row_align)]
-        if packing.max_patches is not None:
-            budgets.append((self.atoms.patches, packing.max_patches))
-        rows = 1
-        for sizes, usable in budgets:
-            by_sum = -(-int(sizes.sum()) // usable)
-            by_large_pieces = int(np.count_nonzero(sizes > usable // 2))
-            rows = max(rows, by_sum, by_large_pieces)
-        return -(-rows // self.rows_multiple_of) * self.rows_multiple_of
-
-    @property
     def tokens_per_rank(self) -> Ints:
         """[N] tokens of each rank, padding not counted."""
         return self._rank_sums(self.atoms.tokens)

@@ -12,20 +12,18 @@ from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from torch_collate_kit._checks import checked_int, plural
 from torch_collate_kit.collators import PackedCollator
 from torch_collate_kit.loading import PackedBatchSampler
 from torch_collate_kit.packing import PackingOptions, PackingPlan
-from torch_collate_kit.packing.atoms import Atoms, Patches, checked_sizes
+from torch_collate_kit.packing.atoms import Atoms, Patches
 from torch_collate_kit.packing.options import Strategy
 from torch_collate_kit.packing.planner import fitted, plan_rows
 from torch_collate_kit.packing.rows import Ints, row_sums
 from torch_collate_kit.ragged import Ragged
 
 _Candidate: TypeAlias = Mapping[str, Any]
-_Floats: TypeAlias = npt.NDArray[np.float64]
 _STRATEGIES: tuple[Strategy, ...] = ("best_fit_decreasing", "balanced", "sequential")
 PADDED, SHARED = "padded", "shared_prefixes"
 _MOST_PADDING = 0.02
@@ -384,7 +382,6 @@ def steps_table(report: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     if options["dp"] > 1:
         columns["imbalance"] = [f"{step['imbalance']:.3f}" for step in steps]
         columns["99%"] = [f"{step['imbalance_99']:.3f}" for step in steps]
-    columns["unlike"] = [f"{of['unlikeness']:.1f}" if of["unlikeness"] else "-" for of in steps]
     columns["time"] = [f"{step['time_per_token']:.3f}" for step in steps]
     return list(columns), [list(row) for row in zip(*columns.values(), strict=True)]
 
@@ -394,7 +391,6 @@ def steps_legend(names: Sequence[str]) -> list[str]:
     lines = ["imbalance: cost of the slowest rank / the mean; 99%: of all but the 1% worst steps"]
     return [
         *(lines if "99%" in names else []),
-        "unlike: how much steps differ in the lengths of their examples, 1 as drawn at random",
         "time: modelled, of a real token; 1 without padding and without waiting for a slower rank",
     ]
 
@@ -412,20 +408,13 @@ def _step_figures(
     ids = SimpleNamespace(pad_token_id=0, eos_token_id=0)  # "wrapped" needs an end token
     collate = PackedCollator(ids, packing=packing, normalize_loss=False)
     sampler = PackedBatchSampler(lengths, collate, dp_rank=0, patches=patches, **number)
-    num_steps, epoch = sampler.count_steps(), 0
-    lengths = Atoms.of(*checked_sizes(lengths), packing).tokens
+    num_steps = sampler.count_steps()
     figures: list[tuple[float, ...]] = []
-    drawn: list[tuple[Ints, Ints]] = []
     while len(figures) < _MOST_STEPS:
-        for step, part in enumerate(islice(sampler, _MOST_STEPS - len(figures))):
-            plan = part.plan
-            width = plan.width if kind == "by_examples" else packing.capacity
-            sizes = lengths[sampler.examples(epoch, step)[plan.example_indices]]
-            drawn.append((sizes, plan.lengths))
-            figures.append((*_of_step(plan, width), _token_mean(np.log2(sizes), plan.lengths)))
-        epoch += 1
-    tokens, cells, slowest, time, ideal, means = np.transpose(figures)
-    sizes, placed = (np.concatenate(parts) for parts in zip(*drawn, strict=True))
+        for part in islice(sampler, _MOST_STEPS - len(figures)):
+            width = part.plan.width if kind == "by_examples" else packing.capacity
+            figures.append(_of_step(part.plan, width))
+    tokens, cells, slowest, time, ideal = np.transpose(figures)
     return {
         "steps": kind,
         **number,
@@ -433,7 +422,6 @@ def _step_figures(
         "padding": 1 - float(tokens.sum() / cells.sum()),
         "imbalance": float(slowest.mean()),
         "imbalance_99": float(np.quantile(slowest, 0.99)),
-        "unlikeness": _unlikeness(means, sizes, placed, lengths),
         "time_per_token": float(time.sum() / ideal.sum()),
     }
 
@@ -453,18 +441,3 @@ def _of_step(plan: PackingPlan, width: int) -> tuple[float, ...]:
     ideal = (int(language.sum()) + int(plan.atoms.vision_costs.sum())) / dp
     slowest = ranks.max() / ranks.mean() if ranks.any() else 1.0
     return int(plan.lengths.sum()), num_cells, slowest, time, ideal
-
-
-def _token_mean(values: _Floats, lengths: Ints) -> float:
-    return float(np.average(values, weights=lengths)) if len(lengths) else 0.0
-
-
-def _unlikeness(means: _Floats, sizes: Ints, tokens: Ints, lengths: Ints) -> float | None:
-    """Return the variance of the steps' ``means``, relative to steps drawn at random.
-
-    ``sizes`` and ``tokens`` int64 [S], those of the example and those placed, of every piece.
-    """
-    logs, per_step = np.log2(sizes), tokens.sum() / len(means)
-    spread = _token_mean(sizes * (logs - _token_mean(logs, tokens)) ** 2, tokens)
-    chance = spread / max(1, per_step) * (1 - per_step / lengths.sum())  # none is drawn twice
-    return float(means.var() / chance) if chance > 1e-9 else None

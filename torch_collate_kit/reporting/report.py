@@ -89,7 +89,7 @@ class PackingReport(dict[str, Any]):
     ``tokens_max_over_mean``, ``cost_max_over_mean`` and ``plan_seconds``; packed ones
     ``mean_segments`` and ``most_segments`` of a row, and the ``max_sequences_per_row`` to set for
     one shape. Steps have ``num_steps``,
-    ``padding``, ``imbalance``, ``imbalance_99``, ``unlikeness`` and ``time_per_token``.
+    ``padding``, ``imbalance``, ``imbalance_99`` and ``time_per_token``.
 
     >>> report = packing_report([5, 3, 9, 2], 10, show=False)
     >>> [(c["strategy"], c["num_rows"]) for c in report["candidates"]]
