@@ -154,7 +154,7 @@ def by_length(mean: int, rounds: int) -> list[object]:
     )
     in_order = step(model_of("BERT", "sdpa"), padded(groups))
     times = alternate({_PACKED: packed, _SORTED: in_order}, rounds=rounds)
-    return [mean, f"{times[_SORTED].median / times[_PACKED].median:.2f}x"]
+    return [f"{mean}", f"{times[_SORTED].median / times[_PACKED].median:.2f}x"]
 
 
 def main() -> None:

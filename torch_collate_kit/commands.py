@@ -50,6 +50,7 @@ _FLAGS = {  # of arguments that messages of the library name
     "image_root=": "--image-root ",
     "pass image_root": "pass --image-root",
     "another image_root": "another --image-root",
+    "pass text=": "pass --text",
 }
 _OF_RECORDS = ("split", "tokenizer", "train_on", "image_root", "num_proc")
 _ROW = "row 0 of 1"

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import shutil
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from torch_collate_kit.commands import (
     read_rows,
 )
 from torch_collate_kit.errors import DataError
+from torch_collate_kit.loading import read_records
 from torch_collate_kit.preference import tokenize_preferences
 
 _NOTE = "tokenize.json"
@@ -57,10 +59,11 @@ def _tokenize(options: argparse.Namespace) -> int:
     chat = replace(chat_options(loaded, options), pixels=True, max_length=options.max_length)
     of_key = {"kind": kind, "text": text, "version": __version__, "options": [*vars(chat).items()]}
     note: dict[str, Any] = {"key": cache_key("tokenize", loaded, of_key), "content": _digest(rows)}
-    out: Path = options.out
-    found = json.loads((out / _NOTE).read_text()) if (out / _NOTE).exists() else {}
+    out = options.out.resolve()  # a link to a folder stays one
+    found = _note_in(out)
     if note.items() <= found.items():
-        print(json.dumps(found) if options.json else f"{out} is up to date")
+        read_records(out)  # its files are there
+        print(json.dumps(found) if options.json else f"{options.out} is up to date")
         return 0
     if out.exists() and not found and (not out.is_dir() or any(out.iterdir())):
         raise DataError(f"{out} is there, and no folder of tokenize; name another --out")
@@ -71,16 +74,27 @@ def _tokenize(options: argparse.Namespace) -> int:
         make: Any = tokenize_chat_dataset if kind == "chats" else tokenize_preferences
         tokens, skipped = make(rows, loaded, chat, **how)
     note |= {"kind": kind, "examples": len(tokens), "skipped": dict(skipped)}
-    half = out.with_name(f"{out.name}.half")  # a folder is whole, or not there
-    shutil.rmtree(half, ignore_errors=True)
-    tokens.save_to_disk(half)
-    (half / _NOTE).write_text(json.dumps(note, indent=2))
-    shutil.rmtree(out, ignore_errors=True)
-    os.replace(half, out)
-    print(
-        json.dumps(note) if options.json else f"{out}: {plural(len(tokens), 'example')} of {kind}"
-    )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as folder:
+        half = Path(folder, "half")  # a folder is whole, or not there
+        tokens.save_to_disk(half)
+        (half / _NOTE).write_text(json.dumps(note, indent=2))
+        shutil.rmtree(out, ignore_errors=True)
+        os.replace(half, out)
+    done = f"{options.out}: {plural(len(tokens), 'example')} of {kind}"
+    print(json.dumps(note) if options.json else done)
     return 0
+
+
+def _note_in(out: Path) -> dict[str, Any]:
+    """Return the note in a folder that the command wrote; none where there is no such folder."""
+    path = out / _NOTE
+    if not path.exists():
+        return {}
+    try:
+        return dict(json.loads(path.read_text()).items())
+    except (ValueError, AttributeError) as error:
+        raise DataError(f"{path}: is not what tokenize wrote; remove {out}") from error
 
 
 def _digest(rows: Any) -> str:

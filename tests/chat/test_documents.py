@@ -297,7 +297,7 @@ IDS = {"parentUuid": "uuid", "parentId": "id"}
 
 
 def event(
-    number: int, parent: int | None, role: str, text: str, key: str = "parentUuid", **others: Any
+    number: int, parent: int | None, role: str, text: Any, key: str = "parentUuid", **others: Any
 ) -> dict[str, Any]:
     of = {IDS[key]: str(number), key: None if parent is None else str(parent)}
     return of | {"message": {"role": role, "content": text}} | others
@@ -356,11 +356,40 @@ def test_traces_without_a_tree_are_one_path():
 def test_refused_traces():
     with pytest.raises(DataError, match="event 0 is 'x'"):
         trace_paths(["x"])
-    with pytest.raises(DataError, match="the parent '5' is missing"):
+    with pytest.raises(DataError, match="event 0 has the parent '5', which is missing"):
         trace_paths([event(1, 5, "user", "q")])
     with pytest.raises(DataError, match="event 1 has uuid '1'; each needs its own"):
         trace_paths([event(1, None, "user", "q"), event(1, None, "user", "q")])
-    with pytest.raises(DataError, match="ancestor of itself"):
-        trace_paths([event(1, 2, "user", "q"), event(2, 1, "user", "q")])
-    with pytest.raises(DataError, match="ancestor"):
-        trace_paths([event(1, 2, "user", "q"), event(2, 1, "user", "q"), event(3, 2, "user", "q")])
+    circle = [event(1, 2, "user", "q"), event(2, 1, "user", "q")]
+    for events, first in (
+        (circle, 0),
+        ([*circle, event(3, 2, "user", "q")], 0),
+        ([event(3, None, "user", "q"), *circle], 1),
+    ):
+        with pytest.raises(DataError, match=f"event {first} is its own ancestor"):
+            trace_paths(events)
+    for of in ({"uuid": ["a"], "parentUuid": None}, {"uuid": "a", "parentUuid": ["b"]}):
+        with pytest.raises(DataError, match="event 0 has"):
+            trace_paths([of])
+
+
+def call(number: int, parent: int, *names: str) -> dict[str, Any]:
+    calls = [{"type": "tool_use", "id": name, "name": "f", "input": {}} for name in names]
+    return event(number, parent, "assistant", calls)
+
+
+def result(number: int, parent: int, *names: str) -> dict[str, Any]:
+    found = [{"type": "tool_result", "tool_use_id": name, "content": "ok"} for name in names]
+    return event(number, parent, "user", found)
+
+
+@pytest.mark.parametrize("last", [5, 6])
+def test_results_of_parallel_calls_are_in_one_path(last):
+    asked = event(1, None, "user", "q")
+    calls, results = [call(2, 1, "a"), call(3, 2, "b")], [result(5, 2, "a"), result(6, 3, "b")]
+    events = [asked, *calls, *results, event(7, last, "assistant", "done")]
+    assert trace_paths(events) == [events]
+    assert trace_paths(events[:4]) == [events[:4]], "the run ended before the second result"
+    events = [asked, call(2, 1, "a", "b"), result(5, 2, "a"), result(6, 2, "b")]
+    assert trace_paths(events) == [events]
+    assert trace_paths([*events, result(7, 2, "a")])[0] == events[:3], "done anew: branches"

@@ -16,6 +16,7 @@ from torch_collate_kit.chat.options import DEFAULT_OPTIONS, ChatOptions, ChatSet
 from torch_collate_kit.chat.records import BadArguments
 from torch_collate_kit.chat.tokenize import COUNTS, grouped, tokenize_records
 from torch_collate_kit.errors import DataError
+from torch_collate_kit.reading.source import check_not_transformed
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -98,6 +99,7 @@ def check_is_dataset(dataset: Any, function: str, others: str = "") -> None:
             f"expected a datasets.Dataset, got {type(dataset).__name__}; use Dataset.from_list, a "
             f"split of the DatasetDict{others}"
         )
+    check_not_transformed(dataset)
 
 
 @contextmanager

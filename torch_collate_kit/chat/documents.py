@@ -70,7 +70,11 @@ def tokenize_documents(
         raise DataError(
             f"there is no column {text!r}; pass text= with one of {dataset.column_names}"
         )
+    if not len(dataset):
+        raise DataError("the dataset is empty (0 texts); give at least one")
     kind = dataset.features[text]
+    if getattr(kind, "dtype", None) == "null":
+        raise DataError(f"row 0: the text of column {text} is null, as all are; drop the rows")
     if getattr(kind, "dtype", None) not in ("string", "large_string", "string_view"):
         raise DataError(
             f"column {text} holds {kind}, not texts; pass text= with the column of texts"

@@ -290,6 +290,14 @@ class PlannedExamples:
     """Returns what an error calls an example, from its place; by default its index in the dataset,
     or of a whole batch its place."""
 
+    def __getitem__(self, index: object) -> NoReturn:
+        """Refuse what torch's own collate function does first."""
+        raise TypeError(
+            "a planned batch is not a list of examples; pass the DataLoader the collate_fn that "
+            "the sampler was made with: DataLoader(data, batch_sampler=PackedBatchSampler(data, "
+            "collate, ...), collate_fn=collate)"
+        )
+
     @property
     def part(self) -> RankPlan:
         """The plan, as the share of one rank or as all of it."""

@@ -42,6 +42,15 @@ def is_a(value: Any, module: str, name: str) -> bool:
     return loaded is not None and isinstance(value, getattr(loaded, name, ()))
 
 
+def check_not_transformed(dataset: Any) -> None:
+    """Refuse a ``datasets.Dataset`` whose columns are not what its rows are."""
+    if dataset.format["type"] == "custom":
+        raise TypeError(
+            "the datasets.Dataset computes its rows on the fly (set_transform), and columns would "
+            "bypass that; apply it with .map first"
+        )
+
+
 def is_sequence(value: Any) -> bool:
     """Return whether a value is a sequence other than a string."""
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
@@ -77,6 +86,8 @@ class Source:
         if is_a(data, "datasets", "Dataset") and data.format["type"] != "custom":
             data = data.with_format("arrow", columns=data.format["columns"])
         elif is_a(data, "pandas", "DataFrame") and "object" in map(str, data.dtypes):
+            if not data.columns.is_unique:
+                raise DataError(f"{name} has columns of one name: {[*data.columns]}; rename them")
             data = {column: data[column].tolist() for column in data}
         elif is_lazy or (
             hasattr(data, "__arrow_c_stream__")
@@ -85,7 +96,16 @@ class Source:
         ):
             data = data.collect() if is_lazy else data
             data = data.reset_index(drop=True) if is_a(data, "pandas", "DataFrame") else data
-            data = needed_package("pyarrow", "reading columns of Arrow").table(data)
+            pa = needed_package("pyarrow", "reading columns of Arrow")
+            try:
+                found = pa.table(data)
+            except pa.ArrowInvalid as error:  # one column alone
+                raise TypeError(f"{name} is {type_name(data)}; pass {others}{_FORMS}") from error
+            if not len(found):
+                raise DataError(
+                    f"{name} has no rows (0 examples); a stream of record batches is read once"
+                )
+            data = found
         elif is_sequence(paths) and paths and all(isinstance(p, str | os.PathLike) for p in paths):
             data = ArrowFiles([os.fspath(path) for path in paths])
         self.data = data

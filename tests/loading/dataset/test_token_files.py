@@ -370,7 +370,8 @@ END = {"end_id": 2}
 BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no file": (lambda folder: folder / "x.bin", U2 | END, r"x\.bin: cannot be read"),
     "a folder": (lambda folder: folder, U2 | END, "cannot be read"),
-    "unknown content": (raw(packed(TOKENS, "u2")), END, r"x\.bin: no index .* pass dtype="),
+    "unknown content": (raw(packed(TOKENS, "u2")), END, r"x\.bin: no index .* pass it, such as dtype="),
+    "another header of llm.c": (raw(np.array([20240520, 2, 3], "<i4").tobytes() + bytes(1012) + packed(TOKENS, "u2")), U2 | END, r"x\.bin: a header of llm\.c, version 2"),
     "no ends": (raw(packed(TOKENS, "u2")), U2, r"x\.bin: documents are marked by nothing"),
     "two ids": (raw(packed(TOKENS, "u2")), U2 | END | {"start_id": 5}, r"x\.bin: documents are marked by end_id=2 and start_id=5"),
     "half a token": (raw(b"abc"), U2 | END, r"x\.bin: has 3 bytes"),

@@ -196,7 +196,6 @@ def test_documents_are_packed_anew_by_our_collators():
 IDS = [5, 6, 7, 8]
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no kind": ({"input_ids": IDS}, {}, "nothing in the columns .* end_id"),
-    "a mask of ones": ({"input_ids": IDS, "attention_mask": [1] * 4}, {}, "attention_mask is 1 .* end_id"),
     "an end before the row's": ({"input_ids": IDS, "seq_lengths": [2, 1]}, {}, r"row 1: seq_lengths is \[2, 1\], .* 4 tokens"),
     "an end after the row's": ({"input_ids": IDS, "seq_lengths": [2, 3]}, {}, "row 1: seq_lengths"),
     "a negative length": ({"input_ids": IDS, "seq_lengths": [6, -2]}, {}, "row 1: seq_lengths"),
@@ -255,10 +254,18 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "two targets": ({"input_ids": IDS, "seq_lengths": [2, 2], "labels": IDS, "loss_mask": [1] * 4}, {}, "at most one loss target"),
     "ids twice": ({"input_ids": IDS, "tokens": IDS, "seq_lengths": [2, 2]}, {}, "each column once"),
     "no ids": ({"seq_lengths": [2, 2]}, {}, "packed rows have input_ids"),
-    "a null": ({"input_ids": [5, None, 7, 8], "seq_lengths": [2, 2]}, {}, "input_ids is not a list of numbers"),
-    "a null row": ({"input_ids": IDS, "seq_lengths": None}, {}, "rows? .*seq_lengths"),
+    "a null": ({"input_ids": [5, None, 7, 8], "seq_lengths": [2, 2]}, {}, "row 0: input_ids is null or has a null"),
+    "a null row": ({"input_ids": IDS, "seq_lengths": None}, {}, "row 0: seq_lengths is null"),
     "texts": ({"input_ids": list("abcd"), "seq_lengths": [2, 2]}, {}, "input_ids holds"),
-    "numbers, not lists": ({"input_ids": 5, "seq_lengths": 1}, {}, "input_ids is not a list of numbers"),
+    "numbers, not lists": ({"input_ids": 5, "seq_lengths": 1}, {}, r"row 0: input_ids .* is no list \(int"),
+    "half a length": ({"input_ids": IDS, "seq_lengths": [1.5, 2.5]}, {}, "seq_lengths must hold whole numbers"),
+    "no number as a length": ({"input_ids": IDS, "seq_lengths": [2.0, float("nan")]}, {}, "seq_lengths must hold whole numbers"),
+    "lengths as text": ({"input_ids": IDS, "seq_lengths": ["2", "2"]}, {}, "seq_lengths must hold whole numbers: it holds string"),
+    "lengths in lists": ({"input_ids": IDS, "seq_lengths": [[2], [2]]}, {}, "seq_lengths must hold whole numbers: it holds list"),
+    "flags as lengths": ({"input_ids": IDS, "seq_lengths": [True] * 4}, {}, "seq_lengths must hold whole numbers: it holds bool"),
+    "half a number": ({"input_ids": IDS, "attention_mask": [0.5, 0.5, 1, 1]}, {}, r"row 0, token 0: attention_mask is 0\.5"),
+    "no number": ({"input_ids": IDS, "segment_ids": [0, 0, 1, float("nan")]}, {}, "row 0, token 3: segment_ids is nan"),
+    "pads of one column": ({"input_ids": IDS, "attention_mask": [1, 1, 2, 2], "sequence_id": [0, 0, -1, -1]}, {}, "row 0, token 2: a pad by one of attention_mask and sequence_id alone"),
     "positions as text": ({"input_ids": IDS, "position_ids": list("0101")}, {}, "position_ids holds"),
 }  # fmt: skip
 
@@ -280,9 +287,39 @@ def test_refusals_name_the_row_and_the_way_out(row, options, message):
             unpack_dataset(given, **options)
 
 
+def test_rows_that_nothing_divides(caplog):
+    """In a stream they may be the last batch; a whole dataset of them is refused."""
+    row = {"input_ids": IDS, "attention_mask": [1, 1, 1, 0]}
+    assert unpack_dataset(as_columns([row, row]))["input_ids"] == [IDS[:3]] * 2
+    assert "of 2 rows: attention_mask is at most 1" in caplog.text
+    with pytest.raises(DataError, match=r"attention_mask is at most 1.* pass end_id"):
+        unpack_dataset(datasets.Dataset.from_list([row]))
+    rows = [{"input_ids": IDS, "attention_mask": [1, 1, 2, 2]}] * 1000 + [row]
+    stream = datasets.Dataset.from_list(rows).to_iterable_dataset()
+    mapped = stream.map(unpack_dataset, batched=True, remove_columns=stream.column_names)
+    assert len(list(mapped)) == 2001
+
+
+@pytest.mark.parametrize("dtype", [pa.uint8(), pa.uint16(), pa.float32()])
+def test_positions_and_labels_of_any_dtype(dtype):
+    positions, ids = [*range(256)] * 2, [*range(1, 513)]
+    table = pa.table(
+        {
+            "input_ids": [ids],
+            "position_ids": pa.array([positions], pa.list_(dtype)),
+            "labels": pa.array([ids], pa.list_(pa.uint16())),
+        }
+    )
+    found = unpack_dataset(table, shifted=False)
+    assert [len(of) for of in found["input_ids"].to_pylist()] == [256, 256]
+    assert found["labels"].to_pylist()[1] == [-100, *ids[257:]]
+    lengths = unpack_dataset({"input_ids": [IDS], "seq_lengths": [[2.0, 2.0]]})
+    assert lengths["input_ids"] == [IDS[:2], IDS[2:]]
+
+
 def test_wrong_arguments():
     row = as_columns([trl_bfd(drawn(np.random.default_rng(0))[0])])
-    for options in ({"shifted": 1}, {"end_id": "x"}, {"pad_id": True}):
+    for options in ({"shifted": 1}, {"end_id": "x"}, {"pad_id": True}, {"num_proc": "2"}):
         with pytest.raises(TypeError):
             unpack_dataset(row, **options)
     with pytest.raises(TypeError, match=r"stream\.map\(unpack_dataset"):

@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from torch_collate_kit._checks import checked_bool, checked_int, needed_package
+from torch_collate_kit._checks import (
+    checked_bool,
+    checked_int,
+    checked_optional_int,
+    needed_package,
+)
 from torch_collate_kit.batch import IGNORE_INDEX
 from torch_collate_kit.chat.dataset import bars_of_rank_0, check_is_dataset
 from torch_collate_kit.errors import DataError
@@ -42,8 +47,8 @@ _REMOVED = {*_KINDS, "packing_params", "max_length_q", "max_length_k", "max_seql
 _COUNTS = ("padding", "untrained", "last_targets")
 _ROWS_AT_A_TIME = 256
 _SILENT = (
-    "attention_mask is 1 at all tokens, so nothing says where documents begin; if a token ends "
-    "each, pass end_id; rows of one document need no unpacking"
+    "attention_mask is at most 1, so nothing says where documents begin, and each row is one; if a "
+    "token ends each document, pass end_id"
 )
 
 
@@ -70,9 +75,10 @@ def unpack_dataset(
         num_proc: the number of processes; None for this one.
 
     Returns a new Dataset and a Counter: cells of "padding", "untrained" documents, which are left
-    out, and trained "last_targets", which a shifted target has of a token that no row has. Columns
-    per token are cut alike, others repeated, boundaries removed; values are copied, in their dtype.
-    A target's first entry is -100 or 0. Of columns only columns are returned, and counts logged.
+    out, and trained "last_targets", which a shifted target has of a token that no row has. Lists of
+    numbers are per token and cut alike, others repeated, boundaries removed; values are copied, in
+    their dtype (unsigned labels as int64). A target's first entry is -100 or 0. Of columns only
+    columns are returned, counts logged, and rows that no column divides are one document each.
 
     Raises:
         DataError: boundaries that contradict each other, the row or its pads; labels that are
@@ -90,12 +96,13 @@ def unpack_dataset(
             checked_int(name, value, minimum=0)
     if shifted is not None:
         checked_bool("shifted", shifted, "None")
+    checked_optional_int("num_proc", num_proc, hint="None is this process")
     if not isinstance(rows, Mapping) and not is_a(rows, "pyarrow", "Table"):
         check_is_dataset(rows, "unpack_dataset", ", or stream.map(unpack_dataset, batched=True)")
         return _of_dataset(rows.with_format("arrow"), shifted, ids, num_proc)
     packed = _Packed(_table(rows) if isinstance(rows, Mapping) else rows, 0, ids)
-    if not packed.speaks:
-        raise DataError(_SILENT)
+    if not packed.speaks:  # of a stream perhaps the last batch
+        _logger.warning("of %d rows: %s", packed.num_rows, _SILENT)
     found, counts = packed.documents(shifted)
     _logger.info("left out of packed rows: %s", dict(counts))
     return found.to_pydict() if isinstance(rows, Mapping) else found
@@ -103,12 +110,13 @@ def unpack_dataset(
 
 def _table(rows: Mapping[str, Any]) -> pa.Table:
     pa = needed_package("pyarrow", "unpack_dataset")
-    try:
-        return pa.table(
-            {k: [of.tolist() if hasattr(of, "tolist") else of for of in rows[k]] for k in rows}
-        )
-    except (pa.ArrowException, TypeError) as error:
-        raise DataError(f"the columns do not hold one list of numbers per row: {error}") from error
+    found = {}
+    for name, column in rows.items():
+        try:
+            found[name] = pa.array([of.tolist() if hasattr(of, "tolist") else of for of in column])
+        except (pa.ArrowException, TypeError) as error:
+            raise DataError(f"{name} does not hold one list of numbers per row: {error}") from error
+    return pa.table(found)
 
 
 @bars_of_rank_0()
@@ -157,6 +165,7 @@ class _Packed:
 
     def __init__(self, table: pa.Table, first_row: int, ids: Mapping[str, int | None]) -> None:
         self._names = names = [_RENAMED.get(name, name) for name in table.column_names]
+        self.num_rows = len(table)
         self._table, self._first_row = table.rename_columns(names), first_row
         targets = [name for name in TARGETS if name in names]
         wrong = [name for name in names if name in MEDIA or names.count(name) > 1] + targets[1:]
@@ -190,10 +199,10 @@ class _Packed:
         """Return the entries of a column of lists end to end, in Arrow, and the length of each."""
         array = plain(self._table.column(name)).combine_chunks()
         if not hasattr(array, "value_lengths") or array.null_count or array.flatten().null_count:
+            wrong = (not isinstance(of, list) or None in of for of in array.to_pylist())
             raise DataError(
-                f"rows {self._first_row} to {self._first_row + len(array) - 1}: {name} is not a "
-                f"list of numbers in every row, but {array.type} with nulls or none; drop the "
-                "others, or the column"
+                f"row {self._first_row + [*wrong].index(True)}: {name} is null or has a null in "
+                f"it, or is no list ({array.type}); drop the row, or the column"
             )
         lengths = array.value_lengths().to_numpy(zero_copy_only=False)
         return array.flatten(), lengths.astype(np.int64)
@@ -210,9 +219,21 @@ class _Packed:
 
     def _numpy(self, name: str) -> np.ndarray:
         values: np.ndarray = self._per_token(name).to_numpy(zero_copy_only=False)
+        if not len(values):
+            return np.zeros(0, np.int64)
         if values.dtype.kind not in "iufb":
             raise DataError(f"{name} holds {values.dtype}; it must hold numbers")
         return values
+
+    def _whole(self, name: str) -> np.ndarray:
+        """Return the whole numbers of a column per token: int64."""
+        values = self._numpy(name)
+        if values.dtype.kind == "f":
+            is_whole = (np.floor(values) == values) & (np.abs(values) < 2**53)
+            if not is_whole.all():
+                cell = int(is_whole.argmin())
+                self._fail(cell, f"{name} is {values[cell]}; give whole numbers")
+        return values.astype(np.int64, copy=False)
 
     def _find_documents(self, end_id: int | None, pad_id: int | None) -> None:
         ids = self._numpy("input_ids")
@@ -221,15 +242,15 @@ class _Packed:
         for name, own in begins.items():
             kind = _KINDS[name]
             if kind == "positions":
-                own[1:] = np.diff(self._numpy(name)) != 1
+                own[1:] = np.diff(self._whole(name)) != 1
             elif isinstance(kind, int):
                 numbers = self._checked_numbers(name, kind)
                 own[1:] = np.diff(numbers) != 0
-                if (pads := numbers == kind).any():
-                    if padded_by and (pads != is_pad).any():
-                        cell = int((pads != is_pad).argmax())
-                        self._fail(cell, f"a pad by one of {padded_by} and {name} alone")
-                    is_pad, padded_by = pads, name
+                pads = numbers == kind
+                if padded_by and (pads != is_pad).any():
+                    cell = int((pads != is_pad).argmax())
+                    self._fail(cell, f"a pad by one of {padded_by} and {name} alone; remove one")
+                is_pad, padded_by = pads, name
             else:
                 may_be_left = is_pad if pad_id is None else is_pad | (ids == pad_id)
                 self._read_lists(name, own, is_pad, may_be_left)
@@ -252,7 +273,7 @@ class _Packed:
 
     def _checked_numbers(self, name: str, pad: int) -> np.ndarray:
         """Return the numbers of documents: they rise in a row, and a pad ends a document."""
-        numbers = self._numpy(name).astype(np.int64)
+        numbers = self._whole(name)
         if (numbers < pad).any():
             cell = int((numbers < pad).argmax())
             self._fail(cell, f"{name} is {numbers[cell]}, below {pad}, which is that of pads")
@@ -267,13 +288,23 @@ class _Packed:
             self._fail(cell, f"{name} is {numbers[cell]} after {before}; {hint}")
         return numbers
 
+    def _whole_lists(self, name: str) -> list[list[int]]:
+        """Return the whole numbers of each row."""
+        entries, counts = self._lists(name)
+        kind = str(entries.type)
+        try:
+            if not kind.startswith(("int", "uint", "float", "double", "null")):
+                raise ValueError(f"it holds {kind}")
+            numbers = entries.cast("int64").to_numpy(zero_copy_only=False)
+        except ValueError as error:  # that of Arrow is one, too
+            raise DataError(f"{name} must hold whole numbers: {error}") from error
+        return [part.tolist() for part in np.split(numbers, np.cumsum(counts)[:-1])]
+
     def _read_lists(self, name: str, begins: Any, is_pad: Any, may_be_left: Any) -> None:
         """Mark where documents begin by a list per row, and the pads that it leaves."""
         kind = _KINDS[name]
         of_real = "seq_lens" if name == "seq_lens_padded" and "seq_lens" in self._names else name
-        for column in (of_real, name):
-            self._lists(column)
-        given = (self._table.column(column).to_pylist() for column in (of_real, name))
+        given = (self._whole_lists(column) for column in (of_real, name))
         for row, (sizes, rooms) in enumerate(zip(*given, strict=True)):
             first, length = self._firsts[row], self._lengths[row]
             edges = [0, *accumulate(rooms)] if kind == "lengths" else rooms
@@ -337,8 +368,11 @@ class _Packed:
         if self._target:
             ignored = IGNORE_INDEX if self._target == "labels" else 0
             target = self._numpy(self._target)[self._cells]
+            if self._target == "labels" and target.dtype.kind == "u":  # which has no -100
+                target = target.astype(np.int64)
             if shifted is None and (target != ignored).any():
-                raise DataError("labels are both the ids and the next ids; pass shifted=")
+                first = self._places()[(target != ignored).argmax()]
+                self._fail(first, "labels are both the ids and the next ids; pass shifted=")
             if shifted:
                 last = int((target[self._starts + self._sizes - 1] != ignored).sum())
             target = np.roll(target, 1) if shifted else target.copy()
@@ -376,10 +410,10 @@ class _Packed:
         offsets, found = pa.array(np.append(0, np.cumsum(sizes)).astype(np.int32)), {}
         for name in self._names:
             column = self._table.column(name)
-            kind = str(column.type)
+            kind, is_list = str(column.type), hasattr(column.type, "value_type")
             if name in _REMOVED:
                 continue
-            if name not in changed and ("list" not in kind or "string" in kind):
+            if name not in changed and (not is_list or "string" in kind):
                 found[name] = column.take(pa.array(rows))
                 continue
             if name not in changed:

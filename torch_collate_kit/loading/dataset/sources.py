@@ -40,7 +40,14 @@ from torch_collate_kit.reading.keys import (
     refuse_boundaries,
 )
 from torch_collate_kit.reading.reader import opened_column
-from torch_collate_kit.reading.source import Examples, Source, are_nested, is_a, is_sequence
+from torch_collate_kit.reading.source import (
+    Examples,
+    Source,
+    are_nested,
+    check_not_transformed,
+    is_a,
+    is_sequence,
+)
 from torch_collate_kit.vision.families import IMAGE_FIELDS
 
 if TYPE_CHECKING:
@@ -71,7 +78,7 @@ def read_records(name: str | os.PathLike[str], *, split: str = "train") -> Datas
     datasets = needed_package("datasets", "reading dataset files")
     path, name = Path(name), str(name)
     if path.is_file() or (_suffix(path) in _KINDS and not path.is_dir()):
-        return _read_file(datasets, path)
+        return _of_split(_read_file(datasets, path), name, split)
     # what else is here or has the suffix of a file is no name of the hub
     is_of_file = path.exists() or path.suffix in (".npy", ".jinja")
     if not path.is_dir() and (is_of_file or not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name)):
@@ -86,11 +93,15 @@ def read_records(name: str | os.PathLike[str], *, split: str = "train") -> Datas
         raise DataError(
             f"{name}: no saved dataset here, and not found on the hub: {_short(error)}"
         ) from error
-    if not isinstance(found, datasets.DatasetDict):
-        return found
-    if split not in found:
-        raise DataError(f"{name}: there is no split {split!r}; it has {', '.join(sorted(found))}")
-    return found[split]
+    return _of_split(found, name, split)
+
+
+def _of_split(found: Any, name: str, split: str) -> Dataset:
+    """Return the split, of what has none the whole where no other than "train" was asked for."""
+    splits = found if isinstance(found, dict) else {"train": found}
+    if split not in splits:
+        raise DataError(f"{name}: there is no split {split!r}; it has {', '.join(sorted(splits))}")
+    return splits[split]
 
 
 def _read_file(datasets: Any, path: Path) -> Dataset:
@@ -232,11 +243,8 @@ def mapped(path: str, dtype: np.dtype[Any], first: int, count: int | None = None
 
 def kept_source(given: Any, columns: Sequence[str] | None, train_all: bool) -> Any:
     """Return a Dataset, a Table, Arrow files or a dict of arrays, with the kept columns alone."""
-    if is_a(given, "datasets", "Dataset") and given.format["type"] == "custom":
-        raise TypeError(
-            "the datasets.Dataset computes its rows on the fly (set_transform), and columns would "
-            "bypass that; apply it with .map first"
-        )
+    if is_a(given, "datasets", "Dataset"):
+        check_not_transformed(given)
     if isinstance(given, TokenFiles):
         return given.select(_chosen(given.column_names, columns, train_all, lambda _: ()))
     if isinstance(given, str | os.PathLike) and os.path.isdir(given):

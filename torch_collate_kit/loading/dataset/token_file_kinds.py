@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from torch_collate_kit._checks import checked_int
+from torch_collate_kit._checks import checked_int, type_name
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.loading.dataset.sources import TokenFiles, mapped
 from torch_collate_kit.loading.dataset.tokenized import TokenizedDataset
@@ -50,7 +50,7 @@ def token_files(
     Raises:
         DataError: a file is missing, empty, damaged, of another dtype, or of a kind that is not
             read; documents are marked in no way or in two. The message names the file.
-        TypeError: an id that is not an int.
+        TypeError: an id that is not an int, paths or a dtype that are none.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp(), "tokens.bin")
@@ -61,10 +61,14 @@ def token_files(
     """
     given = {"end_id": end_id, "start_id": start_id}
     marks = {k: checked_int(k, of, minimum=0) for k, of in given.items() if of is not None}
-    kind = None if dtype is None else np.dtype(dtype)
+    try:
+        kind = None if dtype is None else np.dtype(dtype)
+    except TypeError as error:
+        raise TypeError(f'dtype must be one of NumPy, such as "uint16", got {dtype!r}') from error
     if kind is not None and kind.kind not in "iu":
         raise ValueError(f"dtype must be one of integers, got {kind}; tokens are ids")
-    names, masks = _listed(paths), _listed(loss_masks or [])
+    names = _listed("paths", paths)
+    masks = [] if loss_masks is None else _listed("loss_masks", loss_masks)
     if not names:
         raise DataError("paths has no file; name at least one")
     if masks and len(masks) != len(names):
@@ -83,9 +87,12 @@ def token_files(
     return TokenizedDataset(source)
 
 
-def _listed(paths: Any) -> list[str]:
-    one = isinstance(paths, str | os.PathLike)
-    return [os.path.abspath(path) for path in ([paths] if one else paths)]
+def _listed(name: str, paths: Any) -> list[str]:
+    try:
+        one = isinstance(paths, str | os.PathLike)
+        return [os.path.abspath(path) for path in ([paths] if one else paths)]
+    except TypeError as error:
+        raise TypeError(f"{name} must be paths of files, got {type_name(paths)}") from error
 
 
 def _opened(
@@ -136,16 +143,19 @@ def _header(path: Path, dtype: np.dtype[Any] | None) -> tuple[np.dtype[Any], int
     except Exception as error:  # of many types, as the header is broken
         raise DataError(f"{path}: cannot be read: {error}") from error
     magic, version, count = np.frombuffer(start.ljust(12, b"\0"), "<i4").tolist()
-    if magic in _LLM_C and version == _LLM_C[magic][0]:
+    if magic in _LLM_C:
+        if version != _LLM_C[magic][0]:
+            raise DataError(f"{path}: a header of llm.c, version {version}, which is not read")
         kind = np.dtype(_LLM_C[magic][1])
         mapped(str(path), kind, 1024, count)
         return kind, 1024
     if magic == _NEMO and version == 1:
         raise DataError(f"{path}: a .bin of NeMo, which is not read; write it as one of Megatron")
     if dtype is None:
+        no_index = f"no index ({path.stem}.idx) and " * (path.suffix != ".npy")
         raise DataError(
-            f"{path}: no index ({path.stem}.idx) and no header, so what it holds is not known; "
-            'pass dtype="uint16" if these are its tokens'
+            f"{path}: {no_index}no header, so the dtype of its tokens is not known; pass it, such "
+            'as dtype="uint16"'
         )
     return dtype, 0
 
@@ -188,8 +198,17 @@ def _read_list(path: Path) -> np.ndarray:
     """Return the offsets of documents that lines of "start,end" list."""
     try:
         with gzip.open(path, "rt", newline="") as file:
-            spans = np.array([row[:2] for row in csv.reader(file)], dtype=np.int64).reshape(-1, 2)
-    except (OSError, EOFError, zlib.error, ValueError, OverflowError, csv.Error) as error:
+            lines = [(row[0], row[1]) for row in csv.reader(file)]
+        spans = np.array(lines, dtype=np.int64).reshape(-1, 2)
+    except (
+        OSError,
+        EOFError,
+        zlib.error,
+        ValueError,
+        IndexError,
+        OverflowError,
+        csv.Error,
+    ) as error:
         raise DataError(f"{path}: not lines of start,end in gzip: {error}") from error
     offsets = np.append(0, spans[:, 1])
     if (spans[:, 0] != offsets[:-1]).any() or (np.diff(offsets) < 0).any():
