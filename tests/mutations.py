@@ -36,6 +36,7 @@ class Fault(NamedTuple):
 
 FAULTS = [
     # sources
+    Fault("loading/dataset/foreign_rows.py", "np.diff(self._whole(name)) != 1", "np.diff(self._numpy(name)) != 1", "loading/dataset/test_unpack_dataset.py"),
     Fault("loading/dataset/foreign_rows.py", "target = np.roll(target, 1) if shifted else target.copy()", "target = target.copy()", "loading/dataset/test_unpack_dataset.py"),
     Fault("loading/dataset/foreign_rows.py", "np.flatnonzero(~is_pad) if has_pads else slice(None)", "slice(None)", "loading/dataset/test_unpack_dataset.py"),
     Fault("loading/dataset/foreign_rows.py", "target[self._starts] = ignored", "pass", "loading/dataset/test_unpack_dataset.py"),
@@ -53,6 +54,7 @@ FAULTS = [
     Fault("chat/cache_keys.py", "of_text = [tokenizer.chat_template,", "of_text = [", "chat/test_documents.py"),
     Fault("chat/cache_keys.py", "_digest([key, dataset._fingerprint])", "_digest([key])", "chat/test_documents.py"),
     Fault("chat/cache_keys.py", "text = text[text.index('\"added_tokens\"') :]", "pass", "chat/test_documents.py"),
+    Fault("chat/traces.py", "            parents.update(zip(chain[1:], chain, strict=False))\n", "", "chat/test_documents.py"),
     Fault("chat/traces.py", "_marked(event, i in known)", "_marked(event, False)", "chat/test_documents.py"),
     Fault("chat/traces.py", "if key is not None and not is_side:", "if key is not None:", "chat/test_documents.py"),
     # windows
@@ -80,7 +82,7 @@ FAULTS = [
     Fault("loading/dataset/sources.py", '"num_cut_tokens", "is_continued")', '"num_cut_tokens")', "reporting/test_audit_forms.py"),
     # shapes
     Fault("batch/model_inputs.py", "return torch.cat([flat, flat[-1:].expand(missing)])", "return flat", "collators/test_capacity.py"),
-    Fault("batch/model_inputs.py", "len(per_row), most), shape.numel() // len(per_row)", "len(per_row), most), longest", "collators/test_capacity.py"),
+    Fault("batch/model_inputs.py", "len(per_row), most), int(shape[-1])", "len(per_row), most), longest", "collators/test_capacity.py"),
     Fault("collators/packed.py", "= most + 1 + (self.vision is not None)", "= most + (self.vision is not None)", "collators/test_capacity.py"),
     Fault("batch/model_inputs.py", 'if "cu_seqlens_cpu" in kind.keywords:', "if False:", "collators/test_capacity.py"),
     Fault("batch/block_masks.py", "ends - (window - 1)", "ends - window", "test_block_masks.py"),
@@ -117,12 +119,15 @@ FAULTS = [
     Fault("attention/context.py", "return gradient.chunk(size)[dist.get_rank(ctx.group)], None", "return _Gather.backward(ctx, gradient)", "test_context_ranks.py"),
     Fault("losses/token_logps.py", "if batch is not None and is_shard(batch):", "if False:", "test_context_shards.py"),
     # targets at a depth
-    Fault("batch/targets.py", "np.minimum(depth, lengths)", "np.minimum(1, lengths)", "test_depths.py"),
+    Fault("batch/dense.py", "np.minimum(min(depth, num_cells), lengths)", "np.minimum(1, lengths)", "test_depths.py"),
     Fault("batch/targets.py", "ends = np.append(0, firsts + lengths)", "ends = np.append(0, firsts + 1)", "test_depths.py"),
     Fault("batch/targets.py", "tokens - depth\n", "tokens - 1\n", "test_depths.py"),
     Fault("batch/targets.py", "of_tokens[predicting]", "of_tokens[cells] - depth", "test_depths.py"),
     Fault("batch/targets.py", "* float(divisor)", "* 1", "test_depths.py"),
-    Fault("batch/targets.py", "torch.where(labels == IGNORE_INDEX, ids, labels)", "ids", "test_depths.py"),
+    Fault("batch/targets.py", "weights = weights * (labels.flatten() != IGNORE_INDEX)", "pass", "test_depths.py"),
+    Fault("batch/targets.py", "or \"input_ids\" in stored.given", "", "test_depths.py"),
+    Fault("batch/dense.py", "is_trained.index_fill_(0, without", "is_trained.index_fill_(0, without[:0]", "test_segments.py"),
+    Fault("batch/dense.py", "        ids = make_field(\"input_ids\", columns, batch._shared, {})\n", "        pass\n", "test_depths.py"),
     Fault("batch/targets.py", 'batch._shared, {})', "batch._shared, stored.metadata)", "test_depths.py"),
     Fault("batch/context_shards.py", 'metadata.pop("num_loss_tokens", None)', "pass", "test_depths.py"),
     Fault("batch/context_shards.py", "predicting = np.clip(first + length - depth, begin, ends)", "predicting = np.clip(first + length - 1, begin, ends)", "test_depths.py"),
@@ -211,7 +216,7 @@ FAULTS = [
     Fault("losses/token_logps.py", "slope.mul_(1 - capped * capped)", "slope.mul_(1 - capped)", "test_losses_through_head.py"),
     Fault("losses/token_logps.py", "_nll_and_slope(logits, targets[part], -grad[part], ctx.softcap)", "_nll_and_slope(logits, targets[part], -grad[:len(states)], ctx.softcap)", "test_losses_through_head.py"),
     Fault("losses/token_logps.py", "yield part, states, used_weight, F.linear(states, used_weight, used_bias).to(wide)", "yield part, states, used_weight, F.linear(hidden.to(dtype), used_weight, used_bias).to(wide)[part]", "test_losses_through_head.py"),
-    Fault("losses/token_logps.py", "torch.where(is_none, 0 if is_same else targets, labels)", "labels.clamp(min=0)", "test_segments.py"),
+    Fault("losses/token_logps.py", "labels = batch[name] if name in batch else ids_of_tokens(batch)", "labels = ids_of_tokens(batch)", "test_segments.py"),
     Fault("losses/token_logps.py", "(cells // max(num_columns, 1) + 1) * more", "cells // max(num_columns, 1) * more", "test_segments.py"),
     Fault("losses/segments.py", "torch.searchsorted(starts, cells, right=True) - 1", "torch.searchsorted(starts, cells) - 1", "test_segments.py"),
     Fault("losses/segments.py", "torch.where(cells < ends[found], found, len(firsts))", "found", "test_segments.py"),
@@ -474,7 +479,7 @@ FAULTS = [
     Fault("loading/packed_sampler.py", "firsts * sizes.num_firsts", "firsts", "test_targets.py"),
     Fault("loading/stream.py", "\"targets\": None if collator.targets == \"next_token\" else str(collator.targets)", "\"targets\": None", "test_targets.py"),
     Fault("losses/token_loss.py", "elif return_per_token_outputs:\n        targets", "if return_per_token_outputs:\n        targets", "test_targets.py"),
-    Fault("losses/token_logps.py", "return torch.where(is_none, 0, logps) if is_same else logps", "return logps", "test_targets.py"),
+    Fault("losses/token_logps.py", "return (mask != 0) & (labels[:, labels.shape[1] - mask.shape[1] :] != IGNORE_INDEX)", "return mask != 0", "test_targets.py"),
     Fault("loading/skipping.py", "copy.copy(indices) if isinstance(indices, list) else []", "[]", "loading/sampler/test_epoch_of_parts.py"),
     Fault("loading/sampler.py", "part.epoch = self.epoch\n", "part.epoch = self.sampler.epoch\n", "loading/sampler/test_epoch_of_parts.py"),
     Fault("batch/model_kind.py", "if is_packed and is_of_rows:", "if False:", "test_encoder_training.py"),

@@ -247,8 +247,8 @@ def test_fields_changed_before_are_those_of_the_targets() -> None:
     batch["labels"][0, 2] = 55
     batch["loss_mask"][0, 0], batch["loss_mask"][0, 3] = 0.5, 0.5  # of token 1, and across a border
     batch["input_ids"][0, 1] = 44
-    assert pairs(batch, 1) == [(0, 44), (1, 55), (2, 8), (4, 4), (5, 9)]
-    assert batch.targets(1).weights.tolist() == [2, 1, 1, 1, 1]  # as token_loss weighs them
+    assert pairs(batch, 1) == [(1, 55), (2, 8), (4, 4), (5, 9)], "token 1 has no label"
+    assert batch.targets(1).weights.tolist() == [1, 1, 1, 1]  # as token_loss weighs them
     shard = batch.context_shard(0, 1, depth=2)
     assert shard["input_ids"].tolist() == [[44, 7, 8, 0, 4, 9, 0]]
     assert shard["targets"].tolist() == [[55, 8, -100, -100, 9, -100, -100]]
@@ -256,6 +256,57 @@ def test_fields_changed_before_are_those_of_the_targets() -> None:
     embeds = torch.arange(1.0, 8).view(1, 7, 1)
     shard = batch.with_fields(inputs_embeds=embeds).context_shard(0, 1, depth=3)
     assert shard["inputs_embeds"].flatten().tolist() == [3, 4, 0, 0, 7, 0, 0]
+
+
+CHANGES: dict[str, Callable[[Batch], Batch]] = {
+    "input_ids": lambda batch: batch.with_fields(input_ids=batch["input_ids"] % 2 + 50),
+    "no labels": lambda batch: batch.with_fields(labels=torch.full_like(batch["labels"], -100)),
+    "some labels": lambda batch: batch.with_fields(
+        labels=torch.where(batch["labels"] % 2 == 1, batch["labels"], -100)
+    ),
+    "every weight": lambda batch: batch.with_fields(loss_mask=torch.ones_like(batch["loss_mask"])),
+    "some weights": lambda batch: batch.with_fields(loss_mask=batch["loss_mask"] * 0 + 0.5),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("kind", ["packed", "padded", "labels", "rollouts", "tree"])
+def test_one_rule_says_what_is_trained_and_by_which_id(kind: str, name: str) -> None:
+    """A weight that is not 0 and a label that is not -100: for losses, counts, pairs and shards."""
+    examples: Any = [{"input_ids": [5, 6, 7, 8], "loss_mask": [0, 0, 1, 1]}]
+    examples += [{"input_ids": [3, 4, 9], "loss_mask": [0, 1, 1]}]
+    collate: Any = PaddedCollator(0) if kind == "padded" else PackedCollator(0, max_tokens=8)
+    if kind == "labels":
+        for of in examples:
+            of["labels"] = [-100, 4, -100, 2][: len(of.pop("loss_mask"))]
+    if kind == "rollouts":
+        collate = RolloutCollator(0)
+        examples = [{"prompt_ids": [5, 6], "response_ids": [7, 8, 9], "rewards": [0.0, 0, 1]}]
+        examples[0]["loss_mask"] = [1, 0, 1]
+    if kind == "tree":
+        collate = PackedCollator(0, max_tokens=8, share_prefixes=True)
+        examples = [{k: [of[k], of[k][:2] + of[k][:1]] for k in of} for of in examples]
+    if kind == "rollouts" and "labels" in name:
+        return
+    batch = collate(examples)
+    collated = batch.get("labels")
+    collated = None if collated is None else collated.clone()
+    batch = CHANGES[name](batch)
+    logits = torch.randn(*batch["input_ids"].shape, 64).double()
+    pairs_of = batch.targets(1)
+    nll = -logits.flatten(0, 1)[pairs_of.cells].log_softmax(-1).gather(1, pairs_of.ids[:, None])
+    logps = token_logps(logits, batch)
+    torch.testing.assert_close(-logps, nll[:, 0])
+    assert len(logps) == global_num_loss_tokens(batch)
+    loss = (nll[:, 0] * pairs_of.weights).sum()
+    torch.testing.assert_close(token_loss(logits, batch, num_loss_tokens=1), loss)
+    if name == "input_ids" and collated is not None:
+        assert sorted(pairs_of.ids.tolist()) == sorted(collated[collated != -100].tolist())
+    if kind != "tree":
+        shard = batch.context_shard(0, 1)
+        torch.testing.assert_close(token_logps(logits, shard), logps)
+        torch.testing.assert_close(token_loss(logits, shard, num_loss_tokens=1), loss)
+        assert global_num_loss_tokens(shard) == len(logps)
 
 
 def test_shards_wait_for_nothing_and_pairs_for_their_number_alone() -> None:

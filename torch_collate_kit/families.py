@@ -77,6 +77,8 @@ _MASKS, _VARLEN = ("sdpa", "eager"), ("torch_varlen", "flash")
 _IGNORED = "transformers accepts other names and ignores them"
 _BY_2D_MASK = "it multiplies its embeddings by a 2-D attention_mask"
 _NO_4D_MASK = "it takes a 2-D attention_mask only"
+_NO_POSITIONS = "its decoder takes no position_ids, and counts all cells of a row before a token"
+_WHOLE_ROW = "its attention takes no mask of blocks, and sees the whole row before a token"
 _ENCODERS = (
     "bert albert bert-generation camembert data2vec-text distilbert electra embedding_gemma2 "
     "embedding_gemma2_text ernie eurobert gte jina_embeddings_v3 modernbert nomic_bert roberta "
@@ -91,8 +93,8 @@ def _eager(reason: str, types: str, **others: Any) -> Family:
     return _family(types, two_way=("eager",), no_other=reason, **others)
 
 
-def _refused(reason: str, types: str) -> Family:
-    return _family(types, refused=reason)
+def _refused(reason: str, types: str, **others: Any) -> Family:
+    return _family(types, refused=reason, **others)
 
 
 FAMILIES = (
@@ -178,6 +180,13 @@ FAMILIES = (
     _refused(_BY_2D_MASK, "deberta deberta-v2"),
     _refused("a layer mixes neighbouring cells", "convbert fnet funnel ibert"),
     _refused(_NO_4D_MASK, "bloom canine flaubert layoutlm longformer mra nystromformer xlm yoso"),
+    _refused(
+        _NO_POSITIONS,
+        "bart bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus plbart "
+        "prophetnet trocr",
+        left_padding="its decoder takes no position_ids, so it counts the pads",
+    ),
+    _refused(_WHOLE_ROW, "imagegpt openai-gpt"),
     _family("jev", refused="it decides one prompt per call"),
 )
 _BY_TYPE = {name: family for family in FAMILIES for name in family.model_types}

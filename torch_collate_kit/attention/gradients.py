@@ -57,7 +57,7 @@ def largest_gradients(model: nn.Module, packed: PackedInputs, targets: list[int]
     found = [(ids_RW, leaf.grad.abs().amax(-1)) for leaf in embeddings if leaf.grad is not None]
     if images is not None and pixels is not None and pixels.grad is not None:
         found.append(images.largest(pixels.grad))
-    largest = torch.zeros(len(packed.segments.rows), device=ids_RW.device)
+    largest = torch.zeros(len(packed.segments.rows), dtype=torch.float32, device=ids_RW.device)
     for segments, values in found:
         real = segments >= 0
         largest.scatter_reduce_(0, segments[real], values[real].float(), "amax")

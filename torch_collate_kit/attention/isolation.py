@@ -445,7 +445,10 @@ def reason_of_difference(packed: PackedInputs, segment: int) -> str:
             "the model reads the pads on the left as tokens (so do RecurrentGemma, RWKV and xLSTM "
             'in transformers 5.23); pass padding_side="right" to PaddedCollator'
         )
-    return (
+    reason = (
         "a part of the model depends on the place of an example in its row, or on the length of "
-        "the others; use PaddedCollator for this model"
+        "the others"
     )
+    if mask is not None:  # rows are padded already
+        return f"{reason} (as RoPE that is scaled by the longest one); batch equal lengths"
+    return f"{reason}; use PaddedCollator for this model"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch_collate_kit._checks import checked_int
 from torch_collate_kit.batch.context_shards import instead_of, is_shard, shard_of
 from torch_collate_kit.batch.counts import Counted
-from torch_collate_kit.batch.dense import cells_of_shard, make_field
+from torch_collate_kit.batch.dense import cells_of_shard, make_field, trained_labels
 from torch_collate_kit.batch.fields import Field, equal_values, take_rows
 from torch_collate_kit.batch.model_inputs import model_inputs
 from torch_collate_kit.batch.placement import Placement
@@ -401,7 +401,9 @@ class Batch(Counted, Mapping[str, Field]):
         >>> shard["targets"].tolist(), shard.cells.tolist()
         ([[7, 8, 9, -100]], [1, 2, 5, 6])
         """
-        return self.of_storage(shard_of(self.stored(), cp_rank, cp_size, layout, depth))
+        whole, labels = self.stored(), trained_labels(self)
+        whole = whole if labels is None else whole.with_given({"labels": labels})
+        return self.of_storage(shard_of(whole, cp_rank, cp_size, layout, depth))
 
     def targets(self, depth: int = 1) -> Targets:
         """Return what cells predict ``depth`` tokens on in their segment, as flat pairs: copies.

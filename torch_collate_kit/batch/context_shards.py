@@ -112,7 +112,7 @@ def shard_of(storage: Storage, rank: int, size: int, layout: str, depth: int) ->
         whole: Any = make_field("mrope_position_ids", storage.columns, {}, storage.metadata)
         given["mrope_position_ids"] = _cells_of(whole, slices, of_axis=2)
     trained, bounds = columns.is_trained(), tuple(slices.bounds.tolist())
-    is_known = "loss_mask" not in given and trained.is_cpu
+    is_known = {"loss_mask", "targets"}.isdisjoint(given) and trained.is_cpu
     number, pads = int(trained.count_nonzero()) if is_known else None, placement.has_left_pads
     of_whole = (placement.width, bounds, _checksum(storage), number, pads)
     shard = Shard(rank, size, layout, *of_whole, depth)
@@ -279,11 +279,6 @@ def _columns_of(storage: Storage, slices: _ShardSlices) -> Columns:
     names = ["targets" if name == "labels" else name for name in columns.names]
     if "targets" not in names:
         names.insert(names.index("loss_mask") if "loss_mask" in names else 1, "targets")
-    if "loss_mask" in storage.given:  # it may train tokens that had no target
-        ids = columns.values["input_ids"].values
-        names.append("target_ids")
-        specs["target_ids"] = PerTarget(torch.int64)
-        values["target_ids"] = _picked(ids, slices, placement, "targets", offsets)
     dropped = _DROPPED[slices.width == placement.width :]  # whose boundaries are its own
     kept = tuple(name for name in dict.fromkeys(names) if name not in dropped)
     local = _placement_of(storage, slices, offsets)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from torch_collate_kit.batch.fields import (
@@ -22,8 +23,9 @@ from torch_collate_kit.batch.fields import (
     PerTarget,
     PerToken,
 )
+from torch_collate_kit.batch.placement import Placement
 from torch_collate_kit.batch.storage import Columns, fresh_bytes
-from torch_collate_kit.ragged import Ragged
+from torch_collate_kit.ragged import Ragged, span_indices
 
 
 def make_field(
@@ -75,6 +77,44 @@ def cells_of_rows(batch: Any) -> Tensor:
             dense.scatter_(0, places.to(cells.device, non_blocking=True), cells)
         made["cells of tokens"] = dense.view(columns.num_rows, placement.width)
     return made["cells of tokens"]
+
+
+def trained_labels(batch: Any) -> Tensor | None:
+    """Return the label of each token, int64 [R, U], -100 where it is not trained, if they changed.
+
+    A token is trained where its weight in ``loss_mask`` is not 0 and its label is not -100. Labels
+    follow a ``loss_mask`` that was replaced or changed: what it trains beside them has its id. None
+    where neither was (without labels, as of rollouts: neither the mask nor the ids). Of a context
+    shard these are its targets, made with the whole batch.
+    """
+    stored = batch.stored()
+    columns, given, placement = stored.columns, stored.given, batch.placement
+    name = "targets" if placement is not None and placement.shard is not None else "labels"
+    changes = {name, "loss_mask"} if name in batch else {"input_ids", "loss_mask"}
+    if changes.isdisjoint(given) or "loss_mask" not in batch:
+        return None
+    if name in given or name == "targets" or (placement and placement.targets == "same_token"):
+        labels: Tensor = batch[name]
+        return labels
+    mask, ids = batch["loss_mask"], batch["input_ids"]
+    if name in batch:  # labels are of the ids that were collated
+        ids = make_field("input_ids", columns, batch._shared, {})
+    ids = ids.flatten()[cells_of_rows(batch)] if placement and placement.tree_width else ids
+    is_trained = F.pad(mask != 0, (ids.shape[1] - mask.shape[1], 0)).flatten()
+    if placement is not None:
+        without = torch.from_numpy(cells_without(placement, len(is_trained), 1))
+        is_trained.index_fill_(0, without.to(mask.device, non_blocking=True), 0)
+    if name in batch:
+        ids = torch.where(batch[name] == IGNORE_INDEX, ids, batch[name])
+    return torch.where(is_trained.view(ids.shape), ids, IGNORE_INDEX)
+
+
+def cells_without(placement: Placement, num_cells: int, depth: int) -> np.ndarray:
+    """Return the cells of tokens without one ``depth`` before them, and of pads: int64."""
+    firsts, lengths = placement.first_cells(), placement.segments["lengths"].values
+    ends = np.append(0, firsts + lengths)
+    begins = np.append(firsts + np.minimum(min(depth, num_cells), lengths), num_cells)
+    return span_indices(ends, begins - ends)
 
 
 class _Maker:

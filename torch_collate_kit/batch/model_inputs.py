@@ -196,7 +196,7 @@ def _boundaries(
             found["attention_mask"] = found["attention_mask"]["sliding_attention"]
     most = stored.metadata.get("max_segments_per_row")
     if most is not None and _takes_empty_segments(kind):
-        flat, longest = _with_room(flat, len(per_row), most), shape.numel() // len(per_row)
+        flat, longest = _with_room(flat, len(per_row), most), int(shape[-1])
     for keyword in kind.keywords:
         if keyword == "cu_seq_lens":
             found |= {"cu_seq_lens_q": flat, "cu_seq_lens_k": flat}

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from torch_collate_kit.batch.context_shards import check_whole
-from torch_collate_kit.batch.dense import cells_of_rows, make_field
+from torch_collate_kit.batch.dense import (
+    cells_of_rows,
+    cells_without,
+    make_field,
+    trained_labels,
+)
 from torch_collate_kit.batch.fields import IGNORE_INDEX
 from torch_collate_kit.batch.storage import Storage
-from torch_collate_kit.ragged import span_indices
 
 
 class Targets(NamedTuple):
@@ -32,24 +35,23 @@ def pairs_of(batch: Any, stored: Storage, depth: int) -> Targets:
     """Return ``Batch.targets``; ``stored`` is what the batch stores."""
     instead = 'its field "targets" has the target of each cell'
     check_whole(stored, depth, "take the targets of", "asked for pairs", instead)
-    columns, given, placement = stored.columns, stored.given, stored.columns.placement
-    mask: Any = given.get("loss_mask")
+    columns, placement = stored.columns, stored.columns.placement
+    mask: Any = stored.given.get("loss_mask")
     divisor = 1 if mask is None else stored.metadata.get("loss_mask_divisor", 1)
     if mask is None:
         mask = make_field("loss_mask", columns, batch._shared, {})
     weights = (pad(mask, (placement.width - mask.shape[1], 0)) * float(divisor)).flatten()
-    firsts, lengths = placement.first_cells(), placement.segments["lengths"].values
-    ends = np.append(0, firsts + lengths)  # from where on, pads included, nothing is predicted
-    begins = np.append(firsts + np.minimum(depth, lengths), len(weights))
-    without = torch.from_numpy(span_indices(ends, begins - ends))
+    labels = trained_labels(batch)
+    if labels is not None:
+        weights = weights * (labels.flatten() != IGNORE_INDEX)
+    without = torch.from_numpy(cells_without(placement, len(weights), depth))
     weights.index_fill_(0, without.to(weights.device, non_blocking=True), 0)
     tokens = weights.nonzero()[:, 0]  # the one wait, for their number
     cells, predicting = tokens, tokens - depth
     if placement.tree_width:
         of_tokens = cells_of_rows(batch).flatten()
         cells, predicting = of_tokens[cells], of_tokens[predicting]
-    ids = batch["input_ids"].flatten()[cells]
-    if "labels" in columns.values or "labels" in given:
-        labels = batch["labels"].flatten()[tokens]
-        ids = torch.where(labels == IGNORE_INDEX, ids, labels)
+    if labels is None and ("labels" in columns.values or "input_ids" in stored.given):
+        labels = batch.get("labels")  # which the ids are not, or no more
+    ids = batch["input_ids"].flatten()[cells] if labels is None else labels.flatten()[tokens]
     return Targets(predicting, ids, weights[tokens])

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from torch_collate_kit.batch import IGNORE_INDEX, Batch
 from torch_collate_kit.batch.context_shards import is_shard
-from torch_collate_kit.batch.dense import cells_of_rows
+from torch_collate_kit.batch.dense import cells_of_rows, trained_labels
 from torch_collate_kit.batch.unpacking import (
     before_and_at,
     in_rows,
@@ -40,9 +40,10 @@ def token_logps(
 ) -> Tensor:
     """Return the log-probability of each trained token, [n], with a graph; fp32 for half.
 
-    Trained are the cells of ``loss_mask`` that are not 0, row by row. Log-probs are of the labels,
-    which may differ from the ids, and are not weighted. :func:`segment_sums` adds them up, and
-    :func:`~torch_collate_kit.losses.trained_values` selects other fields at the same tokens.
+    Trained are the cells of ``loss_mask`` that are not 0 and whose label is not -100, row by row.
+    Log-probs are of the labels, which may differ from the ids, and are not weighted.
+    :func:`segment_sums` adds them up, and :func:`~torch_collate_kit.losses.trained_values` selects
+    other fields at the same tokens.
 
     With ``head`` the logits of at most 1,024 tokens exist at a time, here and in the backward pass,
     which computes them again: what a log-prob weighs need not be known before. The loss of
@@ -72,22 +73,20 @@ def token_logps(
     mask, cells = loss_mask_of(batch), batch["input_ids"]
     logits = in_rows(logits, *cells.shape)
     check_fit(logits, cells, mask.shape[1], from_batch=not shares_prefixes(batch))
-    if is_shard(batch):
-        name, ids = "targets", batch.get("target_ids", batch["targets"])
-    else:
-        name, ids = "labels", ids_of_tokens(batch)
-    targets, is_same = trained_values(ids, batch), targets_of(batch) == "same_token"
+    targets = trained_values(_labels_of(batch), batch)
     taken = predicting(logits, trained_cells(batch), mask.shape[1], batch)
-    is_none = torch.zeros_like(targets, dtype=torch.bool)
-    if name in batch:
-        labels = trained_values(batch[name], batch)
-        is_none = labels == IGNORE_INDEX
-        targets = torch.where(is_none, 0 if is_same else targets, labels)  # an id is no class
     if head is not None:
-        logps = linear_logps(taken, head.weight, head.bias, targets, logit_softcap)
-    else:
-        logps = -F.cross_entropy(widened(taken), targets, reduction="none")
-    return torch.where(is_none, 0, logps) if is_same else logps
+        return linear_logps(taken, head.weight, head.bias, targets, logit_softcap)
+    return -F.cross_entropy(widened(taken), targets, reduction="none")
+
+
+def _labels_of(batch: Batch) -> Tensor:
+    """Return the label of each trained token, [R, U]; elsewhere anything."""
+    labels = trained_labels(batch)
+    name = "targets" if is_shard(batch) else "labels"
+    if labels is None:
+        labels = batch[name] if name in batch else ids_of_tokens(batch)
+    return labels
 
 
 def trained_values(values: Tensor, batch: Batch) -> Tensor:
@@ -122,17 +121,26 @@ def trained_values(values: Tensor, batch: Batch) -> Tensor:
 
 
 def trained_cells(batch: Batch) -> Tensor:
-    """Return the cells of ``loss_mask`` that are not 0, int64 [n] over all rows, on its device."""
-    is_trained = loss_mask_of(batch).flatten() != 0
+    """Return the trained cells of ``loss_mask``, int64 [n] over all rows, on its device."""
+    is_trained = is_trained_in(batch).flatten()
     stored, counts = batch.stored(), batch.row_metadata.get("num_trained")
     number = int(counts.values.sum()) if isinstance(counts, Ragged) else None
     if stored.columns and (shard := stored.columns.placement.shard) is not None:
         number = shard.num_trained
-    if number is None or not stored.columns or "loss_mask" in stored.given:
+    has_changed = not {"loss_mask", "labels", "targets"}.isdisjoint(stored.given)
+    if number is None or not stored.columns or has_changed:
         return is_trained.nonzero()[:, 0]
     cells = torch.arange(len(is_trained), device=is_trained.device)
     places = torch.where(is_trained, is_trained.cumsum(0) - 1, number)
     return cells.new_full((number + 1,), -1).scatter_(0, places, cells)[:number]
+
+
+def is_trained_in(batch: Batch) -> Tensor:
+    """Return where ``loss_mask`` is not 0 and the label is not -100: bool, as ``loss_mask``."""
+    mask, labels = loss_mask_of(batch), trained_labels(batch)
+    if labels is None:
+        return mask != 0
+    return (mask != 0) & (labels[:, labels.shape[1] - mask.shape[1] :] != IGNORE_INDEX)
 
 
 def loss_mask_of(batch: Batch) -> Tensor:

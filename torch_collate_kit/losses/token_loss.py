@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch_collate_kit._checks import checked_bool
 from torch_collate_kit.batch import IGNORE_INDEX, Batch
 from torch_collate_kit.batch.context_shards import is_shard, refuse_shard
+from torch_collate_kit.batch.dense import trained_labels
 from torch_collate_kit.batch.model_kind import config_of, inside
 from torch_collate_kit.batch.unpacking import (
     cells_by_example,
@@ -33,6 +34,7 @@ from torch_collate_kit.losses.token_logps import (
     check_head,
     ids_of_tokens,
     is_one_number,
+    is_trained_in,
     linear_nll,
     loss_mask_of,
     predicting,
@@ -157,19 +159,18 @@ def token_loss(
     hidden = ids.shape[1] - mask.shape[1]
     cells_RW = batch["input_ids"]
     logits = in_rows(logits, *cells_RW.shape)
-    if is_shard(batch):
-        if return_per_token_outputs:
-            raise ValueError(
-                "return_per_token_outputs needs whole examples, and a context shard has parts of "
-                "them; join token_logps() of all ranks with attention.context_join()"
-            )
-        labels = batch["targets"]
-    elif "labels" in batch:
-        labels = batch["labels"]
-    else:  # rollouts
-        labels = torch.where(F.pad(mask, (hidden, 0)) != 0, ids, IGNORE_INDEX)
+    if is_shard(batch) and return_per_token_outputs:
+        raise ValueError(
+            "return_per_token_outputs needs whole examples, and a context shard has parts of "
+            "them; join token_logps() of all ranks with attention.context_join()"
+        )
+    labels_RU: Any = trained_labels(batch)
+    if labels_RU is None:
+        labels_RU = batch.get("targets" if is_shard(batch) else "labels")
+    if labels_RU is None:  # rollouts
+        labels_RU = torch.where(F.pad(mask, (hidden, 0)) != 0, ids, IGNORE_INDEX)
     check_fit(logits, cells_RW, mask.shape[1], from_batch=not shares_prefixes(batch))
-    targets, cells = labels[:, hidden:], response_cells(batch)
+    targets, cells = labels_RU[:, hidden:], response_cells(batch)
     if targets_of(batch) == "same_token":  # of which few may have a label, and an id is no class
         cells = cells if cells is None else trained_cells(batch)
     elif return_per_token_outputs:
@@ -249,9 +250,9 @@ def global_num_loss_tokens(
 ) -> Tensor:
     """Count the loss tokens of an optimizer step, over its micro-batches and all ranks.
 
-    This is the divisor of :func:`token_loss`: the cells of ``loss_mask`` that are not 0, or the
-    trained labels. Every rank of ``torch.distributed`` must call it, a rank without rows with an
-    empty list: one all-reduce of 8 bytes sums over them.
+    This is the divisor of :func:`token_loss`: the cells of ``loss_mask`` that are not 0 and whose
+    label is not -100, or the trained labels. Every rank of ``torch.distributed`` must call it, a
+    rank without rows with an empty list: one all-reduce of 8 bytes sums over them.
 
     Args:
         batches: this rank's micro-batches of the step: a Batch, unshifted labels ``[R, W]``, or any
@@ -325,7 +326,7 @@ def _over_ranks(total: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 def _num_loss_tokens(batch: Any) -> Tensor:
     if isinstance(batch, Batch):
-        return torch.count_nonzero(loss_mask_of(batch))
+        return torch.count_nonzero(is_trained_in(batch))
     if isinstance(batch, Tensor):
         check_labels(batch)
         return torch.count_nonzero(batch[..., 1:] != IGNORE_INDEX)

@@ -388,7 +388,8 @@ _DOCUMENT = "(seq|sequence|segment|doc|document|sample|example)s?"
 _WHERE = "(len|length|id|idx|index|indice|number|start|end|offset|boundarie|position|param)s?"
 _KEYS = re.compile(
     f"{_PACKED}*{_DOCUMENT}({_WHERE})+(q|k|kv|padded|unpadded)*|{_PACKED}*(segmentation|position)s?"
-    f"|{_PACKED}+(pos|len|length|param)s?|lengths?|boundaries|cuseqlens"
+    f"|({_PACKED}|eod)+(pos|position|len|length|param)s?|posids|lengths?|boundaries|cuseqlens"
+    "|attentionmaskin(len|length)s?"
 )
 _AS_ONE_TEXT = (
     "another tool has packed documents into the row, which would be read as one text; give each "
