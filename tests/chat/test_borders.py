@@ -37,7 +37,8 @@ from torch_collate_kit.preference import tokenize_preferences
 TWICE = json.dumps('{"a": 1}')
 NO_OBJECT = [
     '{"a": 1', "{'a': 1}", '{"a": 1}</s>', TWICE, "[1]", "3", "null", "true", " ", "a=1",
-    '{"a": NaN}', [1], [], 3, True, {"a": float("nan")}, {"a": {1, 2}},
+    '{"a": NaN}', '{"a": -1e999}', [1], [], 3, True, {"a": float("nan")}, {"a": {1, 2}},
+    {"a": {"ab", "cd"}},
 ]  # fmt: skip
 WRITES_CALLS = ("qwen2_5", "llama3_1", "gptoss", "gemma4", "qwen3", "glm4moe", "nemotron_3_nano")
 WHERE = r"messages\[1\]\.tool_calls\[0\]\.arguments are not a JSON object"
@@ -68,6 +69,42 @@ def test_bad_arguments_are_named_by_place() -> None:
     shared = [{"from": "human", "value": "hi"}, {"from": "function_call", "value": json.dumps(
         {"name": "f", "arguments": TWICE})}]  # fmt: skip
     refused({"conversations": shared}, CALLS, WHERE)
+
+
+FX = {"function": {"name": "f", "arguments": {"x": 1}}}
+LOST: list[tuple[dict[str, Any], str]] = [  # calls of other tools, the key that would be lost
+    ({"name": "f", "args": {"x": 1}, "id": "1", "type": "tool_call"}, "args"),  # LangChain
+    ({"type": "tool_use", "id": "1", "name": "f", "input": {"x": 1}}, "input"),  # Anthropic
+    ({"type": "custom", "name": "f", "input": "5"}, "input"),
+    ({"function": {"name": "f", "parameters": {"x": 1}}}, "parameters"),  # Llama
+    ({"function": {"name": "f", "arguments": "{}", "Arguements": '{"x": 1}'}}, "Arguements"),
+    ({"function": {"name": "f", "arguments": None, "values": {"x": 1}}}, "values"),
+    ({"function": {"name": "f"}, "arguments": '{"x": 1}'}, "arguments"),
+    ({"name": "f", "argument": {"x": 1}}, "argument"),
+    ({"name": "g", "arguments": {"x": 1}, "function": {"name": "g"}}, "arguments"),
+    ({"name": "g", **FX}, "name"),
+    ({**FX, "function_args": {"x": 2}}, "function_args"),
+]
+KEPT: list[dict[str, Any]] = [
+    {"name": "f", "arguments": {"x": 1}, "args": None, "input": {"y": None}, "input_tokens": 3},
+    {**FX, "index": 0, "call_id": "a", "extra_content": {"google": {"signature": "b"}}},
+    {**FX, "name": "f", "arguments": '{"x":1}', "parsed_arguments": {"x": 1}},
+    {"function": FX["function"] | {"description": "x", "input_schema": {"type": "object"}}},
+]
+
+
+def test_arguments_under_another_key_are_refused_by_place() -> None:
+    for call, key in LOST:
+        record = {"messages": [USER, {**YO, "tool_calls": [CALL, call]}]}
+        refused(record, CALLS, rf"messages\[1\]\.tool_calls\[1\] has '{key}' .* not read; give")
+        for of in (call, json.dumps(call)):
+            rows = Dataset.from_list([{"messages": [USER, {**YO, "tool_calls": [of]}]}, SAID])
+            skips = tokenize_chat_dataset(rows, byte_tokenizer(CALLS))[1]
+            assert skips == Counter(bad_tool_arguments=1)
+    tokenizer = byte_tokenizer(CALLS.replace("arguments }}", "arguments | tojson }}"))
+    for call in KEPT:
+        record = {"messages": [USER, {**YO, "tool_calls": [call]}]}
+        assert '<call>f {"x": 1}</call>' in trained_text(tokenize(record, tokenizer), tokenizer)
 
 
 def test_bad_arguments_are_skipped_and_counted_in_a_dataset() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
-from torch_collate_kit._checks import respelt
+from torch_collate_kit._checks import bare_key, respelt
 from torch_collate_kit.chat.options import ChatSetup
 from torch_collate_kit.chat.record_forms import (
     ImageSource,
@@ -28,6 +29,8 @@ _OF_PARTS = ("loss_scale", "training_detail", "train_detail")  # refused by name
 _PROVIDER_ERROR = "teich_provider_error"
 _LEFT_OUT = frozenset({"tool_calls", *_SELECTORS, _PROVIDER_ERROR})  # not given to the template
 _WRITTEN = ("content", "tool_calls", *REASONING, "tool_responses")
+# Keys of other tools: what their names have, in lower case and without separators.
+_OF_ARGUMENTS = re.compile("argument|args|arg$|param|input")
 
 
 class BadArguments(DataError):
@@ -256,6 +259,7 @@ def _read_call(call: Mapping[str, Any], where: str, i: int, from_arrow: bool) ->
             f"{where} has a tool call without a name, got {dict(call)!r:.60}; write it as "
             "{'type': 'function', 'function': {'name': ..., 'arguments': ...}}"
         )
+    _check_call(call, function, f"{where}.tool_calls[{i}]")
     arguments = _read_arguments(function.get("arguments"), f"{where}.tool_calls[{i}].arguments")
     if from_arrow and not isinstance(arguments, str):
         arguments = drop_none(arguments)
@@ -267,6 +271,31 @@ def _read_call(call: Mapping[str, Any], where: str, i: int, from_arrow: bool) ->
     }
 
 
+def _check_call(call: Mapping[str, Any], function: Mapping[str, Any], where: str) -> None:
+    """Check that no arguments have another key or place: the call would be trained without them."""
+
+    def decoded(value: Any) -> Any:
+        try:
+            return json.loads(value) if isinstance(value, str) else drop_none(value)
+        except ValueError:
+            return value
+
+    read = ("name", "arguments")
+    inside = [item for item in function.items() if item[0] not in read]
+    for key, found in inside if function is call else [*call.items(), *inside]:
+        if key in ("id", "type", "index", "function") or isinstance(found, (int, float)):
+            continue
+        value, given = decoded(found), function.get(key if key in read else "arguments")
+        bare = bare_key(str(key))
+        may_be = key in read or (_OF_ARGUMENTS.search(bare) and "schema" not in bare)
+        may_be = may_be or respelt(str(key), read[1:]) or (given is None and type(value) is dict)
+        if may_be and value not in (None, "", {}, []) and value != decoded(given):
+            raise BadArguments(
+                f"{where} has {key!r} {found!r:.60}, which is not read; give a call its name and "
+                "arguments once, as `name` and `arguments`, both in `function` if it has one"
+            )
+
+
 def _read_arguments(found: Any, where: str) -> Any:
     """Return a mapping, or the JSON of one as it is; None and "" are a call without arguments."""
     if found is None or found == "":
@@ -274,10 +303,11 @@ def _read_arguments(found: Any, where: str) -> Any:
     why = ""
     try:
         if isinstance(found, Mapping):
-            json.dumps(found, default=dict, allow_nan=False)
+            json.dumps(found, default=_as_dict, allow_nan=False)
             return found
         # int refuses NaN and Infinity, which are not JSON
-        if isinstance(found, str) and isinstance(json.loads(found, parse_constant=int), dict):
+        options: dict[str, Any] = {"parse_constant": int, "parse_float": _finite}
+        if isinstance(found, str) and isinstance(json.loads(found, **options), dict):
             return found
     except (TypeError, ValueError) as error:
         why = f" ({error})"
@@ -285,6 +315,20 @@ def _read_arguments(found: Any, where: str) -> Any:
         f"{where} are not a JSON object, got {found!r:.60}{why}; give a dict, or the JSON of one "
         "encoded once"
     )
+
+
+def _finite(number: str) -> float:
+    """Return a number of a JSON text; 1e999 would be written as Infinity."""
+    if math.isinf(value := float(number)):
+        raise ValueError(f"{number:.20} is too large")
+    return value
+
+
+def _as_dict(value: Any) -> dict[Any, Any]:
+    """Return a mapping for JSON; ``dict`` would also take a set of pairs of letters."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"{type(value).__name__} is not JSON")
 
 
 def without_padding(records: Any, from_arrow: Any) -> tuple[Any, bool]:
