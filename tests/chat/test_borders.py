@@ -8,6 +8,7 @@ from collections import Counter
 from typing import Any
 
 import datasets
+import numpy as np
 import pytest
 from datasets import Dataset, Features, List, Value
 
@@ -222,6 +223,23 @@ def test_flags_for_parts_of_a_turn_are_refused_by_name(name: str) -> None:
             record = {"messages": [USER, {**message, name: value}, YO]}
             refused(record, CHATML, rf"messages\[1\] has `{name}`, .*; remove it")
     assert tokenize({"messages": [USER, {**YO, name: None}]}, CHATML)["loss_mask"]
+
+
+def test_flags_that_are_not_read_are_refused_by_name() -> None:
+    names = ("masked", "step_loss_mask", "loss_mask", "weights", "loss_weights", "Train", "TRAIN",
+             "is_train", "mask", "trained", "is_trainable", "no_train", "skip_loss", "lossScale",
+             "Loss Weight")  # fmt: skip
+    for name in names:
+        message = rf"messages\[1\] has '{name}', .* not read; rename it to `train`, .* or remove"
+        for value in (0, True, 0.5, [0, 1], [False], np.bool_(False), np.zeros(2)):
+            refused({"messages": [USER, {**YO, name: value}, USER, YO]}, CHATML, message)
+        refused(parts({}, {name: 0}), CHATML, message.replace("1", "3"))
+        shared = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo", name: False}]
+        refused({"conversations": shared}, CHATML, message)
+        for none in (None, [], [None], "on", {"a": 1}):
+            assert tokenize({"messages": [USER, {**YO, name: none}]}, CHATML)["loss_mask"]
+    others = {"num_constraints": 3, "glossary": [1], "timestamp": 1.5}
+    assert tokenize({"messages": [USER, {**YO, **others}]}, CHATML)["loss_mask"]
 
 
 def test_errors_of_a_provider_are_context() -> None:

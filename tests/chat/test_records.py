@@ -60,6 +60,8 @@ SHARED = [
 GPT, ASKS = {"from": "gpt", "value": "yo"}, {"role": "user"}
 OTHERS = {"prompt": "a", "completion": "b", "instruction": "x", "output": "y"}
 ABSENT = {"role": "user", "content": "hi", "contents": None, "tool_call": None}
+ABOUT = {"reasoning_tokens": 9, "reasoning_effort": "low", "thought_signature": "a1",
+         "has_tool_calls": True, "function_calls": [], "thoughts": {"text": None}}  # fmt: skip
 UNTRAINED = {**YO, "weight": 0}
 SAYS = {**YO, "weight": 1, "train": True, "trainable": None, "function_call": None}
 SAME: list[tuple[Record, list[Record]]] = [
@@ -77,6 +79,7 @@ SAME: list[tuple[Record, list[Record]]] = [
      [SYSTEM, USER, UNTRAINED, YO]),
     ({"messages": [USER, UNTRAINED, USER, YO], "system": "be kind"},
      [SYSTEM, USER, UNTRAINED, USER, YO]),
+    ({"messages": [USER | {"thoughts": "x"}, YO | ABOUT]}, [USER, YO]),
     ({"messages": [ABSENT, YO]}, [USER, YO]),  # Arrow gives each message the keys of all others
     ({"messages": [{**USER, "weight": 0, "train": False}, SAYS]}, [USER, YO]),
     ({"messages": [USER, {**SAYS, "function_call": {"name": None}}]}, [USER, YO]),
@@ -91,6 +94,13 @@ def test_the_same_as_messages(tokenizer: Any, record: Record, messages: list[Rec
     for train_on in ("all", "each"):
         expected = tokenize({"messages": messages}, tokenizer, train_on=train_on)
         assert tokenize(record, tokenizer, train_on=train_on) == expected
+
+
+def test_blocks_beside_thinking_that_is_read_are_a_copy_of_it() -> None:
+    blocks = {"thinking_blocks": [{"type": "thinking", "thinking": "hm"}]}
+    assert tokenize(answer(**blocks, reasoning="hm"), THINKS) == tokenize(
+        answer(reasoning="hm"), THINKS
+    )
 
 
 @pytest.mark.parametrize(
@@ -146,6 +156,13 @@ REFUSED: list[tuple[Record, str]] = [
     (answer(tool_calls=[{"function": {"arguments": {}}}]), r"messages\[1\] has a tool call witho"),
     (answer(reasoning_content=["x"]), r"messages\[1\] `reasoning_content` must be text, got"),
     (answer(function_call=SCHEMA), r"messages\[1\] has a `function_call`, .*; convert it to `tool"),
+    *((answer(**{key: value}), rf"\[1\] has no reasoning_content, but '{key}' looks like it; ren")
+      for key in ("thinking_blocks", "reasoning_details", "thoughts", "reasoning_text", "think",
+                  "reasoningContent", "chain_of_thought")
+      for value in ("hm", [{"type": "thinking", "thinking": "hm"}])),
+    *((answer(**{key: [SCHEMA], "tool_calls": []}), rf"has no tool_calls, but '{key}' looks like")
+      for key in ("function_calls", "toolCalls", "toolInvocations", "tool_use")),
+    (answer(content=None, contents="yo"), r"\[1\] has no content, but 'contents' looks like it"),
     (answer(tool_call=[SCHEMA]), r"messages\[1\] has no tool_calls, but 'tool_call' looks like it"),
     ({"messages": [{"role": "user", "contents": "hi"}, YO]}, r"\[0\] has no content, but 'conte"),
     ({"messages": [{"role": "user", "Content": "hi"}, YO]}, r"\[0\] has no content, but 'Content"),

@@ -8,9 +8,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from numbers import Real
 from typing import Any
 
-from torch_collate_kit._checks import bare_key, respelt
+from torch_collate_kit._checks import respelt
 from torch_collate_kit.chat.options import ChatSetup
 from torch_collate_kit.chat.record_forms import (
     ImageSource,
@@ -27,10 +28,15 @@ ROLES = ("system", "developer", "user", "tool", "assistant", "function")
 _SELECTORS = ("weight", "train", "trainable", "training", "loss", "loss_weight")
 _OF_PARTS = ("loss_scale", "training_detail", "train_detail")  # refused by name
 _PROVIDER_ERROR = "teich_provider_error"
+_KNOWN = ("role", "name", "id", "tool_call_id", "function_call", *_SELECTORS)
 _LEFT_OUT = frozenset({"tool_calls", *_SELECTORS, _PROVIDER_ERROR})  # not given to the template
 _WRITTEN = ("content", "tool_calls", *REASONING, "tool_responses")
-# Keys of other tools: what their names have, in lower case and without separators.
-_OF_ARGUMENTS = re.compile("argument|args|arg$|param|input")
+# Keys of other tools: what the letters of their names have.
+_OF_ARGUMENTS = re.compile("argument|args?$|param|input")
+_OF_TRAINING = re.compile("(?<!cons)train|(?<!g)loss|mask|weight")
+_OF_THINKING = re.compile("think|thought|reasoning")
+_OF_CALLS = re.compile("(tool|function)s?(call|use|invocation)")
+_ABOUT = re.compile("(id|name|type|index|effort|signature|mode|budget|level|language|status)s?$")
 
 
 class BadArguments(DataError):
@@ -215,18 +221,23 @@ def _read_message(found: Any, where: str, from_arrow: bool) -> dict[str, Any]:
 
 def _check_message_keys(message: Mapping[str, Any], where: str) -> None:
     """Check that no text has a misspelt key: the rest would be trained as if it were all."""
+    parts = message.get("content")
+    for found in (message, *(parts if isinstance(parts, (list, tuple)) else ())):
+        if isinstance(found, Mapping) and found.get("type", "text") == "text":
+            _check_flags(found, where)
     for key in _OF_PARTS:
         if message.get(key) not in (None, [], ""):
             raise DataError(
                 f"{where} has `{key}`, but a turn is trained in full or not at all; remove it, and "
                 "set `train` to 0 or 1"
             )
-    odd, others = _odd_keys(tuple(message))
-    for key, name in odd:
-        if message[key] is not None:
+    odd, others = _odd_keys(tuple(message), message["role"] == "assistant")
+    for key, names in odd:
+        found = drop_none(message[key])
+        if found and not isinstance(found, Real) and not any(map(message.get, names)):
             raise DataError(
-                f"{where} has no {name}, but {key!r} looks like it; rename it to {name}, or remove "
-                "it"
+                f"{where} has no {names[0]}, but {key!r} looks like it; rename or convert it "
+                f"to {names[0]}, or remove it"
             )
     if others and (others := [key for key in others if message[key]]):
         raise DataError(
@@ -242,13 +253,44 @@ def _check_message_keys(message: Mapping[str, Any], where: str) -> None:
 
 
 @lru_cache(maxsize=4096)
-def _odd_keys(keys: tuple[Any, ...]) -> tuple[list[tuple[Any, str]], list[Any]]:
-    """Return keys that look like the name of a text, and without such a name all unknown ones."""
-    names = ((key, respelt(str(key), _WRITTEN)) for key in keys)
-    odd = [(key, name) for key, name in names if name is not None and name not in keys]
-    known = ("role", "name", "id", "tool_call_id", "function_call", *_SELECTORS)
-    has_text = any(name in keys for name in _WRITTEN)
-    return odd, [] if has_text else [key for key in keys if key not in known]
+def _odd_keys(
+    keys: tuple[Any, ...], is_answer: bool
+) -> tuple[list[tuple[Any, tuple[str, ...]]], list[Any]]:
+    """Return keys that look like names of a text, and without such a name all unknown ones."""
+    others = [key for key in keys if key not in (*_KNOWN, *_WRITTEN)]
+    odd: list[tuple[Any, tuple[str, ...]]] = []
+    for key in others:
+        name, letters = respelt(str(key), _WRITTEN), _letters(key)
+        if name is not None:
+            odd.append((key, (name,)))
+        elif is_answer and not _ABOUT.search(letters):
+            odd += [(key, REASONING)] if _OF_THINKING.search(letters) else []
+            odd += [(key, ("tool_calls",))] if _OF_CALLS.search(letters) else []
+    return odd, [] if any(name in keys for name in _WRITTEN) else others
+
+
+def _check_flags(found: Mapping[str, Any], where: str) -> None:
+    """Check that a message, or a part of it, has no flag of a turn that is not read."""
+    for key in _flags(tuple(found)):
+        value = found[key]
+        value = drop_none(value.tolist() if hasattr(value, "tolist") else value)
+        values = value if isinstance(value, list) else [value]
+        if values and all(isinstance(number, Real) for number in values):
+            raise DataError(
+                f"{where} has {key!r}, which is not read; rename it to `train`, 1 or 0, if it says "
+                "whether the turn is trained, or remove it"
+            )
+
+
+def _letters(key: Any) -> str:
+    return re.sub("[^a-z]", "", str(key).lower())
+
+
+@lru_cache(maxsize=4096)
+def _flags(keys: tuple[Any, ...]) -> list[Any]:
+    """Return the unknown keys whose names speak of training."""
+    others = [key for key in keys if key not in (*_SELECTORS, *_OF_PARTS)]
+    return [key for key in others if _OF_TRAINING.search(_letters(key))]
 
 
 def _read_call(call: Mapping[str, Any], where: str, i: int, from_arrow: bool) -> dict[str, Any]:
@@ -286,10 +328,15 @@ def _check_call(call: Mapping[str, Any], function: Mapping[str, Any], where: str
         if key in ("id", "type", "index", "function") or isinstance(found, (int, float)):
             continue
         value, given = decoded(found), function.get(key if key in read else "arguments")
-        bare = bare_key(str(key))
-        may_be = key in read or (_OF_ARGUMENTS.search(bare) and "schema" not in bare)
-        may_be = may_be or respelt(str(key), read[1:]) or (given is None and type(value) is dict)
-        if may_be and value not in (None, "", {}, []) and value != decoded(given):
+        letters = _letters(key)
+        is_named = key in read or respelt(str(key), read[1:]) is not None
+        is_like = _OF_ARGUMENTS.search(letters) is not None and "schema" not in letters
+        is_alone = given is None and isinstance(value, dict)
+        if (
+            (is_named or is_like or is_alone)
+            and value not in (None, "", {}, [])
+            and value != decoded(given)
+        ):
             raise BadArguments(
                 f"{where} has {key!r} {found!r:.60}, which is not read; give a call its name and "
                 "arguments once, as `name` and `arguments`, both in `function` if it has one"
