@@ -134,16 +134,21 @@ def test_strings_get_the_bos_that_the_tokenizer_adds_once() -> None:
     found, _ = tokenize_chat_dataset(Dataset.from_list([{"prompt": "a", "completion": "b"}]),
                                      tokenizer)  # fmt: skip
     assert tokenizer.decode(found[0]["input_ids"]) == "<s>ab"
-    for prompt in ("a", "<s>a"):
+    for prompt in ("a", "<s>a", ""):
         pair = {"prompt": prompt, "chosen": "b", "rejected": "c"}
         labelled = [{"prompt": prompt, "completion": of, "label": True} for of in "bc"]
         for rows in ([pair], labelled):
             found, _ = tokenize_preferences(Dataset.from_list(rows), tokenizer)
-            assert [tokenizer.decode(ids) for ids in found[0]["input_ids"]] == ["<s>ab", "<s>ac"]
-            assert found[0]["loss_mask"] == [[0, 0, 1], [0, 0, 1]]
+            head = "<s>" + prompt.removeprefix("<s>")
+            texts = [tokenizer.decode(ids) for ids in found[0]["input_ids"]]
+            assert texts == [head + "b", head + "c"]
+            assert found[0]["loss_mask"] == [[0] * (len(texts[0]) - 3) + [1]] * 2
     assert tokenizer.decode(tokenize(SAID, byte_tokenizer(CHATML))["input_ids"])[:3] != "<s>"
     none = tokenizer_for("", "</s>")  # adds none
     check(tokenize({"prompt": "a", "completion": "b"}, none), none, "a", "b")
+    for rows in ([pair], labelled):
+        with pytest.raises(DataError, match=r"example 0: the prompt is empty: .* tokenizer's BOS"):
+            tokenize_preferences(Dataset.from_list(rows), none)
 
 
 # ---- roles, and flags of turns
@@ -262,7 +267,8 @@ def test_errors_of_a_provider_are_context() -> None:
 @pytest.mark.parametrize(
     "name",
     ["chat_template", "tokenize", "padding", "truncation", "max_length", "return_tensors",
-     "return_dict", "tokenizer_kwargs", "add_generation_prompt", "conversation"],
+     "return_dict", "tokenizer_kwargs", "add_generation_prompt", "conversation",
+     "self", "compiled_template"],
 )  # fmt: skip
 def test_arguments_of_apply_chat_template_are_no_variables(name: str) -> None:
     reads = CHATML + f"{{{{ {name} }}}}"

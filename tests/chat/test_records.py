@@ -85,6 +85,7 @@ SAME: list[tuple[Record, list[Record]]] = [
     ({"messages": [USER, {**SAYS, "function_call": {"name": None}}]}, [USER, YO]),
     (SAID | {"label": None, "chosen": None, "rejected": None}, [USER, YO]),
     (SAID | {"label": "greeting"}, [USER, YO]),
+    (SAID | {"chat_template_kwargs": "null", "tools": "null"}, [USER, YO]),
     (SAID | {"label": 7}, [USER, YO]),
 ]  # fmt: skip
 
@@ -151,7 +152,8 @@ REFUSED: list[tuple[Record, str]] = [
     ({"messages": [{"from": "human"}]}, r"messages\[0\].*got keys \['from'\]; rename .*ShareG"),
     ({"messages": [{"role": 3, "content": ""}]}, r"messages\[0\] must be .* `role` string"),
     ({"messages": [{**USER, "content": 3}]}, r"messages\[0\] `content` must .* got 3"),
-    (answer(tool_calls=3), r"messages\[1\] `tool_calls` must be a list of"),
+    (answer(tool_calls=3), r"messages\[1\] `tool_calls` must be a list of .* 3; write each as"),
+    (answer(tool_calls=FUNCTION), r"`tool_calls` must be a list .*; put the dict into a list"),
     (answer(tool_calls="[{"), r"`tool_calls`: invalid JSON '\[\{'.*fix it"),
     (answer(tool_calls=[{"function": {"arguments": {}}}]), r"messages\[1\] has a tool call witho"),
     (answer(reasoning_content=["x"]), r"messages\[1\] `reasoning_content` must be text, got"),
@@ -167,14 +169,15 @@ REFUSED: list[tuple[Record, str]] = [
     ({"messages": [{"role": "user", "contents": "hi"}, YO]}, r"\[0\] has no content, but 'conte"),
     ({"messages": [{"role": "user", "Content": "hi"}, YO]}, r"\[0\] has no content, but 'Content"),
     ({"messages": [{"role": "user", "text": "hi"}, YO]}, r"\[0\] has no `content`, only 'text' "),
-    (SAID | {"tools": TOOL}, r"`tools` must be a list of dicts .*got \{'type"),
+    (SAID | {"tools": TOOL}, r"`tools` must be a list of dicts .*got \{'type.* put the dict into"),
     (SAID | {"tools": [3]}, r"`tools` must be .* got \[3\]; .*get_json_schema"),
     (SAID | {"tools": ["f("]}, r"`tools`: invalid JSON 'f\(' \(Expecting"),
     (SAID | {"tools": '{"name": "f"}'}, r"`tools` must be a list of dicts"),
     (SAID | {"documents": [3]}, r"`documents` must be a list .*; give each document as"),
     (SAID | {"system": 3}, r"`system` must be a string, got int; convert it"),
     (chat("system: a", "assistant: b", system="c"), r"`system` column and a system .* differ"),
-    (SAID | {"chat_template_kwargs": 3}, r"`chat_template_kwargs` must be"),
+    *((SAID | {"chat_template_kwargs": of}, r"`chat_template_kwargs` must be a dict or .*; give t")
+      for of in (3, [1], "[1]", "3")),
     (SAID | {"chat_template_kwargs": {"tokenize": True}}, r"has 'tokenize', which tokenize_chat s"),
     (SAID | {"chat_template_kwargs": {"tools": DOCUMENTS}}, r"has 'tools', .* a column `tools`"),
     (SAID | {"chat_template_kwargs": {"documents": DOCUMENTS}}, r", .* a column `documents`"),
@@ -276,6 +279,10 @@ BLANK = {"role": "assistant", "content": " "}
         (gpt(**{"from": "gpt"}, value=""), r"messages\[1\]"),
         ({"instruction": "a", "output": ""}, r"messages\[1\]"),
         ({"prompt": "1+1=", "completion": " \n"}, "`completion`"),
+        (answer(content="<think>a</think>"), r"messages\[1\] is an .* \('<think>a"),
+        (answer(content="<think></think> \n"), r"messages\[1\]"),
+        (answer(content=[{"type": "text", "text": "a</think>"}, PARTS[0]]), r"messages\[1\]"),
+        ({"prompt": "1+1=", "completion": "<think>a</think>"}, "`completion`"),
     ],
 )
 def test_an_empty_answer_is_trained_only_on_request(record: Any, where: str) -> None:

@@ -91,9 +91,14 @@ def read_record(example: Mapping[str, Any], setup: ChatSetup, from_arrow: bool) 
     first += shift
     turns = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= first]
     tools = [_read_dicts(found, "`tools`") for found in (example.get("tools"), setup.options.tools)]
-    own_kwargs = _read_dicts([example.get("chat_template_kwargs") or {}], "`chat_template_kwargs`")
-    kwargs = {**setup.options.template_variables, **own_kwargs[0]}
-    if "chat_template" in own_kwargs[0]:
+    own_kwargs = _decoded(example.get("chat_template_kwargs") or {}, "`chat_template_kwargs`") or {}
+    if not isinstance(own_kwargs, dict):
+        raise DataError(
+            f"`chat_template_kwargs` must be a dict or the JSON of one, got {own_kwargs!r:.60}; "
+            "give the variables of the template by name, such as {'enable_thinking': False}"
+        )
+    kwargs = {**setup.options.template_variables, **own_kwargs}
+    if "chat_template" in own_kwargs:
         raise DataError(
             "`chat_template_kwargs` has 'chat_template', which would replace the template that the "
             "model is asked with; remove it, or pass ChatOptions(chat_template=...) for all records"
@@ -111,28 +116,31 @@ def read_record(example: Mapping[str, Any], setup: ChatSetup, from_arrow: bool) 
     )
 
 
+def _decoded(value: Any, what: str) -> Any:
+    """Return the value of a JSON string, or any other value without None."""
+    try:
+        return json.loads(value) if isinstance(value, str) else drop_none(value)
+    except ValueError as error:
+        raise DataError(f"{what}: invalid JSON {value[:60]!r} ({error}); fix it") from error
+
+
 def _read_dicts(found: Any, what: str) -> list[dict[str, Any]]:
     """Return a list of dicts, from dicts, JSON strings, or one JSON string of the list."""
-
-    def decode(value: Any) -> Any:
-        try:
-            return json.loads(value) if isinstance(value, str) else drop_none(value)
-        except ValueError as error:
-            raise DataError(f"{what}: invalid JSON {value[:60]!r} ({error}); fix it") from error
-
     if not found:
         return []
-    value = decode(found) or []
+    value = _decoded(found, what) or []
     items = value if isinstance(value, list) else [None]  # fails below
-    dicts: list[Any] = [decode(item) if isinstance(item, str) else item for item in items]
+    dicts: list[Any] = [_decoded(item, what) if isinstance(item, str) else item for item in items]
     if not all(isinstance(item, dict) for item in dicts):
+        way_out = "write each as {'function': {'name': ..., 'arguments': ...}}"
+        if isinstance(value, dict):
+            way_out = "put the dict into a list"
+        elif what == "`documents`":
+            way_out = "give each document as {'title': ..., 'text': ...}"
+        elif what == "`tools`":
+            way_out = "turn Python functions into schemas with transformers.utils.get_json_schema"
         raise DataError(
-            f"{what} must be a list of dicts or of JSON strings, got {value!r:.60}; "
-            + (
-                "give each document as {'title': ..., 'text': ...}"
-                if "documents" in what
-                else "turn Python functions into schemas with transformers.utils.get_json_schema"
-            )
+            f"{what} must be a list of dicts or of JSON strings, got {value!r:.60}; {way_out}"
         )
     return dicts
 
