@@ -235,7 +235,7 @@ def test_flags_that_are_not_read_are_refused_by_name() -> None:
              "is_train", "mask", "trained", "is_trainable", "no_train", "skip_loss", "lossScale",
              "Loss Weight")  # fmt: skip
     for name in names:
-        message = rf"messages\[1\] has '{name}', .* not read; rename it to `train`, .* or remove"
+        message = rf"messages\[1\] has '{name}', .* not read; remove it, .* `train`, 1 or 0"
         for value in (0, True, 0.5, [0, 1], [False], np.bool_(False), np.zeros(2)):
             refused({"messages": [USER, {**YO, name: value}, USER, YO]}, CHATML, message)
         refused(parts({}, {name: 0}), CHATML, message.replace("1", "3"))

@@ -31,6 +31,7 @@ _PROVIDER_ERROR = "teich_provider_error"
 _KNOWN = ("role", "name", "id", "tool_call_id", "function_call", *_SELECTORS)
 _LEFT_OUT = frozenset({"tool_calls", *_SELECTORS, _PROVIDER_ERROR})  # not given to the template
 _WRITTEN = ("content", "tool_calls", *REASONING, "tool_responses")
+_READ_OF_CALL, _AROUND_CALL = ("name", "arguments"), ("id", "type", "index", "function")
 # Keys of other tools: what the letters of their names have.
 _OF_ARGUMENTS = re.compile("argument|args?$|param|input")
 _OF_TRAINING = re.compile("(?<!cons)train|(?<!g)loss|mask|weight")
@@ -230,9 +231,14 @@ def _read_message(found: Any, where: str, from_arrow: bool) -> dict[str, Any]:
 def _check_message_keys(message: Mapping[str, Any], where: str) -> None:
     """Check that no text has a misspelt key: the rest would be trained as if it were all."""
     parts = message.get("content")
-    for found in (message, *(parts if isinstance(parts, (list, tuple)) else ())):
-        if isinstance(found, Mapping) and found.get("type", "text") == "text":
-            _check_flags(found, where)
+    for found in (message, *parts) if isinstance(parts, (list, tuple)) else (message,):
+        is_text = isinstance(found, Mapping) and found.get("type", "text") == "text"
+        for key in _flags(tuple(found)) if is_text else ():
+            if _is_number(found[key]):
+                raise DataError(
+                    f"{where} has {key!r}, which is not read; remove it, and if it says whether "
+                    "the turn is trained, give `train`, 1 or 0"
+                )
     for key in _OF_PARTS:
         if message.get(key) not in (None, [], ""):
             raise DataError(
@@ -277,17 +283,11 @@ def _odd_keys(
     return odd, [] if any(name in keys for name in _WRITTEN) else others
 
 
-def _check_flags(found: Mapping[str, Any], where: str) -> None:
-    """Check that a message, or a part of it, has no flag of a turn that is not read."""
-    for key in _flags(tuple(found)):
-        value = found[key]
-        value = drop_none(value.tolist() if hasattr(value, "tolist") else value)
-        values = value if isinstance(value, list) else [value]
-        if values and all(isinstance(number, Real) for number in values):
-            raise DataError(
-                f"{where} has {key!r}, which is not read; rename it to `train`, 1 or 0, if it says "
-                "whether the turn is trained, or remove it"
-            )
+def _is_number(value: Any) -> bool:
+    """Return whether a value is a number, a bool, or a list of them alone."""
+    value = drop_none(value.tolist() if hasattr(value, "tolist") else value)
+    values = value if isinstance(value, list) else [value]
+    return bool(values) and all(isinstance(number, Real) for number in values)
 
 
 def _letters(key: Any) -> str:
@@ -330,24 +330,22 @@ def _check_call(call: Mapping[str, Any], function: Mapping[str, Any], where: str
         except ValueError:
             return value
 
-    read = ("name", "arguments")
-    inside = [item for item in function.items() if item[0] not in read]
-    for key, found in inside if function is call else [*call.items(), *inside]:
-        if key in ("id", "type", "index", "function") or isinstance(found, (int, float)):
-            continue
-        value, given = decoded(found), function.get(key if key in read else "arguments")
+    unread = [] if function is call else [key for key in call if key not in _AROUND_CALL]
+    inside = [key for key in function if key not in _READ_OF_CALL and key not in _AROUND_CALL]
+    for holder, key in [*((call, key) for key in unread), *((function, key) for key in inside)]:
+        value, given = (
+            decoded(holder[key]),
+            function.get(key if key in _READ_OF_CALL else "arguments"),
+        )
         letters = _letters(key)
-        is_named = key in read or respelt(str(key), read[1:]) is not None
+        is_named = key in _READ_OF_CALL or respelt(str(key), _READ_OF_CALL[1:]) is not None
         is_like = _OF_ARGUMENTS.search(letters) is not None and "schema" not in letters
         is_alone = given is None and isinstance(value, dict)
-        if (
-            (is_named or is_like or is_alone)
-            and value not in (None, "", {}, [])
-            and value != decoded(given)
-        ):
+        is_text = value not in (None, "", {}, []) and not isinstance(holder[key], (int, float))
+        if (is_named or is_like or is_alone) and is_text and value != decoded(given):
             raise BadArguments(
-                f"{where} has {key!r} {found!r:.60}, which is not read; give a call its name and "
-                "arguments once, as `name` and `arguments`, both in `function` if it has one"
+                f"{where} has {key!r} {holder[key]!r:.60}, which is not read; give a call its name "
+                "and arguments once, as `name` and `arguments`, both in `function` if it has one"
             )
 
 
