@@ -238,7 +238,7 @@ def test_flags_that_are_not_read_are_refused_by_name() -> None:
         message = rf"messages\[1\] has '{name}', .* not read; remove it, .* `train`, 1 or 0"
         for value in (0, True, 0.5, [0, 1], [False], np.bool_(False), np.zeros(2)):
             refused({"messages": [USER, {**YO, name: value}, USER, YO]}, CHATML, message)
-        refused(parts({}, {name: 0}), CHATML, message.replace("1", "3"))
+        refused(parts({}, {name: 0}), CHATML, message.replace("1", "3", 1))
         shared = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo", name: False}]
         refused({"conversations": shared}, CHATML, message)
         for none in (None, [], [None], "on", {"a": 1}):
