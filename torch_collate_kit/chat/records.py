@@ -333,10 +333,8 @@ def _check_call(call: Mapping[str, Any], function: Mapping[str, Any], where: str
     unread = [] if function is call else [key for key in call if key not in _AROUND_CALL]
     inside = [key for key in function if key not in _READ_OF_CALL and key not in _AROUND_CALL]
     for holder, key in [*((call, key) for key in unread), *((function, key) for key in inside)]:
-        value, given = (
-            decoded(holder[key]),
-            function.get(key if key in _READ_OF_CALL else "arguments"),
-        )
+        given = function.get(key if key in _READ_OF_CALL else "arguments")
+        value = decoded(holder[key])
         letters = _letters(key)
         is_named = key in _READ_OF_CALL or respelt(str(key), _READ_OF_CALL[1:]) is not None
         is_like = _OF_ARGUMENTS.search(letters) is not None and "schema" not in letters
