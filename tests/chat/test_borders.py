@@ -8,6 +8,7 @@ from collections import Counter
 from typing import Any
 
 import datasets
+import numpy as np
 import pytest
 from datasets import Dataset, Features, List, Value
 
@@ -37,7 +38,8 @@ from torch_collate_kit.preference import tokenize_preferences
 TWICE = json.dumps('{"a": 1}')
 NO_OBJECT = [
     '{"a": 1', "{'a': 1}", '{"a": 1}</s>', TWICE, "[1]", "3", "null", "true", " ", "a=1",
-    '{"a": NaN}', [1], [], 3, True, {"a": float("nan")}, {"a": {1, 2}},
+    '{"a": NaN}', '{"a": -1e999}', [1], [], 3, True, {"a": float("nan")}, {"a": {1, 2}},
+    {"a": {"ab", "cd"}},
 ]  # fmt: skip
 WRITES_CALLS = ("qwen2_5", "llama3_1", "gptoss", "gemma4", "qwen3", "glm4moe", "nemotron_3_nano")
 WHERE = r"messages\[1\]\.tool_calls\[0\]\.arguments are not a JSON object"
@@ -70,6 +72,42 @@ def test_bad_arguments_are_named_by_place() -> None:
     refused({"conversations": shared}, CALLS, WHERE)
 
 
+FX = {"function": {"name": "f", "arguments": {"x": 1}}}
+LOST: list[tuple[dict[str, Any], str]] = [  # calls of other tools, the key that would be lost
+    ({"name": "f", "args": {"x": 1}, "id": "1", "type": "tool_call"}, "args"),  # LangChain
+    ({"type": "tool_use", "id": "1", "name": "f", "input": {"x": 1}}, "input"),  # Anthropic
+    ({"type": "custom", "name": "f", "input": "5"}, "input"),
+    ({"function": {"name": "f", "parameters": {"x": 1}}}, "parameters"),  # Llama
+    ({"function": {"name": "f", "arguments": "{}", "Arguements": '{"x": 1}'}}, "Arguements"),
+    ({"function": {"name": "f", "arguments": None, "values": {"x": 1}}}, "values"),
+    ({"function": {"name": "f"}, "arguments": '{"x": 1}'}, "arguments"),
+    ({"name": "f", "argument": {"x": 1}}, "argument"),
+    ({"name": "g", "arguments": {"x": 1}, "function": {"name": "g"}}, "arguments"),
+    ({"name": "g", **FX}, "name"),
+    ({**FX, "function_args": {"x": 2}}, "function_args"),
+]
+KEPT: list[dict[str, Any]] = [
+    {"name": "f", "arguments": {"x": 1}, "args": None, "input": {"y": None}, "input_tokens": 3},
+    {**FX, "index": 0, "call_id": "a", "extra_content": {"google": {"signature": "b"}}},
+    {**FX, "name": "f", "arguments": '{"x":1}', "parsed_arguments": {"x": 1}},
+    {"function": FX["function"] | {"description": "x", "input_schema": {"type": "object"}}},
+]
+
+
+def test_arguments_under_another_key_are_refused_by_place() -> None:
+    for call, key in LOST:
+        record = {"messages": [USER, {**YO, "tool_calls": [CALL, call]}]}
+        refused(record, CALLS, rf"messages\[1\]\.tool_calls\[1\] has '{key}' .* not read; give")
+        for of in (call, json.dumps(call)):
+            rows = Dataset.from_list([{"messages": [USER, {**YO, "tool_calls": [of]}]}, SAID])
+            skips = tokenize_chat_dataset(rows, byte_tokenizer(CALLS))[1]
+            assert skips == Counter(bad_tool_arguments=1)
+    tokenizer = byte_tokenizer(CALLS.replace("arguments }}", "arguments | tojson }}"))
+    for call in KEPT:
+        record = {"messages": [USER, {**YO, "tool_calls": [call]}]}
+        assert '<call>f {"x": 1}</call>' in trained_text(tokenize(record, tokenizer), tokenizer)
+
+
 def test_bad_arguments_are_skipped_and_counted_in_a_dataset() -> None:
     rows = [with_call(), with_call(arguments="{"), with_call(arguments=TWICE)]
     tokenizer = byte_tokenizer(CALLS)
@@ -96,16 +134,21 @@ def test_strings_get_the_bos_that_the_tokenizer_adds_once() -> None:
     found, _ = tokenize_chat_dataset(Dataset.from_list([{"prompt": "a", "completion": "b"}]),
                                      tokenizer)  # fmt: skip
     assert tokenizer.decode(found[0]["input_ids"]) == "<s>ab"
-    for prompt in ("a", "<s>a"):
+    for prompt in ("a", "<s>a", ""):
         pair = {"prompt": prompt, "chosen": "b", "rejected": "c"}
         labelled = [{"prompt": prompt, "completion": of, "label": True} for of in "bc"]
         for rows in ([pair], labelled):
             found, _ = tokenize_preferences(Dataset.from_list(rows), tokenizer)
-            assert [tokenizer.decode(ids) for ids in found[0]["input_ids"]] == ["<s>ab", "<s>ac"]
-            assert found[0]["loss_mask"] == [[0, 0, 1], [0, 0, 1]]
+            head = "<s>" + prompt.removeprefix("<s>")
+            texts = [tokenizer.decode(ids) for ids in found[0]["input_ids"]]
+            assert texts == [head + "b", head + "c"]
+            assert found[0]["loss_mask"] == [[0] * (len(texts[0]) - 3) + [1]] * 2
     assert tokenizer.decode(tokenize(SAID, byte_tokenizer(CHATML))["input_ids"])[:3] != "<s>"
     none = tokenizer_for("", "</s>")  # adds none
     check(tokenize({"prompt": "a", "completion": "b"}, none), none, "a", "b")
+    for rows in ([pair], labelled):
+        with pytest.raises(DataError, match=r"example 0: the prompt is empty: .* tokenizer's BOS"):
+            tokenize_preferences(Dataset.from_list(rows), none)
 
 
 # ---- roles, and flags of turns
@@ -187,6 +230,23 @@ def test_flags_for_parts_of_a_turn_are_refused_by_name(name: str) -> None:
     assert tokenize({"messages": [USER, {**YO, name: None}]}, CHATML)["loss_mask"]
 
 
+def test_flags_that_are_not_read_are_refused_by_name() -> None:
+    names = ("masked", "step_loss_mask", "loss_mask", "weights", "loss_weights", "Train", "TRAIN",
+             "is_train", "mask", "trained", "is_trainable", "no_train", "skip_loss", "lossScale",
+             "Loss Weight")  # fmt: skip
+    for name in names:
+        message = rf"messages\[1\] has '{name}', .* not read; remove it, .* `train`, 1 or 0"
+        for value in (0, True, 0.5, [0, 1], [False], np.bool_(False), np.zeros(2)):
+            refused({"messages": [USER, {**YO, name: value}, USER, YO]}, CHATML, message)
+        refused(parts({}, {name: 0}), CHATML, message.replace("1", "3", 1))
+        shared = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo", name: False}]
+        refused({"conversations": shared}, CHATML, message)
+        for none in (None, [], [None], "on", {"a": 1}):
+            assert tokenize({"messages": [USER, {**YO, name: none}]}, CHATML)["loss_mask"]
+    others = {"num_constraints": 3, "glossary": [1], "timestamp": 1.5}
+    assert tokenize({"messages": [USER, {**YO, **others}]}, CHATML)["loss_mask"]
+
+
 def test_errors_of_a_provider_are_context() -> None:
     tokenizer = byte_tokenizer(CHATML)
     for error in (True, "529 overloaded", {"code": 529}):
@@ -207,7 +267,8 @@ def test_errors_of_a_provider_are_context() -> None:
 @pytest.mark.parametrize(
     "name",
     ["chat_template", "tokenize", "padding", "truncation", "max_length", "return_tensors",
-     "return_dict", "tokenizer_kwargs", "add_generation_prompt", "conversation"],
+     "return_dict", "tokenizer_kwargs", "add_generation_prompt", "conversation",
+     "self", "compiled_template"],
 )  # fmt: skip
 def test_arguments_of_apply_chat_template_are_no_variables(name: str) -> None:
     reads = CHATML + f"{{{{ {name} }}}}"

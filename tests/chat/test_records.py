@@ -60,6 +60,8 @@ SHARED = [
 GPT, ASKS = {"from": "gpt", "value": "yo"}, {"role": "user"}
 OTHERS = {"prompt": "a", "completion": "b", "instruction": "x", "output": "y"}
 ABSENT = {"role": "user", "content": "hi", "contents": None, "tool_call": None}
+ABOUT = {"reasoning_tokens": 9, "reasoning_effort": "low", "thought_signature": "a1",
+         "has_tool_calls": True, "function_calls": [], "thoughts": {"text": None}}  # fmt: skip
 UNTRAINED = {**YO, "weight": 0}
 SAYS = {**YO, "weight": 1, "train": True, "trainable": None, "function_call": None}
 SAME: list[tuple[Record, list[Record]]] = [
@@ -77,11 +79,13 @@ SAME: list[tuple[Record, list[Record]]] = [
      [SYSTEM, USER, UNTRAINED, YO]),
     ({"messages": [USER, UNTRAINED, USER, YO], "system": "be kind"},
      [SYSTEM, USER, UNTRAINED, USER, YO]),
+    ({"messages": [USER | {"thoughts": "x"}, YO | ABOUT]}, [USER, YO]),
     ({"messages": [ABSENT, YO]}, [USER, YO]),  # Arrow gives each message the keys of all others
     ({"messages": [{**USER, "weight": 0, "train": False}, SAYS]}, [USER, YO]),
     ({"messages": [USER, {**SAYS, "function_call": {"name": None}}]}, [USER, YO]),
     (SAID | {"label": None, "chosen": None, "rejected": None}, [USER, YO]),
     (SAID | {"label": "greeting"}, [USER, YO]),
+    (SAID | {"chat_template_kwargs": "null", "tools": "null"}, [USER, YO]),
     (SAID | {"label": 7}, [USER, YO]),
 ]  # fmt: skip
 
@@ -91,6 +95,13 @@ def test_the_same_as_messages(tokenizer: Any, record: Record, messages: list[Rec
     for train_on in ("all", "each"):
         expected = tokenize({"messages": messages}, tokenizer, train_on=train_on)
         assert tokenize(record, tokenizer, train_on=train_on) == expected
+
+
+def test_blocks_beside_thinking_that_is_read_are_a_copy_of_it() -> None:
+    blocks = {"thinking_blocks": [{"type": "thinking", "thinking": "hm"}]}
+    assert tokenize(answer(**blocks, reasoning="hm"), THINKS) == tokenize(
+        answer(reasoning="hm"), THINKS
+    )
 
 
 @pytest.mark.parametrize(
@@ -141,23 +152,32 @@ REFUSED: list[tuple[Record, str]] = [
     ({"messages": [{"from": "human"}]}, r"messages\[0\].*got keys \['from'\]; rename .*ShareG"),
     ({"messages": [{"role": 3, "content": ""}]}, r"messages\[0\] must be .* `role` string"),
     ({"messages": [{**USER, "content": 3}]}, r"messages\[0\] `content` must .* got 3"),
-    (answer(tool_calls=3), r"messages\[1\] `tool_calls` must be a list of"),
+    (answer(tool_calls=3), r"messages\[1\] `tool_calls` must be a list of .* 3; write each as"),
+    (answer(tool_calls=FUNCTION), r"`tool_calls` must be a list .*; put the dict into a list"),
     (answer(tool_calls="[{"), r"`tool_calls`: invalid JSON '\[\{'.*fix it"),
     (answer(tool_calls=[{"function": {"arguments": {}}}]), r"messages\[1\] has a tool call witho"),
     (answer(reasoning_content=["x"]), r"messages\[1\] `reasoning_content` must be text, got"),
     (answer(function_call=SCHEMA), r"messages\[1\] has a `function_call`, .*; convert it to `tool"),
+    *((answer(**{key: value}), rf"\[1\] has no reasoning_content, but '{key}' looks like it; ren")
+      for key in ("thinking_blocks", "reasoning_details", "thoughts", "reasoning_text", "think",
+                  "reasoningContent", "chain_of_thought")
+      for value in ("hm", [{"type": "thinking", "thinking": "hm"}])),
+    *((answer(**{key: [SCHEMA], "tool_calls": []}), rf"has no tool_calls, but '{key}' looks like")
+      for key in ("function_calls", "toolCalls", "toolInvocations", "tool_use")),
+    (answer(content=None, contents="yo"), r"\[1\] has no content, but 'contents' looks like it"),
     (answer(tool_call=[SCHEMA]), r"messages\[1\] has no tool_calls, but 'tool_call' looks like it"),
     ({"messages": [{"role": "user", "contents": "hi"}, YO]}, r"\[0\] has no content, but 'conte"),
     ({"messages": [{"role": "user", "Content": "hi"}, YO]}, r"\[0\] has no content, but 'Content"),
     ({"messages": [{"role": "user", "text": "hi"}, YO]}, r"\[0\] has no `content`, only 'text' "),
-    (SAID | {"tools": TOOL}, r"`tools` must be a list of dicts .*got \{'type"),
+    (SAID | {"tools": TOOL}, r"`tools` must be a list of dicts .*got \{'type.* put the dict into"),
     (SAID | {"tools": [3]}, r"`tools` must be .* got \[3\]; .*get_json_schema"),
     (SAID | {"tools": ["f("]}, r"`tools`: invalid JSON 'f\(' \(Expecting"),
     (SAID | {"tools": '{"name": "f"}'}, r"`tools` must be a list of dicts"),
     (SAID | {"documents": [3]}, r"`documents` must be a list .*; give each document as"),
     (SAID | {"system": 3}, r"`system` must be a string, got int; convert it"),
     (chat("system: a", "assistant: b", system="c"), r"`system` column and a system .* differ"),
-    (SAID | {"chat_template_kwargs": 3}, r"`chat_template_kwargs` must be"),
+    *((SAID | {"chat_template_kwargs": of}, r"`chat_template_kwargs` must be a dict or .*; give t")
+      for of in (3, [1], "[1]", "3")),
     (SAID | {"chat_template_kwargs": {"tokenize": True}}, r"has 'tokenize', which tokenize_chat s"),
     (SAID | {"chat_template_kwargs": {"tools": DOCUMENTS}}, r"has 'tools', .* a column `tools`"),
     (SAID | {"chat_template_kwargs": {"documents": DOCUMENTS}}, r", .* a column `documents`"),
@@ -259,6 +279,10 @@ BLANK = {"role": "assistant", "content": " "}
         (gpt(**{"from": "gpt"}, value=""), r"messages\[1\]"),
         ({"instruction": "a", "output": ""}, r"messages\[1\]"),
         ({"prompt": "1+1=", "completion": " \n"}, "`completion`"),
+        (answer(content="<think>a</think>"), r"messages\[1\] is an .* \('<think>a"),
+        (answer(content="<think></think> \n"), r"messages\[1\]"),
+        (answer(content=[{"type": "text", "text": "a</think>"}, PARTS[0]]), r"messages\[1\]"),
+        ({"prompt": "1+1=", "completion": "<think>a</think>"}, "`completion`"),
     ],
 )
 def test_an_empty_answer_is_trained_only_on_request(record: Any, where: str) -> None:

@@ -27,7 +27,7 @@ _logger = logging.getLogger("torch_collate_kit.chat")
 BATCH_SIZE = 256
 _PIXELS_BATCH_SIZE = 16  # an example may have tens of megabytes
 # Part of the cache key: increase it when the output of a record changes.
-_CACHE_VERSION = 6
+_CACHE_VERSION = 7
 
 
 def tokenize_chat_dataset(

@@ -20,7 +20,7 @@ _FIRST_MARK, _LAST_MARK = 0x100000, 0x10FFFD  # the last plane of private-use ch
 _MARKS = re.compile("[\U00100000-\U0010fffd]")
 _EDGE = "".join(filter(re.compile(r"[\s\x00-\x1f\x7f\"\\]").match, map(chr, range(0x3001))))
 _SOLID = re.compile(r"\S(?:[^\n]*\S)?")  # for a text of quotes, backslashes or tags alone
-_THINK_END = "</think>"
+THINK_END = "</think>"
 
 
 class MarkedPart(NamedTuple):
@@ -165,9 +165,9 @@ class _Marker:
 
     def _content(self, text: str, role: str, index: int) -> str:
         """Return a content marked, in which thinking is a part of its own."""
-        if role != "assistant" or _THINK_END not in text:
+        if role != "assistant" or THINK_END not in text:
             return self._text(text, index, "content", "content")
-        thought, end, answer = text.rpartition(_THINK_END)
+        thought, end, answer = text.rpartition(THINK_END)
         opened, start, thought = thought.rpartition("<think>")
         opened = self._text(opened, index, "content", "content")
         thought = self._text(thought, index, "thinking inside content", "thinking")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from numbers import Real
 from typing import Any
 
 from torch_collate_kit._checks import respelt
@@ -26,8 +28,16 @@ ROLES = ("system", "developer", "user", "tool", "assistant", "function")
 _SELECTORS = ("weight", "train", "trainable", "training", "loss", "loss_weight")
 _OF_PARTS = ("loss_scale", "training_detail", "train_detail")  # refused by name
 _PROVIDER_ERROR = "teich_provider_error"
+_KNOWN = ("role", "name", "id", "tool_call_id", "function_call", *_SELECTORS)
 _LEFT_OUT = frozenset({"tool_calls", *_SELECTORS, _PROVIDER_ERROR})  # not given to the template
 _WRITTEN = ("content", "tool_calls", *REASONING, "tool_responses")
+_READ_OF_CALL, _AROUND_CALL = ("name", "arguments"), ("id", "type", "index", "function")
+# Keys of other tools: what the letters of their names have.
+_OF_ARGUMENTS = re.compile("argument|args?$|param|input")
+_OF_TRAINING = re.compile("(?<!cons)train|(?<!g)loss|mask|weight")
+_OF_THINKING = re.compile("think|thought|reasoning")
+_OF_CALLS = re.compile("(tool|function)s?(call|use|invocation)")
+_ABOUT = re.compile("(id|name|type|index|effort|signature|mode|budget|level|language|status)s?$")
 
 
 class BadArguments(DataError):
@@ -82,9 +92,14 @@ def read_record(example: Mapping[str, Any], setup: ChatSetup, from_arrow: bool) 
     first += shift
     turns = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= first]
     tools = [_read_dicts(found, "`tools`") for found in (example.get("tools"), setup.options.tools)]
-    own_kwargs = _read_dicts([example.get("chat_template_kwargs") or {}], "`chat_template_kwargs`")
-    kwargs = {**setup.options.template_variables, **own_kwargs[0]}
-    if "chat_template" in own_kwargs[0]:
+    own_kwargs = _decoded(example.get("chat_template_kwargs") or {}, "`chat_template_kwargs`") or {}
+    if not isinstance(own_kwargs, dict):
+        raise DataError(
+            f"`chat_template_kwargs` must be a dict or the JSON of one, got {own_kwargs!r:.60}; "
+            "give the variables of the template by name, such as {'enable_thinking': False}"
+        )
+    kwargs = {**setup.options.template_variables, **own_kwargs}
+    if "chat_template" in own_kwargs:
         raise DataError(
             "`chat_template_kwargs` has 'chat_template', which would replace the template that the "
             "model is asked with; remove it, or pass ChatOptions(chat_template=...) for all records"
@@ -102,28 +117,31 @@ def read_record(example: Mapping[str, Any], setup: ChatSetup, from_arrow: bool) 
     )
 
 
+def _decoded(value: Any, what: str) -> Any:
+    """Return the value of a JSON string, or any other value without None."""
+    try:
+        return json.loads(value) if isinstance(value, str) else drop_none(value)
+    except ValueError as error:
+        raise DataError(f"{what}: invalid JSON {value[:60]!r} ({error}); fix it") from error
+
+
 def _read_dicts(found: Any, what: str) -> list[dict[str, Any]]:
     """Return a list of dicts, from dicts, JSON strings, or one JSON string of the list."""
-
-    def decode(value: Any) -> Any:
-        try:
-            return json.loads(value) if isinstance(value, str) else drop_none(value)
-        except ValueError as error:
-            raise DataError(f"{what}: invalid JSON {value[:60]!r} ({error}); fix it") from error
-
     if not found:
         return []
-    value = decode(found) or []
+    value = _decoded(found, what) or []
     items = value if isinstance(value, list) else [None]  # fails below
-    dicts: list[Any] = [decode(item) if isinstance(item, str) else item for item in items]
+    dicts: list[Any] = [_decoded(item, what) if isinstance(item, str) else item for item in items]
     if not all(isinstance(item, dict) for item in dicts):
+        way_out = "write each as {'function': {'name': ..., 'arguments': ...}}"
+        if isinstance(value, dict):
+            way_out = "put the dict into a list"
+        elif what == "`documents`":
+            way_out = "give each document as {'title': ..., 'text': ...}"
+        elif what == "`tools`":
+            way_out = "turn Python functions into schemas with transformers.utils.get_json_schema"
         raise DataError(
-            f"{what} must be a list of dicts or of JSON strings, got {value!r:.60}; "
-            + (
-                "give each document as {'title': ..., 'text': ...}"
-                if "documents" in what
-                else "turn Python functions into schemas with transformers.utils.get_json_schema"
-            )
+            f"{what} must be a list of dicts or of JSON strings, got {value!r:.60}; {way_out}"
         )
     return dicts
 
@@ -212,18 +230,28 @@ def _read_message(found: Any, where: str, from_arrow: bool) -> dict[str, Any]:
 
 def _check_message_keys(message: Mapping[str, Any], where: str) -> None:
     """Check that no text has a misspelt key: the rest would be trained as if it were all."""
+    parts = message.get("content")
+    for found in (message, *parts) if isinstance(parts, (list, tuple)) else (message,):
+        is_text = isinstance(found, Mapping) and found.get("type", "text") == "text"
+        for key in _flags(tuple(found)) if is_text else ():
+            if _is_number(found[key]):
+                raise DataError(
+                    f"{where} has {key!r}, which is not read; remove it, and if it says whether "
+                    "the turn is trained, give `train`, 1 or 0"
+                )
     for key in _OF_PARTS:
         if message.get(key) not in (None, [], ""):
             raise DataError(
                 f"{where} has `{key}`, but a turn is trained in full or not at all; remove it, and "
                 "set `train` to 0 or 1"
             )
-    odd, others = _odd_keys(tuple(message))
-    for key, name in odd:
-        if message[key] is not None:
+    odd, others = _odd_keys(tuple(message), message["role"] == "assistant")
+    for key, names in odd:
+        found = drop_none(message[key])
+        if found and not isinstance(found, Real) and not any(map(message.get, names)):
             raise DataError(
-                f"{where} has no {name}, but {key!r} looks like it; rename it to {name}, or remove "
-                "it"
+                f"{where} has no {names[0]}, but {key!r} looks like it; rename or convert it "
+                f"to {names[0]}, or remove it"
             )
     if others and (others := [key for key in others if message[key]]):
         raise DataError(
@@ -239,13 +267,38 @@ def _check_message_keys(message: Mapping[str, Any], where: str) -> None:
 
 
 @lru_cache(maxsize=4096)
-def _odd_keys(keys: tuple[Any, ...]) -> tuple[list[tuple[Any, str]], list[Any]]:
-    """Return keys that look like the name of a text, and without such a name all unknown ones."""
-    names = ((key, respelt(str(key), _WRITTEN)) for key in keys)
-    odd = [(key, name) for key, name in names if name is not None and name not in keys]
-    known = ("role", "name", "id", "tool_call_id", "function_call", *_SELECTORS)
-    has_text = any(name in keys for name in _WRITTEN)
-    return odd, [] if has_text else [key for key in keys if key not in known]
+def _odd_keys(
+    keys: tuple[Any, ...], is_answer: bool
+) -> tuple[list[tuple[Any, tuple[str, ...]]], list[Any]]:
+    """Return keys that look like names of a text, and without such a name all unknown ones."""
+    others = [key for key in keys if key not in (*_KNOWN, *_WRITTEN)]
+    odd: list[tuple[Any, tuple[str, ...]]] = []
+    for key in others:
+        name, letters = respelt(str(key), _WRITTEN), _letters(key)
+        if name is not None:
+            odd.append((key, (name,)))
+        elif is_answer and not _ABOUT.search(letters):
+            odd += [(key, REASONING)] if _OF_THINKING.search(letters) else []
+            odd += [(key, ("tool_calls",))] if _OF_CALLS.search(letters) else []
+    return odd, [] if any(name in keys for name in _WRITTEN) else others
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether a value is a number, a bool, or a list of them alone."""
+    value = drop_none(value.tolist() if hasattr(value, "tolist") else value)
+    values = value if isinstance(value, list) else [value]
+    return bool(values) and all(isinstance(number, Real) for number in values)
+
+
+def _letters(key: Any) -> str:
+    return re.sub("[^a-z]", "", str(key).lower())
+
+
+@lru_cache(maxsize=4096)
+def _flags(keys: tuple[Any, ...]) -> list[Any]:
+    """Return the unknown keys whose names speak of training."""
+    others = [key for key in keys if key not in (*_SELECTORS, *_OF_PARTS)]
+    return [key for key in others if _OF_TRAINING.search(_letters(key))]
 
 
 def _read_call(call: Mapping[str, Any], where: str, i: int, from_arrow: bool) -> dict[str, Any]:
@@ -256,6 +309,7 @@ def _read_call(call: Mapping[str, Any], where: str, i: int, from_arrow: bool) ->
             f"{where} has a tool call without a name, got {dict(call)!r:.60}; write it as "
             "{'type': 'function', 'function': {'name': ..., 'arguments': ...}}"
         )
+    _check_call(call, function, f"{where}.tool_calls[{i}]")
     arguments = _read_arguments(function.get("arguments"), f"{where}.tool_calls[{i}].arguments")
     if from_arrow and not isinstance(arguments, str):
         arguments = drop_none(arguments)
@@ -267,6 +321,32 @@ def _read_call(call: Mapping[str, Any], where: str, i: int, from_arrow: bool) ->
     }
 
 
+def _check_call(call: Mapping[str, Any], function: Mapping[str, Any], where: str) -> None:
+    """Check that no arguments have another key or place: the call would be trained without them."""
+
+    def decoded(value: Any) -> Any:
+        try:
+            return json.loads(value) if isinstance(value, str) else drop_none(value)
+        except ValueError:
+            return value
+
+    unread = [] if function is call else [key for key in call if key not in _AROUND_CALL]
+    inside = [key for key in function if key not in _READ_OF_CALL and key not in _AROUND_CALL]
+    for holder, key in [*((call, key) for key in unread), *((function, key) for key in inside)]:
+        given = function.get(key if key in _READ_OF_CALL else "arguments")
+        value = decoded(holder[key])
+        letters = _letters(key)
+        is_named = key in _READ_OF_CALL or respelt(str(key), _READ_OF_CALL[1:]) is not None
+        is_like = _OF_ARGUMENTS.search(letters) is not None and "schema" not in letters
+        is_alone = given is None and isinstance(value, dict)
+        is_text = value not in (None, "", {}, []) and not isinstance(holder[key], (int, float))
+        if (is_named or is_like or is_alone) and is_text and value != decoded(given):
+            raise BadArguments(
+                f"{where} has {key!r} {holder[key]!r:.60}, which is not read; give a call its name "
+                "and arguments once, as `name` and `arguments`, both in `function` if it has one"
+            )
+
+
 def _read_arguments(found: Any, where: str) -> Any:
     """Return a mapping, or the JSON of one as it is; None and "" are a call without arguments."""
     if found is None or found == "":
@@ -274,10 +354,11 @@ def _read_arguments(found: Any, where: str) -> Any:
     why = ""
     try:
         if isinstance(found, Mapping):
-            json.dumps(found, default=dict, allow_nan=False)
+            json.dumps(found, default=_as_dict, allow_nan=False)
             return found
         # int refuses NaN and Infinity, which are not JSON
-        if isinstance(found, str) and isinstance(json.loads(found, parse_constant=int), dict):
+        options: dict[str, Any] = {"parse_constant": int, "parse_float": _finite}
+        if isinstance(found, str) and isinstance(json.loads(found, **options), dict):
             return found
     except (TypeError, ValueError) as error:
         why = f" ({error})"
@@ -285,6 +366,20 @@ def _read_arguments(found: Any, where: str) -> Any:
         f"{where} are not a JSON object, got {found!r:.60}{why}; give a dict, or the JSON of one "
         "encoded once"
     )
+
+
+def _finite(number: str) -> float:
+    """Return a number of a JSON text; 1e999 would be written as Infinity."""
+    if math.isinf(value := float(number)):
+        raise ValueError(f"{number:.20} is too large")
+    return value
+
+
+def _as_dict(value: Any) -> dict[Any, Any]:
+    """Return a mapping for JSON; ``dict`` would also take a set of pairs of letters."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"{type(value).__name__} is not JSON")
 
 
 def without_padding(records: Any, from_arrow: Any) -> tuple[Any, bool]:

@@ -28,7 +28,7 @@ _RESERVED = (  # arguments of apply_chat_template, and variables that it sets
     *("add_generation_prompt", "continue_final_message", "conversation", "conversations"),
     *("documents", "max_length", "messages", "padding", "processor_kwargs", "return_dict"),
     *("return_assistant_tokens_mask", "return_tensors", "tokenize", "tokenizer_kwargs", "tools"),
-    "truncation",
+    *("truncation", "self", "compiled_template"),
 )
 _logger = logging.getLogger("torch_collate_kit.chat")
 _TEMPLATES: WeakKeyDictionary[Any, dict[Any, ChatTemplate]] = WeakKeyDictionary()

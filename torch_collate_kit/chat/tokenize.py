@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch_collate_kit.batch import IGNORE_INDEX
+from torch_collate_kit.chat.locating import THINK_END
 from torch_collate_kit.chat.options import DEFAULT_OPTIONS, ChatOptions, ChatSetup
 from torch_collate_kit.chat.record_forms import (
     ImageSource,
@@ -387,7 +388,7 @@ def _trained_turns(conversation: Conversation, train_on: str) -> list[int]:
 
 def _check_answer(content: Any, where: str) -> None:
     text = text_of(content)
-    if text is None or (isinstance(text, str) and not text.strip()):
+    if text is None or (isinstance(text, str) and not text.rpartition(THINK_END)[2].strip()):
         raise DataError(
             f"{where} is an empty answer ({content!r:.40}), so the model would be trained to say "
             "nothing; remove it, set its `weight` to 0 (of a message), or pass allow_empty=True"

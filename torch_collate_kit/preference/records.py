@@ -17,6 +17,10 @@ PAIR = ("chosen", "rejected")
 NUMBERS = ("margin", "score_chosen", "score_rejected")
 _OF_TEMPLATE = ("system", "tools", "documents", "chat_template_kwargs")
 _MOST = float(np.finfo(np.float32).max)
+EMPTY_PROMPT = (
+    "the prompt is empty: nothing predicts the first token of the answers; give a `prompt`, or "
+    "begin it with the tokenizer's BOS"
+)
 _OTHER_PROMPTS = ("instruction", "question", "query", "input", "conversations")
 
 
@@ -109,12 +113,9 @@ def _split(
         repeated = all(list(map(drop_none, side[: len(said)])) == said for side in sides.values())
         count = len(said) if repeated else 0
     first = next(iter(sides.values()))
+    if prompt is None and not count and not are_messages:
+        raise DataError(EMPTY_PROMPT)
     prompt = first[:count] if count or prompt is None else prompt
-    if not are_messages and not prompt:
-        raise DataError(
-            "the prompt is empty: nothing predicts the first token of the answers; give a "
-            "`prompt`, or begin it with the tokenizer's BOS"
-        )
     return prompt, {name: side[count:] for name, side in sides.items()}
 
 

@@ -25,7 +25,12 @@ from torch_collate_kit.chat.records import BadArguments, without_padding
 from torch_collate_kit.chat.template import num_shared
 from torch_collate_kit.chat.tokenize import MarkedText, loss_target, marked_texts, too_long
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.preference.records import NUMBERS, PreferenceRecord, read_preference
+from torch_collate_kit.preference.records import (
+    EMPTY_PROMPT,
+    NUMBERS,
+    PreferenceRecord,
+    read_preference,
+)
 from torch_collate_kit.reading.keys import check_no_other_weight
 
 if TYPE_CHECKING:
@@ -235,6 +240,8 @@ def _example(
         if isinstance(entries, str):
             return _skipped(f"{name}_{entries}")
         [texts[name]] = entries
+        if texts[name].loss_mask[:1] == [1]:  # no prompt, and the tokenizer adds no BOS
+            raise DataError(EMPTY_PROMPT)
         if 1 not in texts[name].loss_mask[1:]:
             return _skipped(f"{name}_no_trained_tokens")
     _check_same_prompt(texts)
