@@ -296,6 +296,8 @@ class ByTokens(RowBudget):
         return self._totals[epoch]
 
     def _before(self, epoch: int) -> int:
+        if self.order.is_permutation:
+            return epoch * self._total(0)
         return sum(map(self._total, range(epoch)))
 
     def _carried(self, epoch: int) -> int:
@@ -307,17 +309,18 @@ class ByTokens(RowBudget):
 
         Tokens below 0 are of the epochs before; those from the total on, of the next one.
         """
-        if token < 0:
-            place, used = self._document_at(epoch - 1, token + self._total(epoch - 1))
-            return place - self.order.size(epoch - 1), used
-        if token >= self._total(epoch):
+        before = 0  # places of the epochs between
+        while token < 0:
+            epoch -= 1
+            token, before = token + self._total(epoch), before - self.order.size(epoch)
+        while token >= self._total(epoch):
             if self.tail != "wrap" or not self._total(epoch + 1):  # or all data have been read
-                return self.order.size(epoch), 0
-            place, used = self._document_at(epoch + 1, token - self._total(epoch))
-            return place + self.order.size(epoch), used
+                return before + self.order.size(epoch), 0
+            token, before = token - self._total(epoch), before + self.order.size(epoch)
+            epoch += 1
         sums = self._sums(epoch)
         place = int(np.searchsorted(sums, token, side="right")) - 1
-        return place, token - int(sums[place])
+        return before + place, token - int(sums[place])
 
 
 class SourceLimits:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections.abc import Mapping
@@ -166,12 +167,19 @@ class ByRows(RowBudget):
         firsts = [first for first in list(known) if step is None or first <= step]
         if firsts:
             return max(firsts)
-        start = 0
-        if self.tail == "wrap" and epoch:
-            end = self.num_steps(epoch - 1)
-            start = max(0, self._windows[epoch - 1][end].start - self.order.size(epoch - 1))
-        known[0] = _Window(0, start)
+        known[0] = _Window(0, self._start(epoch) if self.tail == "wrap" else 0)
         return 0
+
+    def _start(self, epoch: int) -> int:
+        """Return the place at which an epoch that goes on from the one before it begins."""
+        begun = [at for at, known in list(self._windows.items()) if at < epoch and known]
+        last, start, passed = max(begun, default=0), 0, copy.copy(self)  # one epoch at a time
+        passed._windows = {last: dict(self._windows.get(last) or {0: _Window(0, 0)})}
+        for at in range(last, epoch):
+            end = passed.num_steps(at)
+            start = max(0, passed._windows[at][end].start - self.order.size(at))
+            passed._windows = {at + 1: {0: _Window(0, start)}}
+        return start
 
     def _window(self, epoch: int, first: int) -> _Window | None:
         """Return the window that begins with a step, whose place is known; None after the last."""

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sized
 from fractions import Fraction
 from functools import partial
+from itertools import chain
 from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
@@ -214,16 +215,32 @@ class MixedOrder(Order):
         """Return the examples, or the tokens, from one example of a source to another."""
         if self._lengths is None:
             return stop - start
-        return sum(map(self._num_units, self._passes(source, start, stop)))
+        size = self._sizes[source]
+        begun = min(stop, start + -start % size)
+        whole = (stop - begun) // size  # passes that need not be made
+        ends = [*self._passes(source, start, begun)]
+        ends += self._passes(source, begun + whole * size, stop)
+        return whole * self._per_pass(source) + sum(map(self._num_units, ends))
+
+    def _per_pass(self, source: int) -> int:
+        """Return the examples, or the tokens, of a source."""
+        if self._lengths is None:
+            return int(self._sizes[source])
+        return int(self._lengths[self._bounds[source] : self._bounds[source + 1]].sum())
 
     def _due(self, source: int, start: int, weight: float, end: float) -> tuple[Indices, Any]:
         """Return the next examples of a source that are due by a virtual time, and when."""
         found, times, before = [_NONE], [np.zeros(0)], 0
-        for examples in self._passes(source, start, self._limits[source]):
+        size, stop = self._sizes[source], self._limits[source]
+        surely = max(0, int(end * weight / 2 / self._per_pass(source)) - 1)  # due, joined at once
+        middle = min(start + surely * size, stop)
+        joined = np.concatenate([_NONE, *self._passes(source, start, middle)])
+        for examples in chain([joined], self._passes(source, middle, stop)):
             lengths: Any = 1 if self._lengths is None else self._lengths[examples]
             ends = before + np.cumsum(np.broadcast_to(lengths, len(examples)))
             due = (2 * ends - lengths) / weight
-            number, before = int(np.searchsorted(due, end, side="right")), int(ends[-1])
+            number = int(np.searchsorted(due, end, side="right"))
+            before = int(np.max(ends, initial=before))
             found.append(examples[:number])
             times.append(due[:number])
             if number < len(due):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, Literal
@@ -292,6 +293,10 @@ def _checked_weights(name: str, weights: Any, num_sources: int) -> list[Fraction
             )
     if not any(exact):
         raise ValueError(f"{name} are all 0; at least one source must be read")
+    if max(exact) * math.lcm(*(weight.denominator for weight in exact)) > 2**900:  # a float
+        raise ValueError(
+            f"{name} are too large or too far apart, got {weights!r}; pass numbers nearer to 1"
+        )
     return exact
 
 

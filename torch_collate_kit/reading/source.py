@@ -293,7 +293,7 @@ class ArrowFiles:
         (self._is_parquet,) = are_parquet
         if self._is_parquet:
             parquet = needed_package("pyarrow.parquet", "reading Parquet files")
-            filled = [path for path in self._paths if parquet.read_metadata(path).num_rows]
+            filled = [path for path in self._paths if _num_parquet_rows(path)]
             if not filled:
                 raise DataError(
                     f"there are no rows in {paths[0]!r} (0 examples); give at least one"
@@ -337,6 +337,16 @@ class ArrowFiles:
 def _is_parquet(path: str) -> bool:
     with open(path, "rb") as file:
         return file.read(4) == b"PAR1"
+
+
+def _num_parquet_rows(path: str) -> int:
+    pa = needed_package("pyarrow", "reading Parquet files")
+    try:
+        return int(pa.parquet.read_metadata(path).num_rows)
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(
+            f"{path!r} is not a whole Parquet file ({error}); write or download it again"
+        ) from error
 
 
 def _mapped(path: str) -> pa.Table:

@@ -115,6 +115,10 @@ def test_bad_settings_and_files(tmp_path):
     (tmp_path / "a.txt").write_text("not an Arrow file, and long enough to be taken for one")
     with pytest.raises(ValueError, match=r"a.txt' is neither an Arrow nor a Parquet file"):
         TokenizedDataset(tmp_path / "a.txt")
+    for number, content in enumerate((b"PAR1PAR1", b"PAR1" + bytes(40) + b"\x20\0\0\0PAR1")):
+        (tmp_path / f"{number}.parquet").write_bytes(content)
+        with pytest.raises(DataError, match=rf"{number}.parquet' is not a whole Parquet file"):
+            TokenizedDataset(tmp_path / f"{number}.parquet")
     arrow = write_stream(tmp_path / "a.arrow", table)
     pq.write_table(table, tmp_path / "a.parquet")
     with pytest.raises(ValueError, match="mixes Parquet and Arrow files"):

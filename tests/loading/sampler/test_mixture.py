@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
+import timeit
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,8 +23,10 @@ from torch_collate_kit import (
     PrefetchingSampler,
     TokenizedDataset,
 )
+from torch_collate_kit.loading import mixed_order
+from torch_collate_kit.loading.orders import epoch_order
 
-WEIGHTS = [[0.5, 0.3, 0.2], [1, 1, 1], [0.9, 0.09, 0.01], [0.333, 0.123456, 7], [2, 0, 1]]
+WEIGHTS = [[0.5, 0.3, 0.2], [1, 1, 1], [90, 9, 1], [0.333, 0.123456, 7], [2, 0, 1], [4, 40, 1]]
 LENGTHS = [[5, 9, 2, 40], [3] * 7, [1, 30, 1, 30, 8]]
 
 
@@ -280,6 +284,30 @@ def test_a_mixture_ends_with_its_passes_and_every_state_loads(name, tail, option
         assert (counts[:8] <= np.ceil(float(data.max_passes[0]))).all()
 
 
+def test_a_jump_over_many_epochs_is_many_short_jumps(monkeypatch):
+    calls, made = [], mixed_order.epoch_order
+    monkeypatch.setattr(mixed_order, "epoch_order", lambda *of: calls.append(of) or made(*of))
+    lengths = np.array([5, 3, 4, 2, 6, 7, 3, 2] * 3)
+    mixture = Mixture([lengths, lengths[:9]], weights=[0.1, 1], by="tokens")
+    for make, data in itertools.product(ENDINGS.values(), (lengths, mixture)):
+        walked, jumped = make(data, "wrap"), make(data, "wrap")
+        for epoch in range(0, 401, 200):
+            state = walked.state_at(epoch, 0)
+        calls.clear()
+        assert jumped.state_at(400, 0) == state
+        assert len(calls) <= 400 * 20, "not the passes by which a source lags behind its epochs"
+        assert jumped.count_steps(400) == walked.count_steps(400)
+        assert jumped.when(3, 400) == walked.when(3, 400)
+        assert len(getattr(jumped._budget, "_windows", ())) <= 3
+
+
+def test_many_short_passes_cost_what_drawing_them_costs():
+    mixture = Mixture([5, 5], weights=[1e-4, 1], stop="all_exhausted")
+    draw = lambda: [epoch_order(5, False, (0, 1, i)).take(0, 5) for i in range(10000)]  # noqa: E731
+    count = lambda: len(PrefetchingSampler(mixture, batch_size=2, shuffle=False))  # noqa: E731
+    assert min(timeit.repeat(count, number=1)) < 4 * min(timeit.repeat(draw, number=1))
+
+
 @pytest.mark.parametrize("options", [{"batch_size": 2}, {"batch_rows": 2, "window": 2}])
 def test_the_last_state_of_an_epoch_does_not_read_the_order_of_the_next(options):
     orders, collate = {0: range(12)}, PackedCollator(0, max_tokens=8)
@@ -354,6 +382,8 @@ BAD = [
     (([3, 2],), {"weights": [1]}, ValueError, "weights must have one number for each of the 2 so"),
     (([3, 2],), {"weights": [0, 0]}, ValueError, "weights are all 0; at least one source must be"),
     (([3, 2],), {"weights": [1, -1]}, ValueError, "weights[1] must be a finite number of at leas"),
+    (([3, 2],), {"weights": [1e308, 1e308]}, ValueError, "weights are too large or too far apart"),
+    (([3, 2],), {"schedule": [(0, [1, 1e-310])]}, ValueError, "schedule[0] weights are too large "),
     (([3, 2],), {"weights": [1, "1"]}, ValueError, "weights[1] must be a finite number of at lea"),
     (([3, 2],), {"by": "tokens"}, ValueError, "the length of every example is needed, and source"),
     (

@@ -181,6 +181,13 @@ def test_options_that_contradict_it(given: dict[str, Any], message: str) -> None
         options(**given)
 
 
+def test_a_step_of_thousands_of_epochs() -> None:
+    collate = PackedCollator(TOKENIZER, max_tokens=8, strategy="wrapped", normalize_loss=False)
+    sampler = PackedBatchSampler(np.array([2]), collate, batch_rows=2000, window=1, tail="wrap")
+    assert sampler.examples(7999, 0).tolist() == [0] * 8000
+    assert sampler.when(0, 7999) == [(7999, 0)]
+
+
 def test_documents_without_an_end() -> None:
     with pytest.raises(ValueError, match=r"int has eos_token_id=None; pass a tokenizer, no pad id"):
         PackedCollator(0, max_tokens=8, strategy="wrapped")
