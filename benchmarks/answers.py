@@ -348,6 +348,20 @@ def _preference(r: Results) -> dict[str, str]:
     }
 
 
+def _shapes(r: Results) -> dict[str, str]:
+    found = {of["what"]: of["measured"] for of in r["targets"]}
+    counts = [cell(r, "Recompilations", f"no limit, {how}", "compiled again")
+              for how in ("default", "dynamic=False")]  # fmt: skip
+    mask = found["create_block_mask against the closed form, 8,192 cells"]
+    return {
+        "How often is a step of real lengths compiled again?": (
+            f"{found['compiled again, default']} times with max_sequences_per_row, also with "
+            f"dynamic=False; without a limit {counts[0]} and {counts[1]} in 20 steps"
+        ),
+        "How long does create_block_mask take?": f"{mask} as long as the closed form, 8,192 cells",
+    }
+
+
 ANSWERS: dict[str, Callable[[Results], dict[str, str]]] = {
     **PLAN_ANSWERS,
     "agents": _agents,
@@ -361,6 +375,7 @@ ANSWERS: dict[str, Callable[[Results], dict[str, str]]] = {
     "packing": _packing,
     "preference": _preference,
     "rollout": _rollout,
+    "shapes": _shapes,
     "skyrl": _skyrl,
     "trees": _trees,
     "stream": _stream,
