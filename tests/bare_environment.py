@@ -168,7 +168,6 @@ def needs() -> dict[str, Any]:
         "tokenize_chat_dataset needs the package datasets: pip install datasets": (
             lambda: tokenize_chat_dataset([], tokenizer)
         ),
-        "PackingReport.to_frame needs the package pandas: pip install pandas": report.to_frame,
         "a plot needs the package matplotlib: pip install -e '.[plots]'": (report.plot),
         "reading Arrow files needs the package pyarrow: pip install pyarrow": lambda: read(b"ARR"),
         "reading Parquet files needs the package pyarrow: pip install pyarrow": (

@@ -16,7 +16,8 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from torch_collate_kit import __version__, packing_report
+from torch_collate_kit import __version__
+from torch_collate_kit.loading import read_records
 
 ROOT = Path(__file__).parents[1]
 NAME = f"torch_collate_kit-{__version__}"
@@ -140,8 +141,9 @@ def test_all_but_what_names_its_package_works_with_torch_and_numpy_alone():
 
 
 def test_a_package_that_is_installed_and_broken_is_not_called_absent(tmp_path, monkeypatch):
-    (tmp_path / "pandas.py").write_text("import no_such_package")
+    (tmp_path / "zstandard.py").write_text("import no_such_package")
+    (tmp_path / "x.jsonl.zst").write_bytes(b"")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "pandas", raising=False)
+    monkeypatch.delitem(sys.modules, "zstandard", raising=False)
     with pytest.raises(ModuleNotFoundError, match=r"^No module named 'no_such_package'$"):
-        packing_report([3], show=False).to_frame()
+        read_records(tmp_path / "x.jsonl.zst")

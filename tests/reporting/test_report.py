@@ -248,18 +248,13 @@ def test_a_model_that_is_wrong_padded_on_the_left_is_noted(config, family):
         assert max(map(len, str(report).splitlines())) <= 100
 
 
-def test_a_report_is_json_and_a_frame_and_can_be_pickled():
-    pandas = pytest.importorskip("pandas")
+def test_a_report_is_json_and_can_be_pickled():
     lengths = torch.tensor([5, 3, 9, 2])
     report = packing_report(lengths, (np.int64(10), 20), batch_size=2, show=False)
     assert PackingReport(json.loads(json.dumps(report))) == report
     again = pickle.loads(pickle.dumps(report))
     assert isinstance(again, PackingReport)
     assert repr(again) == repr(report)
-    frame = report.to_frame()
-    assert isinstance(frame, pandas.DataFrame)
-    assert frame["padding"].tolist() == [c["padding"] for c in report["candidates"]]
-    assert frame["strategy"].tolist()[:2] == ["padded", "best_fit_decreasing"]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from torch_collate_kit._checks import (
     checked_choice,
     checked_int,
     checked_optional_int,
-    needed_package,
     plural,
 )
 from torch_collate_kit.batch.showing.style import (
@@ -95,14 +94,6 @@ class PackingReport(dict[str, Any]):
     >>> [(c["strategy"], c["num_rows"]) for c in report["candidates"]]
     [('padded', 4), ('best_fit_decreasing', 2), ('balanced', 2), ('sequential', 3)]
     """
-
-    def to_frame(self) -> Any:
-        """Return the candidates as a pandas DataFrame, a row each.
-
-        Raises:
-            ImportError: pandas is not installed.
-        """
-        return needed_package("pandas", "PackingReport.to_frame").DataFrame(self["candidates"])
 
     def plot(self, what: Plot = "padding", *, ax: Axes | None = None) -> Axes:
         """Draw one of three plots with matplotlib, on ``ax`` or a new figure.
