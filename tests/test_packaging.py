@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from torch_collate_kit import __version__
-from torch_collate_kit.loading import read_records
+from torch_collate_kit.chat import tokenize_documents
 
 ROOT = Path(__file__).parents[1]
 NAME = f"torch_collate_kit-{__version__}"
@@ -141,9 +141,8 @@ def test_all_but_what_names_its_package_works_with_torch_and_numpy_alone():
 
 
 def test_a_package_that_is_installed_and_broken_is_not_called_absent(tmp_path, monkeypatch):
-    (tmp_path / "zstandard.py").write_text("import no_such_package")
-    (tmp_path / "x.jsonl.zst").write_bytes(b"")
+    (tmp_path / "datasets.py").write_text("import no_such_package")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "zstandard", raising=False)
+    monkeypatch.delitem(sys.modules, "datasets", raising=False)
     with pytest.raises(ModuleNotFoundError, match=r"^No module named 'no_such_package'$"):
-        read_records(tmp_path / "x.jsonl.zst")
+        tokenize_documents([], None)
