@@ -267,6 +267,9 @@ CHANGES: dict[str, Callable[[Batch], Batch]] = {
     "some labels": lambda batch: batch.with_fields(
         labels=torch.where(batch["labels"] % 2 == 1, batch["labels"], -100)
     ),
+    "every label and weight": lambda batch: batch.with_fields(
+        labels=torch.full_like(batch["labels"], 7), loss_mask=torch.ones_like(batch["loss_mask"])
+    ),
     "every weight": lambda batch: batch.with_fields(loss_mask=torch.ones_like(batch["loss_mask"])),
     "some weights": lambda batch: batch.with_fields(loss_mask=batch["loss_mask"] * 0 + 0.5),
 }
@@ -289,7 +292,7 @@ def test_one_rule_says_what_is_trained_and_by_which_id(kind: str, name: str) -> 
     if kind == "tree":
         collate = PackedCollator(0, max_tokens=8, share_prefixes=True)
         examples = [{k: [of[k], of[k][:2] + of[k][:1]] for k in of} for of in examples]
-    if kind == "rollouts" and "labels" in name:
+    if kind == "rollouts" and "label" in name:
         return
     batch = collate(examples)
     collated = batch.get("labels")
@@ -300,6 +303,9 @@ def test_one_rule_says_what_is_trained_and_by_which_id(kind: str, name: str) -> 
     logps = token_logps(logits, batch)
     torch.testing.assert_close(-logps, nll[:, 0])
     assert len(logps) == global_num_loss_tokens(batch)
+    if name == "every label and weight" and kind != "padded":  # whose mask has fewer columns
+        num_predicted = sum(len(ids) - 1 for ids in unpack(batch["input_ids"], batch))
+        assert len(logps) == num_predicted, "never a first token or a pad"
     loss = (nll[:, 0] * pairs_of.weights).sum()
     torch.testing.assert_close(token_loss(logits, batch, num_loss_tokens=1), loss)
     if collated is not None:

@@ -260,7 +260,13 @@ ONES = torch.ones(2)
             "where examples begin; pass",
         ),
         (lambda: global_num_examples([7]), TypeError, "got int; pass the Batch"),
-        (lambda: sums_by(ONES, BATCH, "x"), ValueError, "no PerExample field 'x'; declare it"),
+        (lambda: sums_by(ONES, BATCH, "x"), ValueError, "field 'x' of one value; declare it"),
+        (lambda: sums_by(ONES, BATCH, "example_indices"), ValueError, "no PerExample field"),
+        (
+            lambda: sums_by(ONES, Batch(dict(PaddedCollator(0)(PAIR))), "x"),
+            ValueError,
+            "no PerExample field",
+        ),
         (lambda: sums_by(ONES, BATCH, "x", per="row"), ValueError, "one of 'token', 'example'"),
     ],
 )

@@ -126,6 +126,13 @@ YES = torch.tensor([True])
         (lambda: kto(TWO, TWO, TWO[:1]), TypeError, "the integers 0 and 1, got torch.float32"),
         (lambda: kto(TWO, TWO, torch.tensor([-1])), ValueError, "label -1 of example 0: labels"),
         (lambda: kto(TWO, TWO, ["good"]), TypeError, "labels must be a tensor .* got list"),
+        (
+            lambda: kto(FOUR, FOUR, YES.repeat(2), kl=TWO),
+            ValueError,
+            r"one finite number, got \[2\]",
+        ),
+        (lambda: kto(TWO, TWO, YES, kl=math.nan), ValueError, "one finite number, got nan"),
+        (lambda: kto(TWO, TWO, YES, desirable_weight=-1), ValueError, "desirable_weight must be"),
         (lambda: bradley_terry(TWO, TWO), ValueError, r"margin has shape \[2\] for 1 pairs"),
         (lambda: bradley_terry(TWO, TWO[:1] / 0), ValueError, "margin is nan for pair 0; it must"),
     ],

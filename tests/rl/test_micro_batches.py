@@ -13,7 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.rl.rollouts import rollout_batch
-from torch_collate_kit import PackedCollator, PaddedCollator, RolloutCollator, token_loss
+from torch_collate_kit import (
+    PackedCollator,
+    PaddedCollator,
+    RolloutCollator,
+    global_num_loss_tokens,
+    token_loss,
+)
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.rl import micro_batches, stage_mini_batches
@@ -181,6 +187,28 @@ def test_a_loss_mask_of_ones_own_keeps_its_columns() -> None:
     parts = micro_batches(part, max_tokens=9)
     assert [m["loss_mask"].tolist() for m in parts] == [[[0.0] * 8], [[1.0] * 5]]
     assert parts[1].metadata["response_length"] == parts[1]["rewards"].shape[1] == 5
+
+
+@pytest.mark.parametrize("short", range(1, 7))
+def test_a_mask_of_all_predicted_tokens_is_cut_with_its_cells(short: int) -> None:
+    batch = RolloutCollator(0)(rollouts([(6, 2), (short, 2)]))
+    mask = batch["attention_mask"][:, 1:].float()
+    logits = torch.randn(*batch["input_ids"].shape, 20)
+    batch = batch.with_fields(loss_mask=mask, logits=logits)
+    [[part]] = stage_mini_batches(batch, [0, 2], 1)
+    assert part.metadata["num_loss_tokens"] == global_num_loss_tokens(part) == 7 + short + 1
+    parts = micro_batches(part, max_tokens=8)
+    losses = [token_loss(m["logits"], m, num_loss_tokens=1) for m in parts]
+    torch.testing.assert_close(sum(losses), token_loss(logits, batch, num_loss_tokens=1))
+
+
+def test_a_mini_batch_counts_what_is_trained() -> None:
+    batch = PackedCollator(0, max_tokens=8)([{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}])
+    fewer = batch.with_fields(labels=torch.where(batch["labels"] == 2, -100, batch["labels"]))
+    more = batch.with_fields(loss_mask=torch.ones_like(batch["loss_mask"]))
+    for changed, number in ((fewer, 2), (more, 3)):
+        [[part]] = stage_mini_batches(changed, [0, 1], 1)
+        assert part.metadata["num_loss_tokens"] == global_num_loss_tokens(part) == number
 
 
 class Bigram(torch.nn.Module):

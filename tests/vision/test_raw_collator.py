@@ -184,6 +184,12 @@ def test_conversations_and_rows_have_an_overflow_of_their_own() -> None:
         collate = VisionLanguageCollator(processor, **options, chat=dropping)
         metadata = collate([short, long]).metadata
         assert (metadata["dropped"], metadata["cut"], metadata["num_examples"]) == ((1,), (), 2)
+        declared = {"y": PerExample(torch.int64)}
+        collate = VisionLanguageCollator(processor, **options, chat=dropping, fields=declared)
+        with pytest.raises(DataError, match="example 2: y is 'bad'"):
+            collate([long | {"y": 1}, short | {"y": 1}, short | {"y": "bad"}])
+        with pytest.raises(DataError, match=r"the batch is empty \(0 examples\)"):
+            collate([])
     packing = PackingOptions(limit, overflow="drop")
     collate = VisionLanguageCollator(processor, packing=packing)
     assert collate([long, short]).metadata["dropped"] == (0,)

@@ -347,4 +347,6 @@ def _cut(name: str, field: Field, before: Placement, cells: slice, of_responses:
         return field[..., cells]
     if field.shape[1] == before.width:
         return field[:, cells]
+    if name == "loss_mask" and field.shape[1] == before.width - 1 > before.response_length:
+        return field[:, cells.start : cells.stop - 1]  # of all predicted tokens
     return field[:, of_responses] if field.shape[1] == before.response_length else field

@@ -384,13 +384,6 @@ class Storage:
         tensors = {k: v for k, v in self.given.items() if isinstance(v, Tensor)}
         return shapes | {name: list(tensor.shape[1:]) for name, tensor in tensors.items()}
 
-    def num_loss_tokens(self) -> np.ndarray | None:
-        """Return the trained cells of each row, int64 [R]; reads the device."""
-        if "loss_mask" in self.columns.names and "loss_mask" not in self.given:
-            return self.columns.num_trained()
-        mask: Any = self.given.get("loss_mask")
-        return None if mask is None else (mask != 0).flatten(1).sum(dim=1).cpu().numpy()
-
     def num_tokens(self, count: str = "lengths") -> np.ndarray | None:
         """Return the tokens (or ``"responses"``) of each row, int64 [R]; None if not known."""
         counts = self.columns.placement.segments.get(count)

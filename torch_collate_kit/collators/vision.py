@@ -15,7 +15,7 @@ from torch_collate_kit.chat.tokenize import tokenize_records
 from torch_collate_kit.collators.collator import ForTrainer
 from torch_collate_kit.collators.packed import PackedCollator
 from torch_collate_kit.collators.padded import PaddedCollator
-from torch_collate_kit.errors import DataError
+from torch_collate_kit.errors import DataError, examples_named
 from torch_collate_kit.packing import PackingOptions
 from torch_collate_kit.packing.options import Overflow
 from torch_collate_kit.packing.rank_plan import MixedExamples, PlannedExamples, named_in_errors
@@ -152,6 +152,8 @@ class VisionLanguageCollator(ForTrainer):
             planned = replace(examples, examples=processed)
             return self.collator.make_batch(planned, for_trainer=for_trainer)
         processed = self._processed(examples, or_dropped=True)
+        if not processed:
+            raise DataError("the batch is empty (0 examples); give at least one")
         kept = [i for i, example in enumerate(processed) if not example["skip_reason"]]
         if not kept:
             raise DataError(
@@ -161,8 +163,9 @@ class VisionLanguageCollator(ForTrainer):
         chosen = [processed[i] for i in kept]
         if isinstance(examples, MixedExamples):
             chosen = MixedExamples(chosen, examples.names, examples.sources[kept])
-        self._check_images(chosen)
-        batch = self.collator.make_batch(chosen, for_trainer=for_trainer)
+        with examples_named([f"example {i}" for i in kept].__getitem__):
+            self._check_images(chosen)
+            batch = self.collator.make_batch(chosen, for_trainer=for_trainer)
         _count_lost(batch, processed, np.array(kept))
         return batch
 

@@ -7,7 +7,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, NamedTuple, Self, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import numpy as np
 
@@ -18,6 +18,9 @@ from torch_collate_kit.loading.orders import Recent
 from torch_collate_kit.packing import PackingOptions, PackingPlan
 from torch_collate_kit.packing.rows import running_sum
 from torch_collate_kit.packing.steps import WindowPlan, plan_wrapped
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _logger = logging.getLogger("torch_collate_kit.loading")
 

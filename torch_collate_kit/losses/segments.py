@@ -18,6 +18,7 @@ from torch_collate_kit._checks import checked_bool, checked_choice
 from torch_collate_kit.batch import Batch
 from torch_collate_kit.batch.context_shards import refuse_shard
 from torch_collate_kit.batch.dense import cells_of_rows
+from torch_collate_kit.batch.fields import PerExample
 from torch_collate_kit.batch.unpacking import in_rows, segment_spans, shares_prefixes, token_width
 from torch_collate_kit.losses.token_logps import (
     check_batch,
@@ -340,16 +341,20 @@ def _keys(batch: Batch, name: str) -> tuple[list[Any], np.ndarray]:
     """Return the field's value of each example, and the example of each segment, int64 [S]."""
     refuse_shard(batch.stored(), "read by examples", "join values with attention.context_join()")
     per_row, numbers = (batch.row_metadata.get(k) for k in (name, "segment_numbers"))
-    counts = batch.row_metadata["example_indices"].lengths
+    columns = batch.stored().columns
+    spec: Any = columns.specs.get(name) if columns else None
+    counts = batch.row_metadata["example_indices"].lengths if columns else np.zeros(0, np.int64)
     num_segments = int(counts.sum())
-    if per_row is not None:  # strings: a tuple per packed row, else one per row
+    if (
+        columns and per_row is not None and not isinstance(per_row, Ragged)
+    ):  # strings: a tuple per packed row, else one per row
         pairs = zip(per_row, counts.tolist(), strict=True)
         keys = [k for row, n in pairs for k in (row if isinstance(row, tuple) else [row] * n)]
-    elif isinstance(batch.get(name), Ragged):
+    elif isinstance(spec, PerExample) and not spec.shape:
         keys = batch[name].values.tolist()
     else:
         way_out = f"declare it in the collator, fields={{{name!r}: PerExample(str)}}"
-        raise ValueError(f"the batch has no PerExample field {name!r}; {way_out}")
+        raise ValueError(f"the batch has no PerExample field {name!r} of one value; {way_out}")
     is_first = np.ones(num_segments, bool) if numbers is None else np.asarray(numbers.values) == 0
     if len(keys) == num_segments:
         keys = [key for key, first in zip(keys, is_first.tolist(), strict=True) if first]

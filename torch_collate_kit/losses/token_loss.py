@@ -51,7 +51,8 @@ _SCALES = ("logit_scale", "logits_scaling", "output_multiplier", "lm_head_multip
 class PerTokenOutputs:
     """Values of the response tokens, one array per example, in the order of the examples.
 
-    ``example_indices`` int64 ``[E]``, ascending, names the examples of the batch's rows. ``nll[i]``
+    ``example_indices`` int64 ``[E]``, ascending, names the examples of the batch's rows, one of a
+    rollout of several segments once for each. ``nll[i]``
     float32 ``[n]``, in host memory, has the last ``n = row_metadata["num_actions"]`` tokens of
     example ``example_indices[i]``, with ``targets="same_token"`` 0 where there is no label. The
     pieces of a split example are joined in order, without the

@@ -6,6 +6,7 @@ those of the rejected ones, in a batch, its slices and its micro-batches.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -108,6 +109,15 @@ def kto(
     tensor([0.5000])
     """
     _check_beta(beta)
+    for name, value in (
+        ("desirable_weight", desirable_weight),
+        ("undesirable_weight", undesirable_weight),
+    ):
+        if not 0 <= value < math.inf:
+            raise ValueError(f"{name} must be a number from 0 on, got {value}")
+    if kl is not None and (kl.numel() != 1 if isinstance(kl, Tensor) else not math.isfinite(kl)):
+        found = list(kl.shape) if isinstance(kl, Tensor) else kl
+        raise ValueError(f"kl must be one finite number, got {found}; take the mean over the step")
     ratios = _log_ratios(sums, ref_sums)
     rated, others = ratios[0::2], ratios[1::2]
     is_chosen, is_label = _checked_labels(labels, len(rated))

@@ -14,9 +14,11 @@ from torch import Tensor
 
 from torch_collate_kit._checks import checked_choice, checked_int, checked_optional_int
 from torch_collate_kit.batch import Batch
+from torch_collate_kit.batch.dense import trained_labels
 from torch_collate_kit.batch.fields import cat_rows, is_per_row, take_rows
 from torch_collate_kit.batch.row_changes import cells_per_row, changed_rows, trimmed
 from torch_collate_kit.errors import DataError
+from torch_collate_kit.losses.token_logps import is_trained_in
 from torch_collate_kit.packing import ModelCost
 from torch_collate_kit.packing.balance import over_ranks
 from torch_collate_kit.packing.rows import Ints, row_sums
@@ -229,7 +231,7 @@ def _row_counts(batch: Batch, balance: str | None) -> tuple[dict[str, _PerRow], 
     totals = {
         "num_dummy_rows": is_dummy,
         "step_num_tokens": tokens,
-        "num_loss_tokens": batch.stored().num_loss_tokens(),
+        "num_loss_tokens": _num_loss_tokens(batch),
     }
     if (placement := batch.placement) is not None and placement.tree_width:
         of_segments, offsets = placement.segments, placement.segments["own"].offsets
@@ -239,6 +241,16 @@ def _row_counts(batch: Batch, balance: str | None) -> tuple[dict[str, _PerRow], 
         costs = np.where(is_dummy, 0, row_sums(cost(paths) - cost(paths - own), offsets))
         totals["step_num_filled_cells"] = tokens
     return totals, {"tokens": tokens, "attention": costs, None: None}[balance]
+
+
+def _num_loss_tokens(batch: Batch) -> np.ndarray | None:
+    """Return the trained cells of each row, int64 [R]; reads the device."""
+    columns = batch.stored().columns
+    if "loss_mask" not in batch:
+        return None
+    if columns and "loss_mask" in columns.names and trained_labels(batch) is None:
+        return columns.num_trained()
+    return _nonzero_cells(is_trained_in(batch))
 
 
 def _nonzero_cells(field: Tensor) -> np.ndarray:

@@ -242,10 +242,11 @@ def decoded_base64(text: str, where: str) -> bytes:
 
 def _check_depth(image: Any, where: str) -> None:
     """Refuse pixels of more than 8 bits that conversion to RGB would cut off."""
-    if image.mode == "F" or (image.mode.startswith("I") and image.getextrema()[1] > 255):
+    low, high = image.getextrema() if image.mode == "F" or image.mode[0] == "I" else (0, 0)
+    if image.mode == "F" or low < 0 or high > 255:
         raise DataError(
-            f"{where} has mode {image.mode!r} with values up to {image.getextrema()[1]}, which "
-            "conversion to RGB cuts off at 255; scale it to 8 bits"
+            f"{where} has mode {image.mode!r} with values of {low} to {high}, of which conversion "
+            "to RGB keeps whole numbers up to 255 alone; scale it to 8 bits"
         )
 
 
