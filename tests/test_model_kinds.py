@@ -110,7 +110,7 @@ def test_packed_rows_of_other_families_are_refused(family: families.Family) -> N
 
 
 def test_refusals_that_nothing_lifts() -> None:
-    for name in ("glm5_next", "bloom"):
+    for name in ("glm5_next", "bloom", "bart", "openai-gpt"):
         with pytest.raises(IsolationError, match=r"packed rows are not.*; use PaddedCollator"):
             packed().model_inputs(isolated(named(name)))
     with pytest.raises(IsolationError, match=r"bloom models: it takes a 2-D"):
@@ -140,7 +140,10 @@ def test_the_attention_of_the_model_decides(model: nn.Module, names: list[str]) 
 
 @pytest.mark.parametrize(
     "model",
-    [named("rwkv"), named("xlstm"), named("recurrent_gemma"), named("bamba", mamba_proj_bias=True)],
+    [
+        *(named(name) for name in ("rwkv", "xlstm", "recurrent_gemma", "bart", "trocr")),
+        named("bamba", mamba_proj_bias=True),
+    ],
 )
 def test_rows_padded_on_the_left_are_refused_where_they_are_wrong(model: nn.Module) -> None:
     examples = [{"input_ids": [5, 6]}, {"input_ids": [5, 6, 7]}]

@@ -144,6 +144,8 @@ def test_refusals():
         ),
         (blank, tokenizer, {}, DataError, "all 1 texts of column text are empty"),
         (["a"], tokenizer, {}, TypeError, r"expected a datasets\.Dataset"),
+        (blank.select([]), tokenizer, {}, DataError, r"the dataset is empty \(0 texts\)"),
+        (blank.with_transform(dict), tokenizer, {}, TypeError, r"on the fly \(set_transform\)"),
         (texts, 3, {}, TypeError, "expected a tokenizer, got int"),
         (texts, tokenizer, {"end": 1}, TypeError, "end must be True or False"),
         (texts, no_end, {}, ValueError, r"the tokenizer has no EOS; .* end=False"),
@@ -279,6 +281,27 @@ def test_the_command_forces_texts_and_refuses_what_is_tokenized(saved, capsys):
     assert run_command("tokenize", data, *common[:3], saved / "full") == 2
     assert "no folder of tokenize" in capsys.readouterr().err
     assert (saved / "full" / "own.txt").read_text() == "mine"
+    assert run_command("tokenize", data, *common, "--split", "tset") == 2
+    assert "there is no split 'tset'; it has train" in capsys.readouterr().err
+    (out / "tokenize.json").write_text("[1]")
+    assert run_command("tokenize", data, *common) == 2
+    assert "tokenize.json: is not what tokenize wrote; remove" in capsys.readouterr().err
+
+
+def test_the_command_writes_through_a_link_and_removes_nothing_else(saved):
+    data = write(saved / "rows.jsonl", CHATS)
+    for name in ("disk", "link.half"):
+        (saved / name).mkdir()
+    (saved / "link.half" / "own.txt").write_text("mine")
+    (saved / "link").symlink_to(saved / "disk")
+    for _ in range(2):
+        arguments = ["--tokenizer", saved / "tokenizer", "--out", saved / "link"]
+        assert run_command("tokenize", data, *arguments) == 0
+    assert (saved / "link").is_symlink()
+    assert len(TokenizedDataset(saved / "disk")) == 4
+    assert (saved / "link.half" / "own.txt").read_text() == "mine"
+    names = {path.name for path in saved.iterdir()}
+    assert names == {"rows.jsonl", "disk", "link.half", "link", "tokenizer"}
 
 
 def test_a_run_from_raw_text_goes_on_with_other_ranks():

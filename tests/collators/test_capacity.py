@@ -88,6 +88,7 @@ def test_parts_keep_it_and_other_capacities_are_refused() -> None:
     for rows, count in parts:
         count = len(batch) if count is None else count
         assert rows.model_inputs()["cu_seq_lens_q"].shape == (5 * count + 1,)
+    assert batch[:0].model_inputs()["cu_seq_lens_q"].tolist() == [0]
     added = batch.pad_rows(multiple_of=len(batch) + 1)
     assert added.model_inputs()["cu_seq_lens_q"].shape == (5 * len(added) + 1,)
     other = collator(5)(EXAMPLES[:40])
