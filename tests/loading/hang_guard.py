@@ -39,8 +39,10 @@ def once_main_thread_waits(action: Callable[[], object]) -> threading.Thread:
     """A thread that does ``action`` when the main thread waits for something of another one."""
 
     def watch() -> None:
-        while not _main_thread_waits():
+        num_seen = 0
+        while num_seen < 5:  # in a row: frames may change while one looks at them
             time.sleep(0.001)
+            num_seen = num_seen + 1 if _main_thread_waits() else 0
         action()
 
     thread = threading.Thread(target=watch, daemon=True)  # for ever, if it never waits
