@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 from collections import Counter
 from pathlib import Path
 from typing import TypeVar
@@ -158,6 +159,12 @@ def is_of_refusals(item: pytest.Item) -> bool:
 
 
 @pytest.hookimpl(tryfirst=True)
+def pytest_configure() -> None:
+    """Let tests of Ctrl-C work where it is ignored: in a job in the background, as of nohup."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     numbers: Counter[tuple[Path, str]] = Counter()
     for item in items:
