@@ -93,17 +93,16 @@ def trained_labels(batch: Any) -> Tensor | None:
     changes = {name, "loss_mask"} if name in batch else {"input_ids", "loss_mask"}
     if changes.isdisjoint(given) or "loss_mask" not in batch or "input_ids" not in batch:
         return None
-    if name == "targets" or (placement and placement.targets == "same_token"):
-        labels: Tensor = batch[name]
+    if placement is None or name == "targets" or placement.targets == "same_token":
+        labels: Tensor | None = batch.get(name)
         return labels
     mask, ids = batch["loss_mask"], batch["input_ids"]
     if name in batch and name not in given:  # labels are of the ids that were collated
         ids = make_field("input_ids", columns, batch._shared, {})
-    ids = ids.flatten()[cells_of_rows(batch)] if placement and placement.tree_width else ids
+    ids = ids.flatten()[cells_of_rows(batch)] if placement.tree_width else ids
     is_trained = F.pad(mask != 0, (ids.shape[1] - mask.shape[1], 0)).flatten()
-    if placement is not None:
-        without = torch.from_numpy(cells_without(placement, len(is_trained), 1))
-        is_trained.index_fill_(0, without.to(mask.device, non_blocking=True), 0)
+    without = torch.from_numpy(cells_without(placement, len(is_trained), 1))
+    is_trained.index_fill_(0, without.to(mask.device, non_blocking=True), 0)
     if name in given:
         ids = batch[name]
     elif name in batch:
