@@ -296,7 +296,7 @@ def _letters(key: Any) -> str:
 
 @lru_cache(maxsize=4096)
 def _flags(keys: tuple[Any, ...]) -> list[Any]:
-    """Return the unknown keys whose names speak of training."""
+    """Return the unknown keys whose names are about training."""
     others = [key for key in keys if key not in (*_SELECTORS, *_OF_PARTS)]
     return [key for key in others if _OF_TRAINING.search(_letters(key))]
 
