@@ -45,8 +45,9 @@ def _other_packages() -> set[str]:
         kept.add(name)
         wanted = [r for r in metadata.requires(name) or () if "extra ==" not in r]
         todo += [_plain(re.match(r"[\w.-]+", requirement)[0]) for requirement in wanted]
-    return {
-        module
-        for module, names in metadata.packages_distributions().items()
-        if module not in _OURS and kept.isdisjoint(map(_plain, names))
-    }
+    hidden: set[str] = set()
+    needed: set[str] = set(_OURS)
+    for found in metadata.distributions():  # packages_distributions() of Python 3.10 misses some
+        modules = needed if _plain(found.metadata["Name"]) in kept else hidden
+        modules |= {path.parts[0].removesuffix(".py") for path in found.files or ()}
+    return hidden - needed

@@ -59,7 +59,7 @@ LEAST = {name: counts for counts, names in TAKEN.items() for name in names.split
 
 
 def test_every_template_has_a_line() -> None:
-    assert set(LEAST) == set(TEMPLATES)
+    assert set(LEAST) >= set(TEMPLATES)  # an older TRL ships fewer
 
 
 # A template for training is its plain one with marks around what the assistant says.
