@@ -116,34 +116,31 @@ def assert_exact_resume(
     >>> len(assert_exact_resume(lambda: PrefetchingSampler(10, batch_size=4, seed=1), num_steps=7))
     7
     """
-    run = partial(_run, make, num_steps, max_state_bytes)
+    run = partial(_run, make, num_steps)
     first, *others = dp_sizes or [0]
     expected, _ = run(first, saves=False)
     found, states = run(first)
     _compare(found, expected, "the run that saves at every step")
+    for after, state in enumerate(states):
+        assert len(state) <= max_state_bytes, (
+            f"the state after {after} batches has {len(state)} bytes as JSON, more than "
+            f"max_state_bytes={max_state_bytes}; a state is a position, not the data there"
+        )
     for stop in range(num_steps) if stops is None else stops:
         name = f"resumed after {stop} of {num_steps} batches"
         if not dp_sizes:
             _compare(run(0, stop, states[stop], saves=False)[0], expected, name, stop)
         for dp_size in others:
-            changed = f"{name}, {first} -> {dp_size} ranks"
+            changed, back = f"{name}, {first} -> {dp_size} ranks", (stop + num_steps) // 2
             found, later = run(dp_size, stop, states[stop])
             _compare(found, expected, changed, stop)
-            back = stop + (num_steps - stop) // 2
             found, _ = run(first, back, later[back - stop])
             _compare(found, expected, f"{changed} -> {first} after {back}", back)
     return [digest for digest, _ in expected]
 
 
 def _run(
-    make: Callable[..., Any],
-    num_steps: int,
-    max_bytes: int,
-    dp_size: int,
-    done: int = 0,
-    state: str | None = None,
-    *,
-    saves: bool = True,
+    make: Any, num_steps: int, dp_size: int, done: int = 0, state: str = "", saves: bool = True
 ) -> tuple[list[tuple[str, bool]], list[str]]:
     """Return the steps after ``done``, each with whether it begins an epoch, and the states."""
     found: list[tuple[str, bool]] = []
@@ -152,10 +149,10 @@ def _run(
         ranks = [make(rank, dp_size) for rank in range(dp_size)] if dp_size else [make()]
         for rank in ranks:
             stack.callback(getattr(rank, "close", lambda: None))
-            if state is not None:
+            if state:
                 rank.load_state_dict(json.loads(state))
         if saves:
-            states.append(_as_json([rank.state_dict() for rank in ranks], done, max_bytes))
+            states.append(_as_json([rank.state_dict() for rank in ranks], done))
         num_empty, after = 0, done
         while after < num_steps and num_empty < 2:
             begin, states_after = after, [_state_after(rank) for rank in ranks]
@@ -167,7 +164,7 @@ def _run(
                 after += 1
                 if saves:
                     taken = [state_after(after - begin) for state_after in states_after]
-                    states.append(_as_json(taken, after, max_bytes))
+                    states.append(_as_json(taken, after))
                 if after == num_steps:
                     break
             num_empty = num_empty + 1 if after == begin else 0
@@ -183,18 +180,13 @@ def _state_after(source: Any) -> Callable[[int], dict[str, Any]]:
     return lambda num_taken: source.state_at(epoch, step + num_taken)
 
 
-def _as_json(of_ranks: list[dict[str, Any]], after: int, max_bytes: int) -> str:
+def _as_json(of_ranks: list[dict[str, Any]], after: int) -> str:
     """Return the state that all ranks have as JSON."""
-    name = f"the state after {after} batches"
     try:
-        text, *others = [json.dumps(state, allow_nan=False) for state in of_ranks]
+        text, *others = {json.dumps(state, allow_nan=False) for state in of_ranks}
     except (TypeError, ValueError) as error:
-        raise AssertionError(f"{name} is not JSON: {error}") from error
-    assert len(text) <= max_bytes, (
-        f"{name} has {len(text)} bytes as JSON, more than max_state_bytes={max_bytes}; a state is "
-        "a position, not the data there"
-    )
-    assert not {*others} - {text}, (
+        raise AssertionError(f"the state after {after} batches is not JSON: {error}") from error
+    assert not others, (
         f"after {after} steps the states of the {len(of_ranks)} ranks differ; a state that every "
         "rank can load is the same on all of them"
     )
