@@ -110,7 +110,6 @@ FAULTS = [
     Fault("batch/context_shards.py", "return before + self.skipped + self.depth, self.targets", "return before + self.skipped, self.targets", "test_context_shards.py"),
     Fault("batch/context_shards.py", "predicting = np.clip(first + length - depth, begin, ends)", "predicting = np.clip(first + length, begin, ends)", "test_context_shards.py"),
     Fault("batch/context_shards.py", "predicting - of_response)", "predicting - begin)", "test_context_shards.py"),
-    Fault("batch/context_shards.py", 'if "loss_mask" in storage.given:  # it may', "if False:  # it may", "test_context_shards.py"),
     Fault("batch/paths.py", "keys = own.ends - firsts", "keys = own.ends - own.begins", "test_context_ranks.py"),
     Fault("batch/paths.py", "    check_group(shard, group)\n", "    pass\n", "test_context_ranks.py"),
     Fault("batch/paths.py", "if any(content != contents[0] for content in contents):", "if False:", "test_context_ranks.py"),

@@ -112,9 +112,8 @@ def shard_of(storage: Storage, rank: int, size: int, layout: str, depth: int) ->
         whole: Any = make_field("mrope_position_ids", storage.columns, {}, storage.metadata)
         given["mrope_position_ids"] = _cells_of(whole, slices, of_axis=2)
     trained, bounds = columns.is_trained(), tuple(slices.bounds.tolist())
-    is_known = {"loss_mask", "targets"}.isdisjoint(given) and trained.is_cpu
-    number, pads = int(trained.count_nonzero()) if is_known else None, placement.has_left_pads
-    of_whole = (placement.width, bounds, _checksum(storage), number, pads)
+    number = int(trained.count_nonzero()) if trained.is_cpu else None  # None: it would wait
+    of_whole = (placement.width, bounds, _checksum(storage), number, placement.has_left_pads)
     shard = Shard(rank, size, layout, *of_whole, depth)
     columns = replace(columns, placement=replace(columns.placement, shard=shard))
     row_metadata = {k: v for k, v in storage.row_metadata.items() if k != "num_trained"}

@@ -33,7 +33,7 @@ class Shard:
     bounds: tuple[int, ...]  # where segments of the batch begin and end, flat over its rows
     content: int  # checksum of the batch, the same for all ranks
     num_trained: int | None
-    """Trained targets of the shard; None if that needs a wait for the device."""
+    """Trained targets of the shard as collated; None if that needs a wait for the device."""
     has_left_pads: bool  # whether a row of the batch begins with pads
     depth: int = 1  # how many tokens on in its segment the target of a cell is
 
