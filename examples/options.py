@@ -133,7 +133,7 @@ def check_adapters_and_layout(args: argparse.Namespace) -> None:
     if args.lora_alpha and not args.lora:
         fail(f"--lora-alpha {args.lora_alpha}: there are no adapters without --lora")
     if args.lora and importlib.util.find_spec("peft") is None:
-        fail(f'--lora {args.lora}: needs peft; pip install "torch_collate_kit[lora]"')
+        fail(f'--lora {args.lora}: needs peft; pip install -e ".[lora]" in the clone')
     if args.lora:
         try:  # each transformers has its own: 5.24 needs peft 0.22
             check_peft_version(min_version=MIN_PEFT_VERSION)

@@ -57,6 +57,22 @@ def visible(segments: Tensor, window: int | None, *, two_way: bool) -> Any:
     return is_seen
 
 
+@pytest.mark.parametrize("window", [2**31 - 1, 2**32, 2**70])
+def test_a_window_that_is_longer_than_the_row(window: int) -> None:
+    batch = PackedCollator(0, max_tokens=400)([{"input_ids": [1] * n} for n in (300, 80)])
+    for attention in ("flex_attention", "sdpa"):
+        found, whole = (
+            batch.model_inputs(attention, mask="block", sliding_window=size)["attention_mask"]
+            for size in (window, 400)
+        )
+        found, whole = found["sliding_attention"], whole["sliding_attention"]
+        if attention == "sdpa":
+            assert torch.equal(found, whole)
+            continue
+        for table in TABLES:
+            assert torch.equal(getattr(found, table), getattr(whole, table))
+
+
 @pytest.mark.parametrize("case", range(CASES))
 def test_all_tables_are_those_of_create_block_mask(case: int) -> None:
     rng = np.random.default_rng((7, case))

@@ -272,7 +272,13 @@ CHANGES: dict[str, Callable[[Batch], Batch]] = {
     ),
     "every weight": lambda batch: batch.with_fields(loss_mask=torch.ones_like(batch["loss_mask"])),
     "some weights": lambda batch: batch.with_fields(loss_mask=batch["loss_mask"] * 0 + 0.5),
+    "weights of an added row": lambda batch: with_ones(batch.pad_rows(multiple_of=4)),
+    "weights in float64": lambda batch: batch.with_fields(loss_mask=batch["loss_mask"].double()),
 }
+
+
+def with_ones(batch: Any) -> Any:
+    return batch.with_fields(loss_mask=torch.ones_like(batch["loss_mask"]))
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -303,9 +309,11 @@ def test_one_rule_says_what_is_trained_and_by_which_id(kind: str, name: str) -> 
     logps = token_logps(logits, batch)
     torch.testing.assert_close(-logps, nll[:, 0])
     assert len(logps) == global_num_loss_tokens(batch)
-    if name == "every label and weight" and kind != "padded":  # whose mask has fewer columns
+    assert (pairs_of.ids.dtype, pairs_of.weights.dtype) == (torch.int64, torch.float32)
+    is_every = name in ("every label and weight", "weights of an added row")
+    if is_every and kind not in ("padded", "rollouts"):  # whose masks have fewer columns
         num_predicted = sum(len(ids) - 1 for ids in unpack(batch["input_ids"], batch))
-        assert len(logps) == num_predicted, "never a first token or a pad"
+        assert len(logps) == num_predicted, "never a first token, a pad or an added row"
     loss = (nll[:, 0] * pairs_of.weights).sum()
     torch.testing.assert_close(token_loss(logits, batch, num_loss_tokens=1), loss)
     if collated is not None:

@@ -158,9 +158,12 @@ def test_with_a_block_mask():
 
 def test_positions_that_rows_share():
     inputs = rows_with_a_pad([5, 17], [5, 17])
-    expected = alone(original("recurrent_gemma", scale=5.0), inputs)
-    inputs["position_ids"] = inputs["position_ids"][:1]
-    assert_equal(isolated("recurrent_gemma", scale=5.0)(**inputs).logits, expected, 1e-6)
+    options = {"scale": 5.0, "dtype": torch.float64}
+    with AllInFloat64():
+        expected = alone(original("recurrent_gemma", **options).double(), inputs)
+        inputs["position_ids"] = inputs["position_ids"][:1]
+        found = isolated("recurrent_gemma", **options).double()(**inputs).logits
+    assert_equal(found, expected, 1e-13)
 
 
 def test_segments_of_one_length_run_together():

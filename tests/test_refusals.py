@@ -372,7 +372,7 @@ def refused(call: Callable[[], Any], words: str, error: type[Exception]) -> None
 def test_trainer_over_a_tokenized_dataset(collate):
     """Its RemoveColumnsCollator iterates over what a dataset returns."""
     call = partial(batch_of, DATASET, batch_size=2, collate_fn=lambda of: collate([*of]))
-    words = "transformers.Trainer iterates over columns of a TokenizedDataset: give it PackedRows("
+    words = "give transformers.Trainer PackedRows(dataset, collate), or for a padded collator"
     refused(call, words, ValueError)
 
 

@@ -221,6 +221,12 @@ def test_the_batch_carries_its_targets_through_changes_of_rows() -> None:
     assert len(token_logps(logits, every)) == global_num_loss_tokens(every) == 6
     outputs = token_loss(logits, every, num_loss_tokens=6, return_per_token_outputs=True)[1]
     assert [of[1] for of in outputs.nll if len(of) == 3] == [0, 0]
+    masked = every.with_fields(labels=torch.ones(2, 4).long())  # of pads, as if drawn
+    assert len(token_logps(logits, masked)) == global_num_loss_tokens(masked) == masked.num_tokens
+    assert torch.equal(
+        segment_sums(torch.ones(masked.num_tokens), masked),
+        masked["sub_seq_lengths"].values.float(),
+    )
     with pytest.raises(ValueError, match=r"with targets='next_token', batch 0 with 'same_token'"):
         Batch.cat([batch, PackedCollator(0, max_tokens=4, fixed_width=True)(WORKED)])
 

@@ -106,7 +106,7 @@ def _check_no_examples(lengths: Any) -> None:
         raise TypeError(f"lengths is a {kind}, not its lengths; pass its .lengths")
     if hasattr(lengths, "column_names"):  # of datasets, or a table of Arrow
         raise TypeError(
-            f"lengths is a {kind}, not its lengths; pass TokenizedDataset(data).lengths"
+            f"lengths is a {kind}, not its lengths; pass TokenizedDataset(data), or its .lengths"
         )
     is_sequence = isinstance(lengths, (list, tuple)) and len(lengths) > 0
     if isinstance(lengths, Mapping) or (is_sequence and isinstance(lengths[0], Mapping)):

@@ -35,9 +35,10 @@ from torch_collate_kit.reporting import audit, packing_report
 from torch_collate_kit.vision import load_processor
 
 FILES = (
-    "a .jsonl or .json file (also with .gz or .zst), a .parquet, .arrow or .txt file, a saved "
-    "dataset folder or a hub name, of chats, tokenized rows or rollouts"
+    "a .jsonl or .json file (also with .gz or .zst), a .parquet or .arrow file, a saved dataset "
+    "folder or a hub name, of "
 )
+_ROWS = f"{FILES}chats, tokenized rows or rollouts"
 _FORMS = (
     "chats (messages, conversations, prompt and completion, instruction and output), pairs "
     "(chosen and rejected), tokenized rows (input_ids) or rollouts (prompt_ids, response_ids)"
@@ -117,7 +118,10 @@ def add_command(
 
 
 def add_data(
-    parser: argparse.ArgumentParser, *others: str, what: str = FILES, **numbers: str
+    parser: argparse.ArgumentParser,
+    *others: str,
+    what: str = _ROWS,
+    **numbers: str,
 ) -> None:
     """Add DATA, the options with which it is read, ``others``, and options that are ``numbers``."""
     parser.add_argument("data", metavar="DATA", help=what)
@@ -217,7 +221,7 @@ def add_report(commands: Any) -> None:
     add_data(
         parser,
         "--allow-empty",
-        what=f"{FILES}; or an .npy file of lengths",
+        what=f"{_ROWS}; or an .npy file of lengths",
         batch_size="examples packed together (all)",
         dp="data-parallel size (1)",
         tp="tensor-parallel size (1)",

@@ -17,6 +17,7 @@ from torch_collate_kit._version import __version__
 from torch_collate_kit.chat import tokenize_chat_dataset, tokenize_documents
 from torch_collate_kit.chat.cache_keys import cache_key
 from torch_collate_kit.commands import (
+    FILES,
     add_command,
     add_data,
     chat_options,
@@ -36,7 +37,11 @@ def add_tokenize(commands: Any) -> None:
     summary = "tokenize pairs, chats or texts into a folder; nothing, if it is up to date"
     parser = add_command(commands, "tokenize", _tokenize, summary)
     add_data(
-        parser, "--allow-empty", max_length="the most tokens of an example", num_proc="processes"
+        parser,
+        "--allow-empty",
+        what=f"{FILES}pairs, chats or texts; or a .txt file, which is one document",
+        max_length="the most tokens of an example",
+        num_proc="processes",
     )
     parser.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="where to write")
     parser.add_argument("--text", metavar="COLUMN", help="tokenize this column of texts (text)")
@@ -50,7 +55,7 @@ def _tokenize(options: argparse.Namespace) -> int:
         note_unused(options, ("train_on", "max_length", "image_root"), kind)
     if kind not in ("preferences", "chats", "texts"):
         raise DataError(
-            f"{options.data} holds {kind or f'the columns {rows.column_names}'}; tokenized are "
+            f"{options.data} holds {kind or f'the columns {rows.column_names}'}; tokenize takes "
             "pairs, chats and texts: name a column of texts with --text"
         )
     if options.tokenizer is None:
@@ -66,7 +71,7 @@ def _tokenize(options: argparse.Namespace) -> int:
         print(json.dumps(found) if options.json else f"{options.out} is up to date")
         return 0
     if out.exists() and not found and (not out.is_dir() or any(out.iterdir())):
-        raise DataError(f"{out} is there, and no folder of tokenize; name another --out")
+        raise DataError(f"{out} exists, and tokenize did not write it; name another --out")
     how: Any = {"num_proc": options.num_proc}
     if kind == "texts":
         tokens, skipped = tokenize_documents(rows, loaded, text=text, **how)

@@ -7,7 +7,8 @@
 `prepare` of a DataLoader of the stream would divide its batches over the ranks again, row by row;
 the stream refuses that. It is told its rank instead, and the loader around it is wrapped in a
 PrefetchLoader, which is no DataLoader: `prepare` returns it as it is, and
-`register_for_checkpointing` saves its position with the rest.
+`register_for_checkpointing` saves its position with the rest: of all ranks, since the stream has
+`num_shards`.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ stream = kit.PackedIterableDataset(
     collate,
     batch_rows=max(2, num_ranks),
     buffer_size=20,
+    num_shards=2,
     dp_rank=accelerator.process_index,
 )
 loader = kit.PrefetchLoader(

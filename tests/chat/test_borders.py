@@ -147,7 +147,7 @@ def test_strings_get_the_bos_that_the_tokenizer_adds_once() -> None:
     none = tokenizer_for("", "</s>")  # adds none
     check(tokenize({"prompt": "a", "completion": "b"}, none), none, "a", "b")
     for rows in ([pair], labelled):
-        with pytest.raises(DataError, match=r"example 0: the prompt is empty: .* tokenizer's BOS"):
+        with pytest.raises(DataError, match=r"example 0: the prompt is empty, .* with the BOS"):
             tokenize_preferences(Dataset.from_list(rows), none)
 
 

@@ -272,14 +272,14 @@ def test_the_command_forces_texts_and_refuses_what_is_tokenized(saved, capsys):
         ("the columns ['x']", [{"x": 1}]),
     ):
         assert run_command("tokenize", write(saved / "other.jsonl", rows), *common) == 2
-        assert f"holds {name}; tokenized are pairs, chats and texts" in capsys.readouterr().err
+        assert f"holds {name}; tokenize takes pairs, chats and texts" in capsys.readouterr().err
     (saved / "one.txt").write_text("a\n\nb")
     assert run_command("tokenize", saved / "one.txt", *common) == 0
     assert TokenizedDataset(out).lengths.tolist() == [5]
     (saved / "full").mkdir()
     (saved / "full" / "own.txt").write_text("mine")
     assert run_command("tokenize", data, *common[:3], saved / "full") == 2
-    assert "no folder of tokenize" in capsys.readouterr().err
+    assert "tokenize did not write it" in capsys.readouterr().err
     assert (saved / "full" / "own.txt").read_text() == "mine"
     assert run_command("tokenize", data, *common, "--split", "tset") == 2
     assert "there is no split 'tset'; it has train" in capsys.readouterr().err

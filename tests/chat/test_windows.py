@@ -352,6 +352,7 @@ BAD_ROWS: dict[str, tuple[dict[str, Any], str]] = {
     "images": ({**ROW, "pixel_values": [[1.0]]}, "the example has pixel_values, and windows are"),
     "segments": ({"input_ids": [[1, 2]], "loss_mask": [[0, 1]]}, "input_ids holds 1 lists; give o"),
     "two targets": ({**ROW, "labels": [1] * 12}, "two loss targets: loss_mask and labels"),
+    "no mask in this row": ({**ROW, "loss_mask": None}, "example 0: loss_mask is None; give a l"),
     "a short mask": ({**ROW, "loss_mask": [1]}, "loss_mask has 1 entries, input_ids has 12"),
     "packed before": ({**ROW, "position_ids": [0, 1, 2] * 4}, "position_ids is 0 at token 3"),
     "rollouts": ({"prompt_ids": [1], "response_ids": [2]}, "no input_ids in example 0"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
@@ -343,11 +344,32 @@ def test_a_missing_one() -> None:
         ({"mine": PerToken(torch.int8, shape=3)}, ValueError, r"=3; give .*, shape=\(3,\)$"),
         ({"mine": PerToken(torch.int8, shape=(2, 0))}, ValueError, r"shape=\(2, 0\); give a tuple"),
         ({"mine": PerToken(torch.int8, pad=1000)}, ValueError, r"fields\['mine'\] has pad=1000, w"),
+        ({"mine": PerToken(torch.int8, pad=0.5)}, ValueError, "pad=0.5, which torch.int8 does not"),
+        (
+            {"mine": PerToken(torch.float16, pad=1e9)},
+            ValueError,
+            "pad=1000000000.0, which torch.fl",
+        ),
+        ({"mine": PerToken(torch.int8, pad=None)}, TypeError, "has pad=None; give a number"),
     ],
 )
 def test_wrong_declarations(make: Any, fields: Any, error: Any, message: str) -> None:
     with pytest.raises(error, match=message):
         make(0, fields=fields)
+
+
+def test_pads_that_round_and_integers_beside_floats() -> None:
+    fields = {
+        "mine": PerToken(torch.float32, pad=math.nan),
+        "tenth": PerToken(torch.float32, pad=0.1),
+    }
+    fields["large"] = PerExample(torch.int64)
+    large, one = 2**53 + 1, {"mine": [1.0], "tenth": [1.0]}
+    rows = [{"input_ids": [5], "large": n, **one} for n in (large, 1.0)]
+    batch = PaddedCollator(0, fields=fields, pad_to_multiple_of=2)(rows)
+    assert batch["large"].tolist() == [[large], [1]]
+    assert batch["mine"].isnan().tolist() == [[True, False]] * 2
+    assert batch["tenth"][0].tolist() == pytest.approx([0.1, 1.0])
 
 
 @pytest.mark.parametrize("name", ["mrope_position_ids", "pixel_values", "image_grid_thw"])

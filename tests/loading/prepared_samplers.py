@@ -16,6 +16,7 @@ from torch_collate_kit import (
     ParallelLayout,
     PrefetchingSampler,
     PrefetchLoader,
+    StateError,
     TokenizedDataset,
 )
 
@@ -52,6 +53,30 @@ def error_of(accelerator: Accelerator, source: Any) -> str:
         return str(read(accelerator.prepare(loader_of(source))))
     except TypeError as error:
         return str(error)
+
+
+def saved_and_loaded(folder: str, **options: Any) -> list[Any]:
+    """Return what is left of a stream after a save, and after it is loaded; or the error."""
+    found: list[Any] = []
+    for step in ("save", "load"):
+        accelerator = Accelerator(cpu=True)
+        stream = made("stream", ParallelLayout(dp=accelerator.num_processes), **options)
+        with PrefetchLoader(loader_of(stream)) as loader:
+            accelerator.register_for_checkpointing(loader)
+            batches = iter(loader)
+            try:
+                if step == "save":
+                    next(batches)
+                    accelerator.save_state(folder)
+                    accelerator.wait_for_everyone()  # the first rank writes
+                else:
+                    accelerator.load_state(folder)
+                    batches = iter(loader)
+            except StateError as error:
+                return [str(error)]
+            found.append(read(batches))
+    accelerator.end_training()
+    return found
 
 
 def on_rank() -> dict[str, Any]:

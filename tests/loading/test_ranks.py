@@ -5,12 +5,21 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from tests.loading.prepared_samplers import DATA, loader_of, made, on_rank, read
+from tests.loading.prepared_samplers import (
+    DATA,
+    loader_of,
+    made,
+    on_rank,
+    read,
+    saved_and_loaded,
+)
 from tests.ranks import on_two_ranks
 from torch_collate_kit import (
     DataError,
@@ -253,3 +262,11 @@ def test_two_ranks() -> None:
     for name in found[0]["read"]:
         assert sorted(found[0]["read"][name] + found[1]["read"][name]) == everything, name
         assert min(len(of["read"][name]) for of in found) >= 16
+
+
+def test_accelerate_saves_the_state_of_all_ranks_of_a_stream(tmp_path: Path) -> None:
+    """It asks each rank for a state, and writes that of the first."""
+    for left, again in on_two_ranks(partial(saved_and_loaded, num_shards=2), str(tmp_path)):
+        assert left == again != []
+    for (message,) in on_two_ranks(saved_and_loaded, str(tmp_path / "other")):
+        assert message.endswith("only that number can go on with it; pass num_shards")

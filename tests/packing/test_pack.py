@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.packing.oracle_packing import assert_same, pack_with, real_lengths
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.loading import TokenizedDataset
-from torch_collate_kit.packing import ModelCost, PackingPlan, pack
+from torch_collate_kit.packing import ModelCost, PackingOptions, PackingPlan, pack
 
 EXAMPLES = [{"input_ids": [5, 6, 7]}, {"input_ids": [8]}]
 STRATEGIES = ("best_fit_decreasing", "first_fit_decreasing", "balanced", "sequential")
@@ -125,6 +125,16 @@ WRONG_LENGTHS: list[tuple[Any, type[Exception], str]] = [
 def test_refuses_wrong_lengths(lengths: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"^{re.escape(message)}"):
         pack(lengths, 8)
+
+
+def test_costs_that_int64_does_not_hold() -> None:
+    flops = ModelCost(language_linear=14_000_000_000, language_quadratic=262_144)
+    message = r"^costs sum to up to 1\.2e\+19, and int64 holds 9\.2e\+18; .* by 2 or more$"
+    with pytest.raises(ValueError, match=message):
+        pack([4096] * 200_000, packing=PackingOptions(4096, cost=flops))
+    tower = PackingOptions(16, max_patches=512, cost=ModelCost(vision_quadratic=2**50))
+    with pytest.raises(ValueError, match="divide its numbers by 19 or more"):
+        pack([9], packing=tower, patches=[[384]])
 
 
 # Laws

@@ -50,7 +50,10 @@ def without(record: Record, *names: str) -> Record:
         (TURNS | {"chosen": "b", "rejected": "c"}, "a string, `prompt` is a list .* give all as"),
         (TURNS | {"chosen": YO}, "`chosen` must be a string .* of type dict; .* into a list"),
         (PAIR | {"chosen": 3}, "`chosen` must be a string or a list of messages, got 3 of type in"),
-        ({"chosen": "b", "rejected": "c"}, "the prompt is empty: nothing predicts .* give a `prom"),
+        (
+            {"chosen": "b", "rejected": "c"},
+            "the prompt is empty, or its .*: nothing predicts .* give a `prom",
+        ),
         (without(PAIR, "prompt") | {"question": "a"}, "`chosen`, `rejected` without a `prompt`; r"),
         (
             without(TURNS, "prompt") | {"conversations": [{"from": "human", "value": "a"}]},

@@ -315,7 +315,7 @@ def test_every_line_of_the_page_runs_and_the_others_are_what_they_say() -> None:
 ONE, TWO = torch.zeros(1), torch.zeros(2)
 NO_SEGMENTS = Batch({"input_ids": torch.ones(1, 2).long(), "loss_mask": torch.ones(1, 2)})
 RATIOS, WEIGHTS = rl.log_ratios, rl.importance_weights
-BOUNDS = "^low and high must be 0 <= low <= high, got"
+BOUNDS = "^low and high must be numbers, 0 <= low <= high, got"
 WRONG: list[tuple[str, type[Exception], str]] = [
     (
         "RATIOS(ONE, ONE, b)",
@@ -331,6 +331,7 @@ WRONG: list[tuple[str, type[Exception], str]] = [
     ("WEIGHTS(TWO, TWO, b, low=2, high=1)", ValueError, f"{BOUNDS} 2 and 1"),
     ("WEIGHTS(TWO, TWO, b, low=-1)", ValueError, f"{BOUNDS} -1 and inf"),
     ("WEIGHTS(TWO, TWO, b, high=NAN)", ValueError, f"{BOUNDS} 0.0 and nan"),
+    ("WEIGHTS(TWO, TWO, b, high=None)", ValueError, f"{BOUNDS} 0.0 and None; math.inf is no limit"),
     ("RATIOS([0, 0], TWO, b)", TypeError, "^logps must be a tensor of floats, got list; pass log"),
     ("RATIOS(TWO, TWO.long(), b)", TypeError, "^old_logps must be a tensor of floats, got torch.i"),
     ("RATIOS(TWO, TWO, dict(b))", TypeError, "^batch must be the Batch that the collator returned"),

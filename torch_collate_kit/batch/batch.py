@@ -6,7 +6,6 @@ import dis
 import sys
 from collections.abc import ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
 from dataclasses import replace
-from operator import index
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
@@ -169,22 +168,25 @@ class Batch(Counted, Mapping[str, Field]):
     def with_fields(self, **fields: Field) -> Batch:
         """Return the same rows with fields added, or replaced in their shape: a view.
 
+        ``labels`` and ``loss_mask`` are kept in the dtype of the batch's own.
+
         >>> batch = Batch({"input_ids": torch.tensor([[5], [6]])})
         >>> list(batch.with_fields(advantages=torch.zeros(2, 1)))
         ['input_ids', 'advantages']
         """
         for name in fields.keys() & self._storage.columns.names:
-            self._check_shape(name, fields[name])
+            fields[name] = self._checked(name, fields[name])
         storage = self.stored().with_given(Batch(fields)._storage.given if fields else {})
         batch = Batch.of_storage(storage)
         batch._made = {k: made for k, made in self._made.items() if k not in storage.given}
         batch._shared = self._shared
         return batch
 
-    def _check_shape(self, name: str, field: Field) -> None:
+    def _checked(self, name: str, field: Field) -> Field:
+        """Return a field in place of the batch's own, of its shape."""
         made, placement = self._field(name), self.placement
         if isinstance(field, Ragged) or isinstance(made, Ragged) or placement is None:
-            return  # else entries of another width would be read as other tokens
+            return field  # else entries of another width would be read as other tokens
         shapes: list[tuple[int, ...]] = [made.shape]
         is_next = placement.targets == "next_token" and placement.shard is None
         if name == "loss_mask" and is_next:  # or of all predicted tokens
@@ -195,6 +197,9 @@ class Batch(Counted, Mapping[str, Field]):
                 f"{name} has shape {[*field.shape]}, and of these rows it is {[*made.shape]}; give "
                 "a value for each of its cells, or build another Batch of tensors"
             )
+        if name == "labels" and (field.is_floating_point() or field.dtype == torch.bool):
+            raise TypeError(f"labels are {field.dtype}; give ids, with -100 where none is trained")
+        return field.to(made.dtype) if name in ("labels", "loss_mask") else field
 
     def chunk(self, num_chunks: int) -> list[Batch]:
         """Return the rows in ``num_chunks`` equal runs: chunk ``r`` is the part of rank ``r``.
@@ -202,7 +207,7 @@ class Batch(Counted, Mapping[str, Field]):
         >>> [c["x"].tolist() for c in Batch({"x": torch.arange(4)}).chunk(2)]
         [[0, 1], [2, 3]]
         """
-        if (num_chunks := index(num_chunks)) < 1 or len(self) % num_chunks:
+        if len(self) % checked_int("num_chunks", num_chunks):
             raise ValueError(
                 f"{len(self)} rows do not divide into {num_chunks} equal chunks; "
                 "add zero-loss rows with batch.pad_rows(multiple_of=...)"
@@ -249,10 +254,13 @@ class Batch(Counted, Mapping[str, Field]):
 
         Raises:
             ValueError: no batches, other fields or widths, or metadata that disagrees.
+            TypeError: a Batch in place of a list of them.
 
         >>> Batch.cat(Batch({"x": torch.arange(4)}).chunk(2))["x"].tolist()
         [0, 1, 2, 3]
         """
+        if isinstance(batches, Batch):
+            raise TypeError("Batch.cat takes a list of batches, Batch.cat([a, b]); got a Batch")
         return cls.of_storage(
             joined([batch.stored() for batch in batches], batches, dict(metadata or {}))
         )

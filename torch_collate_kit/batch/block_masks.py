@@ -32,6 +32,7 @@ def document_masks(
     from torch.nn.attention.flex_attention import BlockMask
 
     num_rows, width = segments_RW.shape
+    window = None if window is None else min(window, width)  # sums below are of int32
     begin = torch.arange(0, width, _SIZE, dtype=torch.int32, device=flat.device)
     ends = torch.stack([begin, (begin + (_SIZE - 1)).clamp_(max=width - 1)])  # cells of a block
     segments = segments_RW[:, ends]

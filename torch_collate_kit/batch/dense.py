@@ -83,7 +83,8 @@ def trained_labels(batch: Any) -> Tensor | None:
     """Return the label of each token, int64 [R, U], -100 where it is not trained, if they changed.
 
     A token is trained where its weight in ``loss_mask`` is not 0 and its label is not -100. Labels
-    follow a ``loss_mask`` that was replaced or changed: what it trains beside them has its id. None
+    of next tokens follow a ``loss_mask`` that was replaced or changed: what it trains beside them
+    has its id. Pads, and first tokens of next-token labels, are never trained. None
     where neither was (without labels, as of rollouts: neither the mask nor the ids). Of a context
     shard these are its targets, made with the whole batch.
     """
@@ -93,17 +94,23 @@ def trained_labels(batch: Any) -> Tensor | None:
     changes = {name, "loss_mask"} if name in batch else {"input_ids", "loss_mask"}
     if changes.isdisjoint(given) or "loss_mask" not in batch or "input_ids" not in batch:
         return None
-    if placement is None or name == "targets" or placement.targets == "same_token":
+    if placement is None or name == "targets":
         labels: Tensor | None = batch.get(name)
         return labels
     mask, ids = batch["loss_mask"], batch["input_ids"]
+    is_of_next = placement.targets == "next_token"  # else labels may be classes
     if name in batch and name not in given:  # labels are of the ids that were collated
         ids = make_field("input_ids", columns, batch._shared, {})
     ids = ids.flatten()[cells_of_rows(batch)] if placement.tree_width else ids
     is_trained = F.pad(mask != 0, (ids.shape[1] - mask.shape[1], 0)).flatten()
-    without = torch.from_numpy(cells_without(placement, len(is_trained), 1))
-    is_trained.index_fill_(0, without.to(mask.device, non_blocking=True), 0)
-    if name in given:
+    without = [cells_without(placement, len(is_trained), int(is_of_next))]
+    examples = batch.row_metadata.get("example_indices")
+    if isinstance(examples, Ragged):  # an added row has none
+        is_added = np.repeat(examples.lengths == 0, ids.shape[1])
+        without.append(np.flatnonzero(is_added))
+    cells = torch.from_numpy(np.concatenate(without))
+    is_trained.index_fill_(0, cells.to(mask.device, non_blocking=True), 0)
+    if name in given or not is_of_next:
         ids = batch[name]
     elif name in batch:
         ids = torch.where(batch[name] == IGNORE_INDEX, ids, batch[name])

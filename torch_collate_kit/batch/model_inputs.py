@@ -352,6 +352,7 @@ def block_mask(
     seen = seen if two_way else seen.tril()
     masks = {"full_attention": seen}
     if window is not None:
+        window = min(window, seen.shape[-1])
         sliding = seen.triu(1 - window)
         masks["sliding_attention"] = sliding.tril(window - 1) if two_way else sliding
     if images_RW is not None:

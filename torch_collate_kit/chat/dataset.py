@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from torch_collate_kit._checks import needed_package, plural
+from torch_collate_kit._checks import checked_optional_int, needed_package, plural
 from torch_collate_kit.chat.cache_keys import cache_key, fingerprint
 from torch_collate_kit.chat.options import DEFAULT_OPTIONS, ChatOptions, ChatSetup
 from torch_collate_kit.chat.records import BadArguments
@@ -74,7 +74,7 @@ def tokenize_chat_dataset(
     ([0, 0, 0, 0, 0, 0, 1, 1], Counter({'no_assistant_turn': 1}))
     """
     others = ", or stream.map(tokenize_chat, fn_kwargs=...) and a filter"
-    check_is_dataset(dataset, "tokenize_chat_dataset", others)
+    check_is_dataset(dataset, "tokenize_chat_dataset", others, num_proc)
     setup = ChatSetup(tokenizer, options, overflow="drop")
     tokenized = _map(dataset, setup, num_proc)
     removed = [] if options.train_on == "each" else ["record_index"]
@@ -91,8 +91,11 @@ def tokenize_chat_dataset(
     return without_skipped(tokenized, removed, f"{needed}, before max_length", count)
 
 
-def check_is_dataset(dataset: Any, function: str, others: str = "") -> None:
-    """Raise TypeError unless ``dataset`` is a ``datasets.Dataset``."""
+def check_is_dataset(
+    dataset: Any, function: str, others: str = "", num_proc: int | None = None
+) -> None:
+    """Raise TypeError unless ``dataset`` is a ``datasets.Dataset``, and ``num_proc`` a number."""
+    checked_optional_int("num_proc", num_proc, hint="None is this process")
     datasets = needed_package("datasets", function)
     if not isinstance(dataset, datasets.Dataset):
         raise TypeError(

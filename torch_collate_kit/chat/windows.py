@@ -11,7 +11,7 @@ import numpy as np
 from torch_collate_kit._checks import checked_bool, checked_int, type_name
 from torch_collate_kit.batch import IGNORE_INDEX
 from torch_collate_kit.errors import DataError
-from torch_collate_kit.reading.keys import MEDIA
+from torch_collate_kit.reading.keys import MEDIA, TARGETS
 from torch_collate_kit.reading.reader import read_columns
 from torch_collate_kit.reading.source import num_rows
 
@@ -79,7 +79,8 @@ def _read(example: Any) -> tuple[dict[str, list[Any]], dict[str, Any], str, np.n
     """Return the columns per token, other keys, the target's name, and what it trains: bool [T]."""
     if not isinstance(example, Mapping):
         raise TypeError(f"an example is a mapping with input_ids, got {type_name(example)}")
-    given = {k: value for k, value in example.items() if value is not None and k != "weight"}
+    is_read = {k: (v is not None or k in TARGETS) and k != "weight" for k, v in example.items()}
+    given = {k: value for k, value in example.items() if is_read[k]}
     if images := [name for name in MEDIA if name in given]:
         why = "and windows are of text: one could leave an image out; raise max_length, or leave"
         raise DataError(f"the example has {images[0]}, {why} the example out")

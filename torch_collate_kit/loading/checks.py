@@ -127,7 +127,8 @@ def unsealed(state: Any, version: int, name: str = "the state") -> dict[str, Any
     if not is_same(state.get("version"), version):
         raise StateError(
             f"{name} has version {state.get('version')!r}, this release reads version {version}; "
-            "pass what state_dict() returned, in the release that saved it"
+            "pass what state_dict() of the same kind of object (sampler, stream or loader) "
+            "returned, in the release that saved it"
         )
     content = {key: value for key, value in state.items() if key != "checksum"}
     try:

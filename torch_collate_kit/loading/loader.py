@@ -19,6 +19,7 @@ from torch_collate_kit.loading.device_copy import device_copy
 from torch_collate_kit.loading.reader import END, Reading
 from torch_collate_kit.loading.resumable_loaders import Position, resumable_loader
 from torch_collate_kit.loading.skipping import OnError, SkippedExample, SkippedExamples, SkipPolicy
+from torch_collate_kit.loading.states import of_all_ranks
 from torch_collate_kit.loading.timeline import StepTimes, Timeline, draw_timeline
 from torch_collate_kit.loading.watchdog import PATIENCE, checked_seconds
 
@@ -316,10 +317,12 @@ class PrefetchLoader:
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the batches received so far, and the examples skipped in them.
 
-        Small JSON. Any thread may ask, and a signal handler, at any moment.
+        Small JSON. Any thread may ask, and a signal handler, at any moment. Accelerate, which asks
+        each rank and saves the answer of the first, gets that of all ranks of a stream.
         """
-        state = self._answer(self._loader.state_at)
-        return sealed({"version": LOADER_VERSION, **state})
+        state = sealed({"version": LOADER_VERSION, **self._answer(self._loader.state_at)})
+        is_saved_once = sys._getframe(1).f_code.co_name == "save_custom_state"  # of Accelerate
+        return state if self._loader.has_sampler or not is_saved_once else of_all_ranks(state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue exactly from a saved position.

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any, Literal
 
 import numpy as np
 
-from torch_collate_kit._checks import KindAndSize, call_repr, checked_choice, checked_int
+from torch_collate_kit._checks import (
+    KindAndSize,
+    call_repr,
+    checked_choice,
+    checked_int,
+    type_name,
+)
 from torch_collate_kit.batch.placement import TargetKind
 from torch_collate_kit.loading.checks import Indices, checked_length
 from torch_collate_kit.loading.dataset import TokenizedDataset
@@ -73,6 +79,11 @@ class Mixture:
                 f"got {sources!r}"
             )
         self.sources = list(sources)
+        if wrong := [s for s in self.sources if isinstance(s, (str, Mapping))]:
+            raise TypeError(
+                f"a source is {type_name(wrong[0])}, got sources={type_name(sources)}; pass a list "
+                "of datasets, of a mapping list(data.values()) and names=list(data)"
+            )
         self.has_streams = not all(hasattr(s, "__len__") or _is_number(s) for s in self.sources)
         if self.has_streams and weights is None and not schedule:
             raise ValueError("the mixture has streams, whose sizes are not known; pass weights=")

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch.distributed as dist
 
 from torch_collate_kit.errors import DataError, StateError
 from torch_collate_kit.loading.checks import LOADER_VERSION, differences, is_same, sealed, unsealed
@@ -160,6 +161,16 @@ def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return _merged(all_states)
 
 
+def of_all_ranks(state: dict[str, Any]) -> dict[str, Any]:
+    """Merge the states of all ranks, each of which calls it."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return state
+    states: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(states, state)
+    different = {one["checksum"]: one for one in states}  # ranks of a layout read the same rows
+    return merge_states(different.values()) if len(different) > 1 else state
+
+
 def _merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     settings = []
     for number, state in enumerate(states):
@@ -171,7 +182,7 @@ def _merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         if state.get("num_shards") is None:
             raise StateError(
                 f"state {number} is of a stream without num_shards, whose shards depend on the "
-                "number of ranks and workers; only that number can go on with it"
+                "number of ranks and workers; only that number can go on with it; pass num_shards"
             )
         settings.append({k: v for k, v in state.items() if k not in ("shards", "sources")})
     _check_agree(settings)

@@ -75,14 +75,14 @@ def spread_over_segments(values: Tensor, batch: Batch, *, mean: bool) -> Tensor:
     """Return the sum, or the mean, of its segment's values for each trained token: [n]."""
     segments, num_segments = _segments_of_trained(batch)
     sums = _reduced(values, None, segments, num_segments, mean=mean)
-    return torch.cat([sums, sums.new_zeros(1)]).index_select(0, segments)
+    return sums.index_select(0, segments)
 
 
 def segment_values(values: Tensor, batch: Batch) -> Tensor:
     """Return its segment's value for each trained token, [n]: the way back of segment_sums.
 
-    ``values`` ``[S]`` have any dtype, such as bool; gradients flow. Trained pads of a replaced
-    mask get 0. Raises as :func:`segment_sums`.
+    ``values`` ``[S]`` have any dtype, such as bool; gradients flow. Raises as
+    :func:`segment_sums`.
 
     >>> from torch_collate_kit import PackedCollator
     >>> batch = PackedCollator(0, max_tokens=8)([{"input_ids": [1, 2]}, {"input_ids": [3, 1, 2]}])
@@ -92,7 +92,7 @@ def segment_values(values: Tensor, batch: Batch) -> Tensor:
     check_batch(batch)
     segments, num_segments = _segments_of_trained(batch)
     check_shape("values", values, (num_segments,), "segments")
-    return torch.cat([values, values.new_zeros(1)]).index_select(0, segments)
+    return values.index_select(0, segments)
 
 
 def segment_ends(batch: Batch) -> Tensor:
@@ -362,15 +362,13 @@ def _keys(batch: Batch, name: str) -> tuple[list[Any], np.ndarray]:
 
 
 def _segments_of_trained(batch: Batch) -> tuple[Tensor, int]:
-    """Return the segment of each trained token, int64 [n] (S: none), and their number S."""
-    firsts, lengths = segment_spans(batch)
+    """Return the segment of each trained token, int64 [n], and the number of segments."""
+    firsts, _ = segment_spans(batch)
     cells, mask = trained_cells(batch), loss_mask_of(batch)
     hidden = token_width(batch) - mask.shape[1]
     cells = cells + (cells // max(mask.shape[1], 1) + 1) * hidden
-    edges = np.stack([np.append(firsts, np.iinfo(np.int64).max), np.append(firsts + lengths, 0)])
-    starts, ends = torch.from_numpy(edges).to(cells.device, non_blocking=True)
-    found = torch.searchsorted(starts, cells, right=True) - 1
-    return torch.where(cells < ends[found], found, len(firsts)), len(firsts)
+    starts = torch.from_numpy(firsts).to(cells.device, non_blocking=True)
+    return torch.searchsorted(starts, cells, right=True) - 1, len(firsts)
 
 
 def _reduced(
@@ -388,9 +386,8 @@ def _reduced(
 
 
 def _added(values: Tensor, segments: Tensor, num_segments: int) -> Tensor:
-    """Return the sum of each segment, [S, ...], leaving out trained pads of a replaced mask."""
-    sums = values.new_zeros(num_segments + 1, *values.shape[1:])
-    return sums.index_add(0, segments, values)[:num_segments]
+    """Return the sum of each segment, [S, ...]."""
+    return values.new_zeros(num_segments, *values.shape[1:]).index_add(0, segments, values)
 
 
 def _cells_at(tokens: np.ndarray, batch: Batch) -> Tensor:

@@ -76,7 +76,14 @@ class ModelCost:
         return dataclass_repr(self)
 
     def language(self, lengths: Ints) -> Ints:
-        """Return the cost of sub-sequences of these lengths: int64, their shape."""
+        """Return the cost of sub-sequences of these lengths: int64, their shape.
+
+        ValueError: their sum is more than int64 holds.
+        """
+        most = int(np.max(lengths, initial=0))
+        rate = self.language_linear + self.language_quadratic * most
+        rate += 2 * self.language_windowed_quadratic * min(most, self.language_window)
+        _check_fits(rate, lengths)
         costs = self.language_quadratic * lengths
         costs += self.language_linear
         costs *= lengths
@@ -88,9 +95,13 @@ class ModelCost:
     def vision(self, patches_per_image: Ints) -> Ints:
         """Return the cost of images with so many patches, or tiles: int64, their shape.
 
+        ValueError: their sum is more than int64 holds.
+
         >>> ModelCost(vision_linear=10, vision_quadratic=1).vision(np.array([2, 0])).tolist()
         [24, 0]
         """
+        most = int(np.max(patches_per_image, initial=0))
+        _check_fits(self.vision_linear + self.vision_quadratic * most, patches_per_image)
         return patches_per_image * (self.vision_linear + self.vision_quadratic * patches_per_image)
 
     @classmethod
@@ -138,6 +149,16 @@ _NONE_MEANS = {
     "max_patches": "no limit",
     "rows_multiple_of": "dp",
 }
+
+
+def _check_fits(rate: int, lengths: Ints) -> None:
+    """Check that costs of at most ``rate`` per token sum to an int64."""
+    total = rate * int(np.sum(lengths))
+    if total > (most := np.iinfo(np.int64).max):
+        raise ValueError(
+            f"costs sum to up to {total:.1e}, and int64 holds {most:.1e}; give ModelCost a larger "
+            f"unit: divide its numbers by {-(-total // most)} or more"
+        )
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ NUMBERS = ("margin", "score_chosen", "score_rejected")
 _OF_TEMPLATE = ("system", "tools", "documents", "chat_template_kwargs")
 _MOST = float(np.finfo(np.float32).max)
 EMPTY_PROMPT = (
-    "the prompt is empty: nothing predicts the first token of the answers; give a `prompt`, or "
-    "begin it with the tokenizer's BOS"
+    "the prompt is empty, or its tokens merge with those of the answers: nothing predicts their "
+    "first token; give a `prompt` that ends in a space or newline, or begin it with the BOS"
 )
 _OTHER_PROMPTS = ("instruction", "question", "query", "input", "conversations")
 

@@ -274,6 +274,8 @@ def scalar_column(name: str, column: Any, kinds: str, wanted: str) -> np.ndarray
         if kind not in kinds:
             found = f"{number!r:.40} ({type(number).__name__})"
             raise DataError(f"example {i}: {name} is {found}; {wanted}")
+    if not types <= {float, np.float64}:  # beside a float NumPy would round large integers
+        numbers = [int(n) if isinstance(n, float) and n.is_integer() else n for n in numbers]
     try:
         array = np.array(numbers, dtype=np.int64 if kinds == "iu" else None)
     except OverflowError:

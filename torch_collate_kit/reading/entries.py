@@ -89,7 +89,15 @@ def _check_dtype(where: str, spec: Any) -> None:
             f"{where} has {dtype}, which torch does not place; give a signed integer, uint8, "
             "bool, or a float of 16 bits or more"
         )
-    if torch.tensor(pad, dtype=torch.float64).to(dtype).double().item() != pad:
+    if not isinstance(pad, int | float | np.number):
+        raise TypeError(f"{where} has pad={pad!r:.40}; give a number")
+    if dtype.is_floating_point:
+        is_held = not math.isfinite(pad) or bool(torch.tensor(pad, dtype=dtype).isfinite())
+    else:
+        is_bool = dtype == torch.bool
+        least, most = (0, 1) if is_bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+        is_held = bool(math.isfinite(pad) and pad == int(pad) and least <= pad <= most)
+    if not is_held:
         raise ValueError(f"{where} has pad={pad}, which {dtype} does not hold")
 
 

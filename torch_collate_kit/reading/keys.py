@@ -48,8 +48,9 @@ TOKENIZE = (
     "preference.tokenize_preferences)"
 )
 _NO_EXAMPLES: dict[type, str] = {
-    str: "transformers.Trainer iterates over columns of a TokenizedDataset: give it PackedRows("
-    "dataset, collate), or for a padded collator TrainingArguments(remove_unused_columns=False)",
+    str: "tokenize texts first (chat.tokenize_documents), open a path as TokenizedDataset(path), "
+    "take one split of a DatasetDict; give transformers.Trainer PackedRows(dataset, collate), or "
+    "for a padded collator TrainingArguments(remove_unused_columns=False)",
     Batch: "it is collated already: pass DataLoader(dataset, batch_size=None, "
     "collate_fn=dataset.as_is) of a dataset that yields batches",
 }

@@ -67,8 +67,11 @@ def importance_weights(
     tensor([1.5000, 0.3679])
     """
     checked_choice("outside", outside, ("clamp", "zero"))
-    if not 0 <= low <= high:
-        raise ValueError(f"low and high must be 0 <= low <= high, got {low} and {high}")
+    if not all(isinstance(one, (int, float)) for one in (low, high)) or not 0 <= low <= high:
+        raise ValueError(
+            f"low and high must be numbers, 0 <= low <= high, got {low!r} and {high!r}; math.inf "
+            "is no limit"
+        )
     weights = log_ratios(logps, old_logps, batch, level=level).detach().exp()
     is_inside = (weights >= low) & (weights <= high)
     return weights.clamp(low, high) if outside == "clamp" else torch.where(is_inside, weights, 0)

@@ -407,6 +407,18 @@ BAD = [
         ValueError,
         "sources[0] has no lengths; pass TokenizedDataset(so",
     ),
+    (
+        ({"web": [3, 2]},),
+        {},
+        TypeError,
+        "a source is a str, got sources=a dict; pass a list of data",
+    ),
+    (
+        ([{}],),
+        {},
+        TypeError,
+        "a source is a dict, got sources=a list; pass a list of datasets, of a",
+    ),
     (([3, 2],), {"stop": "first"}, ValueError, "stop must be one of 'first_exhausted', 'all_exha"),
     (([3, 2],), {"names": [1, 2]}, ValueError, "names must be 2 different strings, one for each"),
     (([3, 2],), {"names": ["a", "a"]}, ValueError, "names must be 2 different strings, one for e"),

@@ -327,7 +327,7 @@ def _column(name: str, column: Any, *, of_segments: bool) -> Any:
     if name not in KNOWN and all(isinstance(entry, str) for entry in column):
         return list(map(str, column))
     is_list = name == "num_actions" and any(map(is_sequence, column))  # of each segment
-    if not is_list and (name == "num_actions" or all(map(is_number, column))):
+    if not is_list and (name == "num_actions" or any(map(is_number, column))):
         kinds = "iu" if name == "num_actions" else "iufb"
         return np.array(scalar_column(name, column, kinds, "give a number"))
     return _numbers(name, column)

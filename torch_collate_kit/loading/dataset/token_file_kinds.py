@@ -113,7 +113,7 @@ def _opened(
     ways = [str(index)] * has_index + [f"{name}={token}" for name, token in marks.items()]
     if len(ways) != 1:
         raise DataError(
-            f"{path}: documents are marked by {' and '.join(ways) or 'nothing'}; keep one of them, "
+            f"{path}: documents are marked by {' and '.join(ways) or 'nothing'}; give one of them, "
             "or pass the token that ends each as end_id or begins each as start_id"
         )
     if own.kind not in "iu" or not own.isnative or dtype not in (None, own):

@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from torch_collate_kit._checks import checked_bool, checked_int
+from torch_collate_kit._checks import checked_bool, checked_int, type_name
 from torch_collate_kit.batch.placement import TargetKind
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.loading.dataset.columns import (
@@ -190,6 +190,9 @@ class TokenizedDataset(Dataset[dict[str, Any]]):
     def __getitem__(self, index: int | slice) -> dict[str, Any]:
         if isinstance(index, slice):
             return self.__getitems__(range(*index.indices(len(self))))
+        if not hasattr(index, "__index__") or np.ndim(index):
+            hint = "a DataLoader takes a sampler of batches as batch_sampler="
+            raise TypeError(f"an index is an int or a slice, got {type_name(index)}; {hint}")
         named, rows = self._rows([index])
         return {
             name: of.row(rows, named)

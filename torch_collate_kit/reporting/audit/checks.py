@@ -143,7 +143,7 @@ def placeholders_disagree_with_grids(columns: AuditColumns) -> Found | None:
 @check("error", of_rows=False, targets=EVERY)
 def refused(columns: AuditColumns) -> Found | None:
     """Find rows that the readers refuse."""
-    message = "ROWS are refused by every collator, and were not looked at further"
+    message = "every collator refuses ROWS, which were not looked at further"
     return _refused(columns, message, False)
 
 
