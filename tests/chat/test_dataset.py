@@ -256,6 +256,8 @@ def test_group_turns_is_refused_where_it_has_no_meaning() -> None:
 
 @pytest.mark.parametrize("num_proc", [None, 2])
 def test_errors_name_the_example(tagged: Any, num_proc: int | None) -> None:
+    with pytest.raises(TypeError, match="num_proc must be an int, got '2' of type str; None is"):
+        tokenize_chat_dataset(Dataset.from_list([{}]), tagged, num_proc="2")
     rows = [*MIXED, {"messages": [{"role": None, "content": "x"}]}]
     with pytest.raises(DataError, match=r"example 6: messages\[0\] must be a dict with a `role`"):
         tokenize_chat_dataset(Dataset.from_list(rows), tagged, num_proc=num_proc)

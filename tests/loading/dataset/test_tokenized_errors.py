@@ -73,6 +73,11 @@ BAD_SOURCES = [
     ),
     (_rows(input_ids=np.ones((1, 2), int)), DataError, r"example 1: input_ids is 2-D with shape"),
     (_rows(loss_mask="abc"), DataError, "example 1: loss_mask is str; give a list"),
+    (
+        [{**ROWS[0], "weight": w} for w in (1, None)],
+        DataError,
+        "example 1: weight is None .*number",
+    ),
     (_rows(labels=[1]), DataError, "example 0 has no labels, other examples have; give"),
     ([*ROWS, {"input_ids": [1]}], DataError, "example 5 has no loss_mask, other examples have"),
     (
@@ -151,6 +156,8 @@ def test_bad_indices(indices, error, message):
             ds.__getitems__(indices)
         with pytest.raises(error):
             ds[indices[-1]]
+        with pytest.raises(TypeError, match="an index is an int or a slice, got a list; a DataLoa"):
+            ds[indices]
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
