@@ -256,7 +256,7 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], tuple[str, ...]]] = [
     (lambda: list(PrefetchingSampler(3, batch_size=1, order=order_beyond)), ValueError,
      ("order(epoch=0, rng)[1] is 3", "3 examples have indices 0 to 2")),
     (lambda: pack(datasets.Dataset.from_list(IDS), 8), TypeError,
-     ("lengths is a Dataset", "pass TokenizedDataset(data).lengths")),
+     ("lengths is a Dataset", "pass TokenizedDataset(data), or its .lengths")),
     (lambda: pack(TokenizedDataset(IDS), 8), TypeError, ("TokenizedDataset", "pass its .lengths")),
     (lambda: loader().plot_timeline(), ValueError,
      ("timeline is empty (0 steps)", "read batches from")),

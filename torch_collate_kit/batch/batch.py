@@ -207,7 +207,8 @@ class Batch(Counted, Mapping[str, Field]):
         >>> [c["x"].tolist() for c in Batch({"x": torch.arange(4)}).chunk(2)]
         [[0, 1], [2, 3]]
         """
-        if len(self) % checked_int("num_chunks", num_chunks):
+        num_chunks = checked_int("num_chunks", num_chunks)
+        if len(self) % num_chunks:
             raise ValueError(
                 f"{len(self)} rows do not divide into {num_chunks} equal chunks; "
                 "add zero-loss rows with batch.pad_rows(multiple_of=...)"

@@ -293,7 +293,7 @@ def _checked_attention(attention: Any) -> str:
     if not is_kernel and attention not in (*_VARLEN_ATTENTION, *_MASK_ATTENTION):
         known = ", ".join((*_VARLEN_ATTENTION, *_MASK_ATTENTION))
         raise ValueError(
-            f"attention={attention!r:.60} is unknown; pass the model, one of {known}, or a kernel "
+            f"attention={attention!r:.60} is unknown; use one of {known}, the model, or a kernel "
             "of the Hugging Face Hub such as kernels-community/flash-attn2"
         )
     return str(attention)

@@ -152,12 +152,13 @@ _NONE_MEANS = {
 
 
 def _check_fits(rate: int, lengths: Ints) -> None:
-    """Check that costs of at most ``rate`` per token sum to an int64."""
-    total = rate * int(np.sum(lengths))
-    if total > (most := np.iinfo(np.int64).max):
+    """Check that costs of at most ``rate`` per token sum to an int64, if a larger unit is left."""
+    most, total = np.iinfo(np.int64).max, rate * int(np.sum(lengths))
+    too_small = -(-total // most)
+    if too_small > 1 and rate // too_small >= np.max(lengths):
         raise ValueError(
             f"costs sum to up to {total:.1e}, and int64 holds {most:.1e}; give ModelCost a larger "
-            f"unit: divide its numbers by {-(-total // most)} or more"
+            f"unit: divide its numbers by {too_small} or more"
         )
 
 

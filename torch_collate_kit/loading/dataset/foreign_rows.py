@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from torch_collate_kit._checks import checked_bool, checked_int, needed_package
+from torch_collate_kit._checks import (
+    checked_bool,
+    checked_int,
+    checked_optional_int,
+    needed_package,
+)
 from torch_collate_kit.batch import IGNORE_INDEX
 from torch_collate_kit.chat.dataset import bars_of_rank_0, check_is_dataset
 from torch_collate_kit.errors import DataError
@@ -91,9 +96,9 @@ def unpack_dataset(
             checked_int(name, value, minimum=0)
     if shifted is not None:
         checked_bool("shifted", shifted, "None")
+    checked_optional_int("num_proc", num_proc, hint="None is this process")
     if not isinstance(rows, Mapping) and not is_a(rows, "pyarrow", "Table"):
-        others = ", or stream.map(unpack_dataset, batched=True)"
-        check_is_dataset(rows, "unpack_dataset", others, num_proc)
+        check_is_dataset(rows, "unpack_dataset", ", or stream.map(unpack_dataset, batched=True)")
         return _of_dataset(rows.with_format("arrow"), shifted, ids, num_proc)
     packed = _Packed(_table(rows) if isinstance(rows, Mapping) else rows, 0, ids)
     if not packed.speaks:  # of a stream perhaps the last batch
