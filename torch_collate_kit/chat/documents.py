@@ -61,7 +61,7 @@ def tokenize_documents(
     >>> [tokenizer.decode(ids) for ids in documents["input_ids"]], skipped
     (['ab</s>', 'c</s>'], Counter({'empty': 1}))
     """
-    check_is_dataset(dataset, "tokenize_documents", "", num_proc)
+    check_is_dataset(dataset, "tokenize_documents", num_proc=num_proc)
     options = {"text": text, "end": end, "parse_special": parse_special}
     for name in ("end", "parse_special"):
         checked_bool(name, options[name])

@@ -91,7 +91,7 @@ def tokenize_preferences(
     >>> examples[0]["loss_mask"], skipped
     ([[0, 0, 0, 0, 1], [0, 0, 0, 0, 1, 1]], Counter())
     """
-    check_is_dataset(dataset, "tokenize_preferences", "", num_proc)
+    check_is_dataset(dataset, "tokenize_preferences", num_proc=num_proc)
     setup = _checked_setup(tokenizer, options, keep)
     seed = checked_int("seed", seed, minimum=0)
     is_pair = _are_pairs(dataset.column_names)
