@@ -126,6 +126,20 @@ def test_a_run_goes_on_anywhere_with_the_same_rows(seed: int, tail: str) -> None
         assert others[0].state_dict() == resealed(state, layout={"dp": dp})
 
 
+@pytest.mark.parametrize("shuffle", [True, "keyed", False])
+def test_joined_epochs_begin_where_the_last_one_ended(shuffle: Any) -> None:
+    """After n epochs each example came n times, and those read ahead once more."""
+    lengths = np.random.default_rng(2).integers(1, 60, 300)
+    options = {"max_tokens": 64, "window": 3, "tail": "wrap", "shuffle": shuffle}
+    sampler, jumping = sampler_of(lengths, **options), sampler_of(lengths, **options)
+    counts = np.zeros(300, dtype=np.int64)
+    for epoch in range(4):
+        steps = [sampler.examples(epoch, step) for step in range(sampler.count_steps(epoch))]
+        counts += np.bincount(np.concatenate(steps), minlength=300)
+        assert {*counts.tolist()} == {epoch + 1, epoch + 2}, "some examples are read ahead"
+    assert np.array_equal(jumping.examples(3, 0), sampler.examples(3, 0))
+
+
 def test_steps_are_full_and_even() -> None:
     rng = np.random.default_rng(0)
     lengths = np.minimum(rng.lognormal(5, 1, 20_000).astype(int) + 2, 4096)
