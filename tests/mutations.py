@@ -57,6 +57,7 @@ FAULTS = [
     Fault("chat/traces.py", "            parents.update(zip(chain[1:], chain, strict=False))\n", "", "chat/test_documents.py"),
     Fault("chat/traces.py", "_marked(event, i in known)", "_marked(event, False)", "chat/test_documents.py"),
     Fault("chat/traces.py", "if key is not None and not is_side:", "if key is not None:", "chat/test_documents.py"),
+    Fault("preference/tokenize.py", "[1] * (loss_mask.index(1) - num_prompt)", "[0] * (loss_mask.index(1) - num_prompt)", "preference/test_tokenize.py"),
     # windows
     Fault("chat/windows.py", "else max(ends[fitting - 1], pinned)", "else max(ends[fitting - 1] - 1, pinned)", "chat/test_windows.py"),
     Fault("chat/windows.py", "min(new, first) + max(new - start, 0)", "min(new, first)", "chat/test_windows.py"),

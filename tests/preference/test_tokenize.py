@@ -217,14 +217,16 @@ def test_long_pairs_against_a_slow_cut(limit: int, keep: Any, tagged: Any) -> No
     assert len(expected) > 5
 
 
-def test_a_token_over_the_boundary_belongs_to_the_answer() -> None:
-    """The other side has the prompt's own token there, which is never removed."""
+def test_a_token_over_the_boundary_belongs_to_the_answer_of_both_sides() -> None:
+    """The other side has the prompt's own token there, which is never removed, and trained."""
     vocab = {token: i for i, token in enumerate(["x", "y", "q", "a", "b", "qa"])}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[("q", "a")]))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
     record = {"prompt": "xyq", "chosen": "a", "rejected": "bb"}
     [example], _ = both([record], tokenizer)
-    assert example["loss_mask"] == [[0, 0, 1], [0, 0, 0, 1, 1]]
+    assert example["loss_mask"] == [[0, 0, 1], [0, 0, 1, 1, 1]]
+    with pytest.raises(DataError, match="the prompt is empty, or its tokens merge with those of"):
+        both([{**record, "prompt": "q"}], tokenizer)
     [example], _ = both([record], tokenizer, "prompt_end", max_length=4)
     assert example["input_ids"] == [[vocab["y"], vocab["qa"]], [vocab[c] for c in "yqbb"]]
     [example], _ = both(

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 Keep = Literal["prompt_end", "answer_start"]
 
 # Part of the cache key: increase it when the output of a record changes.
-_CACHE_VERSION = 3
+_CACHE_VERSION = 4
 _NEEDED = "both sides need an answer with tokens that the chat template trains, before max_length"
 
 
@@ -240,18 +240,21 @@ def _example(
         if isinstance(entries, str):
             return _skipped(f"{name}_{entries}")
         [texts[name]] = entries
-        if texts[name].loss_mask[:1] == [1]:  # no prompt, and the tokenizer adds no BOS
-            raise DataError(EMPTY_PROMPT)
-        if 1 not in texts[name].loss_mask[1:]:
+        if 1 not in texts[name].loss_mask:
             return _skipped(f"{name}_no_trained_tokens")
     _check_same_prompt(texts)
     num_prompt = _num_prompt(list(texts.values()))
+    if not num_prompt:  # and the tokenizer adds no BOS
+        raise DataError(EMPTY_PROMPT)
     first = _first_kept(texts, num_prompt, setup, keep)
     if first is None:
         return _skipped("too_long")
     limit = setup.options.max_length
     part = slice(first, None if limit is None else first + limit)
-    kept = [(text.input_ids[part], text.loss_mask[part]) for text in texts.values()]
+    kept = [
+        (text.input_ids[part], _trained_from(num_prompt, text.loss_mask)[part])
+        for text in texts.values()
+    ]
     if not all(1 in mask[1:] for _, mask in kept):
         return _skipped("nothing_left_after_truncation")
     targets = [loss_target(setup, ids, mask) for ids, mask in kept]
@@ -310,6 +313,17 @@ def _num_prompt(texts: Sequence[MarkedText]) -> int:
     count = texts[0].loss_mask.index(1)
     first, last = texts[0].input_ids[:count], texts[-1].input_ids[:count]
     return count if first == last else num_shared(first, last)
+
+
+def _trained_from(num_prompt: int, loss_mask: list[int]) -> list[int]:
+    """Return the mask of a side that is trained from the end of the prompt that all sides share.
+
+    The end of a prompt may merge with the answer of one side alone. Then both train it: their
+    log-probs are those of all text after the same tokens.
+    """
+    return (
+        [0] * num_prompt + [1] * (loss_mask.index(1) - num_prompt) + loss_mask[loss_mask.index(1) :]
+    )
 
 
 def prompt_key(prompt_ids: Sequence[int]) -> int:

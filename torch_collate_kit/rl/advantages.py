@@ -265,7 +265,7 @@ def normalize_advantages(
             al. 2025). ``"sequence_mean"``: the mean over rows of their token means (GRPO, Shao et
             al. 2024). ``"prompt_mean"``: the mean over prompts of the mean over all loss tokens of
             the prompt. ``"constant_length_mean"``: the token sum over ``max_response_length`` times
-            the number of rows (Dr. GRPO, Liu et al. 2025).
+            the number of rows (Dr. GRPO, Liu et al. 2025). Rows are those with a loss token.
         uids: the prompt of each row; required for "prompt_mean", read only there.
         max_response_length: required for "constant_length_mean", read only there.
         z_score: first take ``(a - mean) / (std + epsilon)`` over the loss tokens of the mini-batch,
