@@ -133,8 +133,7 @@ def test_the_row_of_shared_prefixes_is_what_the_collator_packs(made: Any) -> Non
     assert layouts == ["padded", "shared_prefixes", "sequential"]
     assert report["recommended"]["strategy"] == "sequential"
     row = report["candidates"][1]
-    options = {"strategy": "best_fit_decreasing", "share_prefixes": True}
-    batch = PackedCollator(0, max_tokens=64, **options)(EXAMPLES)
+    batch = PackedCollator(0, max_tokens=64, share_prefixes=True)(EXAMPLES)
     assert row["num_rows"] == len(batch)
     assert row["num_cells"] == batch["input_ids"].numel()
     assert row["num_tokens"] == sum(len(ids) for e in EXAMPLES for ids in e["input_ids"])
@@ -145,6 +144,27 @@ def test_the_row_of_shared_prefixes_is_what_the_collator_packs(made: Any) -> Non
     assert any("tokens/cell" in line for line in lines)
     assert f" {row['num_tokens'] / row['num_cells']:.2f} " in line
     assert "shared_prefixes" in report._repr_html_()
+
+
+def test_gaps_of_alignment_are_padding_also_where_prefixes_are_shared() -> None:
+    parallel = ParallelLayout(tp=4)
+    report = packing_report(EXAMPLES, 64, parallel=parallel, show=False)
+    batch = PackedCollator(0, max_tokens=64, parallel=parallel, share_prefixes=True)(EXAMPLES)
+    used = sum(trie(e["input_ids"])[3] for e in EXAMPLES)
+    [row] = [c for c in report["candidates"] if c["strategy"] == "shared_prefixes"]
+    assert row["padding"] == pytest.approx(1 - used / batch["input_ids"].numel())
+
+
+def test_the_price_of_one_shape_is_said() -> None:
+    lengths = np.minimum(np.random.default_rng(0).lognormal(4.3, 0.5, 3000).astype(int) + 1, 256)
+    report = packing_report(lengths, 256, strategies="balanced", show=False)
+    limit = report["candidates"][1]["max_sequences_per_row"]
+    limited = packing_report(
+        lengths, 256, strategies="balanced", max_sequences_per_row=limit, show=False
+    )
+    rows = limited["candidates"][1]["num_rows"]
+    assert rows > report["candidates"][1]["num_rows"]
+    assert report["recommended"]["segments"].endswith(f"promises one shape, in {rows:,} rows")
 
 
 def test_lengths_alone_do_not_tell_what_is_shared() -> None:

@@ -31,7 +31,7 @@ _NEARLY = 0.005
 _MOST_BINS = 48
 _WIDE = 20  # longest / shortest above which bins are equally wide on a logarithmic scale
 _MOST_STEPS = 256  # that are planned
-_SLACK = 1.25  # times the mean number of segments of a row: a limit that costs no cells
+_SLACK = 1.25  # times the mean number of segments of a row: a limit that costs few cells
 
 
 def capacities_to_try(lengths: Ints, row_align: int) -> list[int]:
@@ -84,12 +84,12 @@ def candidates_of(
     batch_size: int | None,
     padded_batch_size: int,
     segments: Ragged | None = None,
-    trees: Atoms | None = None,
+    trees: tuple[Atoms, Ints] | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Yield the figures of padded rows and of each strategy for every ``max_tokens``.
 
     ``segments`` are the segment lengths of every example that is a list of segments, and ``trees``
-    the load with shared prefixes, if segments share anything.
+    the load with shared prefixes and its cells with a token, if segments share anything.
     """
     done: set[int] = set()
     for packing in packings:
@@ -100,13 +100,18 @@ def candidates_of(
                 whole = replace(packing, strategy=None, overflow="split")
             yield _padded(atoms, whole, padded_batch_size, segments)
             if trees is not None:
-                sharing = replace(packing, strategy=None, share_prefixes=True)
-                yield _packed(trees, sharing, batch_size)
+                sharing = replace(packing, strategy="balanced", share_prefixes=True)
+                yield _packed(trees[0], sharing, batch_size, trees[1])
         yield _packed(atoms, packing, batch_size)
 
 
-def _packed(atoms: Atoms, packing: PackingOptions, batch_size: int | None) -> dict[str, Any]:
-    """Pack ``batch_size`` examples at a time, or all at once: then a step is a row per rank."""
+def _packed(
+    atoms: Atoms, packing: PackingOptions, batch_size: int | None, filled_E: Ints | None = None
+) -> dict[str, Any]:
+    """Pack ``batch_size`` examples at a time, or all at once: then a step is a row per rank.
+
+    ``filled_E`` are the cells with a token of each example, by default as many as its tokens.
+    """
 
     def per_step(per_row: Ints) -> Ints:
         per_rank = per_row.reshape(packing.row_multiple, -1)
@@ -124,7 +129,9 @@ def _packed(atoms: Atoms, packing: PackingOptions, batch_size: int | None) -> di
             num_rows=plan.num_rows,
             num_tokens=int(plan.lengths.sum()),
             num_cells=plan.num_rows * plan.width,
-            num_filled=int((plan.atoms.cells if packing.share_prefixes else plan.lengths).sum()),
+            num_filled=int(
+                (plan.lengths if filled_E is None else filled_E[start + plan.atoms.examples]).sum()
+            ),
             **_lost(plan),
         )
         of_pieces = plan.atoms.costs + plan.atoms.vision_costs
@@ -139,6 +146,27 @@ def _packed(atoms: Atoms, packing: PackingOptions, batch_size: int | None) -> di
     mean = found.pop("num_segments") / max(1, found["num_rows"])
     at_most = math.ceil(_SLACK * mean * largest / max(1.0, atoms.segments.mean()))
     return found | {"mean_segments": mean, "most_segments": most, "max_sequences_per_row": at_most}
+
+
+def price_of_one_shape(
+    best: _Candidate,
+    candidates: Sequence[_Candidate],
+    atoms: Atoms,
+    packings: Sequence[PackingOptions],
+    batch_size: int | None,
+) -> str:
+    """Return what the ``max_sequences_per_row`` to set adds to the recommended rows, as text."""
+
+    def is_best(of: _Candidate) -> bool:
+        return (of["max_tokens"], of["strategy"]) == (best["max_tokens"], best["strategy"])
+
+    if best["strategy"] == "wrapped":  # which takes no limit
+        return ""
+    [found] = filter(is_best, candidates)
+    [packing] = (p for p in packings if is_best(p.as_state()))
+    limited = replace(packing, max_sequences_per_row=found["max_sequences_per_row"])
+    rows = _packed(atoms, limited, batch_size)["num_rows"]
+    return f", in {rows:,} rows" if rows != found["num_rows"] else ""
 
 
 def _padded(

@@ -39,6 +39,7 @@ from torch_collate_kit.reporting.candidates import (
     histogram,
     losses,
     packings_to_try,
+    price_of_one_shape,
     recommended,
     steps_legend,
     steps_of,
@@ -238,11 +239,12 @@ def packing_report(
     checked_bool("show", show)
     batch_rows = checked_optional_int("batch_rows", batch_rows, hint="None compares no steps")
     segments = found.lengths if isinstance(found.lengths, Ragged) else None
-    trees = None
+    trees: tuple[Atoms, np.ndarray] | None = None
     can_share = packing.parallel.cp == 1 and overflow in ("drop", "raise")
     if can_share and found.shared is not None and found.shared.any():
         sharing = replace(packing, share_prefixes=True)
-        trees = Atoms.of(sizes, offsets, sharing, depths=found.shared)
+        own = np.add.reduceat(sizes - found.shared, np.asarray(offsets)[:-1])
+        trees = Atoms.of(sizes, offsets, sharing, depths=found.shared), own
     report = _report(atoms, packings, batch_size, padded, segments, trees)
     if segments is not None and found.shared is None:
         report["recommended"]["notes"].append(
@@ -270,11 +272,14 @@ def _report(
     batch_size: int | None,
     padded_batch_size: int,
     segments: Ragged | None,
-    trees: Atoms | None,
+    trees: tuple[Atoms, np.ndarray] | None,
 ) -> PackingReport:
     found = candidates_of(atoms, packings, batch_size, padded_batch_size, segments, trees)
     candidates = list(found)
     lengths, num_tokens = atoms.tokens, int(atoms.tokens.sum())
+    best = recommended(candidates, num_tokens)
+    if "segments" in best:
+        best["segments"] += price_of_one_shape(best, candidates, atoms, packings, batch_size)
     options = packings[0].as_state()
     del options["max_tokens"], options["strategy"]
     return PackingReport(
@@ -289,7 +294,7 @@ def _report(
         },
         options={**options, "batch_size": batch_size, "padded_batch_size": padded_batch_size},
         candidates=candidates,
-        recommended=recommended(candidates, num_tokens),
+        recommended=best,
         steps=[],
     )
 

@@ -178,11 +178,14 @@ def _of_dense(given: dict[str, Any]) -> tuple[np.ndarray, np.ndarray] | None:
 
 
 def _trained(stored: Storage, shape: tuple[int, ...]) -> np.ndarray | None:
-    """Return which cells are trained, by the columns or a given ``loss_mask``, else ``labels``."""
+    """Return which cells are trained, by the columns or a given ``loss_mask``, else ``labels``.
+
+    None: nothing is, with ``targets=None``, or it is not in host memory.
+    """
     columns, given = stored.columns, stored.given
     trained = np.zeros(shape, dtype=bool)
     if columns and columns.placement.targets is None:
-        return trained
+        return None
     if columns and "loss_mask" not in given:
         if not _is_readable(columns.values[columns.target].values):
             return None

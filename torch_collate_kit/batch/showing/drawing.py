@@ -141,7 +141,7 @@ def _text_legend(blocks: Cells, size: int, stored: Storage) -> str:
     if found and size > 1:
         parts.append(f"1 letter = {size:,} {'tokens' if shares else 'cells'}")
     parts += [f"{_SYMBOLS[kind]} {name}" for kind, name in NAMES.items() if kind in found]
-    if not is_known and is_made:
+    if not is_known and is_made and stored.columns.placement.targets is not None:
         parts.append('batch.to("cpu") shows what is trained')
     return "; ".join(parts)
 
