@@ -29,6 +29,8 @@ from torch_collate_kit.vision import VisionLayout
 class Collator:
     """Collator of tokens; ``names`` are keys and fields of its own, which no other may have."""
 
+    train_all: bool  # of collators of SFT examples
+
     def __init__(
         self,
         tokenizer: Any,
@@ -64,7 +66,8 @@ class Collator:
     @property
     def reading(self) -> dict[str, Any]:
         """The options of ``read_columns``, also for streams."""
-        return {name: getattr(self, name) for name in ("train_all", "fields", "vision", "targets")}
+        own = {"train_all": self.train_all, "fields": self.fields, "vision": self.vision}
+        return {**own, "targets": self.targets}
 
     def _batch(
         self,

@@ -259,8 +259,10 @@ class PackedCollator(Collator, ForTrainer):
         if width > MAX_WIDTH:
             raise too_wide(width, f"lower max_tokens={plan.max_tokens}")
         per_row: dict[str, Any] = {}
-        of_segments = columns.per_segment, columns.in_segments(pieces)
-        for named, owners in ((columns.per_example, pieces), of_segments):
+        owned = [(columns.per_example, pieces)]
+        if columns.per_segment:
+            owned.append((columns.per_segment, columns.in_segments(pieces)))
+        for named, owners in owned:
             rows = list(pairwise(owners.row_offsets.tolist()))
             for name, values in named.items():
                 in_order = [values[i] for i in owners.examples.tolist()]

@@ -40,6 +40,7 @@ class ExampleSizes:
     ) -> None:
         self._examples, self._collate, self._packing = examples, collate, collate.packing
         self._is_wrapped = self._packing.strategy == "wrapped"
+        self.num_firsts = int(collate.targets == "next_token")  # of a segment, never trained
         has_tokens = is_tokenized(examples)
         if has_tokens and (num_loss_tokens is not None or patches is not None):
             raise TypeError(
@@ -64,11 +65,6 @@ class ExampleSizes:
         self.are_divisors = collate.normalize_loss or not has_tokens
         counts = self._counts_in(examples) if has_tokens else num_loss_tokens
         self.counts = self._checked_counts(counts)
-
-    @property
-    def num_firsts(self) -> int:
-        """The first tokens of a segment that are never trained: 1 with next tokens, else 0."""
-        return int(self._collate.targets == "next_token")
 
     def _counts_in(self, examples: TokenizedDataset | Mixture) -> Indices | None:
         """Return the loss tokens of a dataset where they are known, or will be refused."""

@@ -83,7 +83,8 @@ class ModelCost:
         most = int(np.max(lengths, initial=0))
         rate = self.language_linear + self.language_quadratic * most
         rate += 2 * self.language_windowed_quadratic * min(most, self.language_window)
-        _check_fits(rate, lengths)
+        if rate > np.iinfo(np.int64).max // max(1, int(np.sum(lengths))):
+            _refuse_costs(rate, lengths)
         costs = self.language_quadratic * lengths
         costs += self.language_linear
         costs *= lengths
@@ -101,7 +102,7 @@ class ModelCost:
         [24, 0]
         """
         most = int(np.max(patches_per_image, initial=0))
-        _check_fits(self.vision_linear + self.vision_quadratic * most, patches_per_image)
+        _refuse_costs(self.vision_linear + self.vision_quadratic * most, patches_per_image)
         return patches_per_image * (self.vision_linear + self.vision_quadratic * patches_per_image)
 
     @classmethod
@@ -151,8 +152,8 @@ _NONE_MEANS = {
 }
 
 
-def _check_fits(rate: int, lengths: Ints) -> None:
-    """Check that costs of at most ``rate`` per token sum to an int64, if a larger unit is left."""
+def _refuse_costs(rate: int, lengths: Ints) -> None:
+    """Refuse costs of at most ``rate`` per token over int64, if a larger unit is left."""
     most, total = np.iinfo(np.int64).max, rate * int(np.sum(lengths))
     too_small = -(-total // most)
     if too_small > 1 and rate // too_small >= np.max(lengths):

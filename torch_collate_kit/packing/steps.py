@@ -71,7 +71,8 @@ def num_that_fit(
     None of them is split. None where ``more_follow`` that could count.
     """
     kept = fitted(atoms, packing).atoms
-    most = _num_within_slots(kept, packing, num_rows)
+    slots = packing.max_sequences_per_row
+    most = len(kept.tokens) if slots is None else _num_within_slots(kept, slots, num_rows)
 
     def first(number: int) -> tuple[Atoms, Limits]:  # alone, whatever follows them
         some = kept.take(np.arange(number))
@@ -155,17 +156,15 @@ def _dealt(costs_R: Ints, num_steps: int, group: int) -> Ints:
     groups = np.argsort(-costs_R, kind="stable").reshape(-1, group)
     turns = np.arange(len(groups)).reshape(-1, num_steps)
     turns[1::2] = turns[1::2, ::-1].copy()
-    ends_first = sorted(range(num_steps), key=lambda step: min(step, num_steps - 1 - step))
+    steps = np.arange(num_steps)
+    ends_first = np.argsort(np.minimum(steps, steps[::-1]), kind="stable")
     return groups[turns[:, ends_first]].transpose(1, 0, 2).reshape(num_steps, -1)
 
 
-def _num_within_slots(atoms: Atoms, packing: PackingOptions, num_rows: int) -> int:
+def _num_within_slots(atoms: Atoms, slots: int, num_rows: int) -> int:
     """Return how many of the first atoms fit by ``max_sequences_per_row`` alone."""
-    slots, number = packing.max_sequences_per_row, len(atoms.tokens)
-    if slots is None:
-        return number
     each_S = slots // np.maximum.accumulate(atoms.segments)  # as `limits_of` has it
-    return int(np.count_nonzero(np.arange(number) < num_rows * each_S))
+    return int(np.count_nonzero(np.arange(len(each_S)) < num_rows * each_S))
 
 
 def _num_in_order(atoms: Atoms, limits: Limits, num_rows: int) -> int:

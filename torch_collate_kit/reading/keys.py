@@ -84,7 +84,7 @@ def raw_columns(
         if vision is not None and vision.family.positions != "model":
             media = (*MEDIA, *vision.fields)
     else:
-        own = (key for key in KNOWN if vision is None or key not in TOKEN_TYPES)
+        own = KNOWN if vision is None else [key for key in KNOWN if key not in TOKEN_TYPES]
         known, ids = (*own, *fields), "input_ids"
     owners = first_with(given)
     refuse_boundaries(owners, column_of(given), (*fields, *media))
