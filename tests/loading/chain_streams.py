@@ -118,7 +118,7 @@ class Run:
         if take is not None:
             self.state = json.dumps(merge_states(states))
             shards = json.loads(self.state)["stream"]["shards"]
-            most = 64 if self.mixture is None else 64 + 64 * len(self.mixture["sources"])
+            most = 80 if self.mixture is None else 80 + 64 * len(self.mixture["sources"])
             self.found["wrong: size of a state"] += len(json.dumps(shards)) > most * len(shards)
 
     def _source(self) -> Any:
