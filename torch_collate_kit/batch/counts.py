@@ -152,13 +152,7 @@ def num_cells(stored: Storage) -> int:
 def examples_per_row(stored: Storage) -> np.ndarray | None:
     """Return the number of sub-sequences of each row, int64 [R].
 
-    None for a batch that was built by hand without ``row_metadata["example_indices"]``.
+    None for a batch without ``row_metadata["example_indices"]``, as one that was built by hand.
     """
     indices = stored.row_metadata.get("example_indices")
-    if isinstance(indices, Ragged):
-        return indices.lengths
-    if not stored.columns:
-        return None
-    placement = stored.columns.placement
-    has_tokens = placement.segments["lengths"].values > 0
-    return np.bincount(placement.rows()[has_tokens], minlength=stored.num_rows)
+    return indices.lengths if isinstance(indices, Ragged) else None

@@ -57,9 +57,7 @@ class ListColumn:
         # not to_numpy(), since what lies under a null is arbitrary
         return offsets + values.offset if values.offset else offsets, np.frombuffer(data, dtype)
 
-    def _places(
-        self, rows: np.ndarray, named: np.ndarray, *, look_inside: bool = True
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _places(self, rows: np.ndarray, named: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return chunk and row in it, for every row; a null row, or a null in one, is an error."""
         if len(self._offsets) == 1:
             chunks = np.zeros(len(rows), dtype=np.int64)
@@ -70,7 +68,7 @@ class ListColumn:
             for i, chunk, row in zip(named.tolist(), chunks.tolist(), rows.tolist(), strict=True):
                 if chunk in self._suspects:
                     entry = self._suspects[chunk][row]
-                    if not entry.is_valid or (look_inside and _has_null(entry.values, "flatten")):
+                    if not entry.is_valid or _has_null(entry.values, "flatten"):
                         raise null_error(self.name, i)
         return chunks, rows
 
@@ -97,11 +95,6 @@ class ListColumn:
         chunks, row = self._places(row, named)
         starts, stops = self._bounds(chunks, row)
         return np.frombuffer(self._values[chunks[0]][starts[0] : stops[0]], dtype=self.dtype)
-
-    def lengths_at(self, rows: np.ndarray, named: np.ndarray) -> np.ndarray:
-        """Return int64 lengths of the given rows alone; reads no token."""
-        starts, stops = self._bounds(*self._places(rows, named, look_inside=False))
-        return (stops - starts).astype(np.int64)
 
     def take(self, rows: np.ndarray, named: np.ndarray) -> Ragged:
         """Return the rows, copied end to end."""
@@ -234,13 +227,6 @@ class NestedColumn:
     def row(self, row: np.ndarray, named: np.ndarray) -> list[np.ndarray]:
         """Return the inner lists of one row."""
         return [*self.take(row, named).rows]
-
-    def lengths_at(self, rows: np.ndarray, named: np.ndarray) -> Ragged:
-        """Return int64 lengths of the inner lists of the given rows alone; reads no token."""
-        assert isinstance(self._inner, ListColumn)
-        inner, counts = self._inner_rows(rows, named)
-        lengths = self._inner.lengths_at(inner, np.repeat(named, counts))
-        return Ragged.from_lengths(lengths, counts)
 
     def take(self, rows: np.ndarray, named: np.ndarray) -> Nested:
         """Return the rows, copied end to end."""
