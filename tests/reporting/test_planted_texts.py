@@ -158,6 +158,7 @@ def test_exactly_the_damaged_rows(
     found = serious(examples, tokenizer)
     assert sorted(rows) in [found.get(name) for name in names.split()], found
     assert set().union(*found.values()) == rows, found
+    assert not kind.startswith("mask moved") or found.keys() <= {"mask_shifted", HEADER}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -165,3 +166,5 @@ def test_what_all_rows_do(kind: str, texts: list[str], tokenizer: Any) -> None:
     _, edit = KINDS[kind]
     found = serious([edit(text, tokenizer) for text in texts], tokenizer)
     assert bool(found) != (kind in SILENT_EVERYWHERE), found
+    if kind.startswith("mask moved"):
+        assert {"mask_shifted"} <= found.keys() <= {"mask_shifted", HEADER}

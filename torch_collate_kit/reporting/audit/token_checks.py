@@ -24,7 +24,7 @@ def eos_never_trained(columns: AuditColumns) -> Found | None:
         is_end = np.logical_or.reduce([labels == token for token in ends])
     if (is_end & columns.trained).any():
         return None
-    has_target = columns.num_trained > 0
+    has_target = (columns.num_trained > 0) & ~columns.has_shift  # mask_shifted
     severity: Severity = "warning"
     if not columns.has_target:
         which = "that are trained as a whole"
@@ -78,6 +78,7 @@ def _untrained_ends(columns: AuditColumns) -> np.ndarray:
     turns, is_end, trained = columns.turns, columns.is_end, columns.trained
     places = np.flatnonzero(is_end[1:] & ~trained[1:] & trained[:-1] & ~is_end[:-1]) + 1
     if len(places):
+        places = places[~columns.has_shift[columns.rows_of(places)]]  # mask_shifted
         places = places[~np.isin(places, turns.ends[~turns.are_answers])]
     if columns.are_rollouts:  # before a tool's answer the end may be the template's
         return places[np.isin(places, columns.ends - 1)]
