@@ -24,6 +24,7 @@ from tests.reporting.clean_data import (
     tool_tokenizer,
 )
 from tests.reporting.planted import (
+    CLOSED,
     DEFECTS,
     ROLLOUT_DEFECTS,
     TEMPLATES,
@@ -140,9 +141,9 @@ def _certain(i: int, r: Example) -> Example:
     return r | {"logprobs": [0.0 if j in zeros else p for j, p in enumerate(r["logprobs"])]}
 
 
-def _texts(edit: Callable[[int, str], str]) -> Trap:
+def _texts(edit: Callable[[int, str], str], template: str | None = None) -> Trap:
     """Conversations with a system prompt, several turns, tools and thinking in part, edited."""
-    tokenizer = tool_tokenizer()
+    tokenizer = tool_tokenizer() if template is None else chat_tokenizer(template)
     texts = [edit(i, text) for i, text in enumerate(conversations(60))]
     return [encoded(text, tokenizer) for text in texts], tokenizer
 

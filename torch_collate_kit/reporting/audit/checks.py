@@ -238,6 +238,8 @@ def _drift(template: ChatTemplate, messages: list[dict[str, Any]]) -> str:
                 template.render(messages[:turn], prompt=is_asked, switch=switch).rstrip()
                 for switch in switches
             ]
+            if not is_asked and template.eos_token:  # with which every text may end (Phi-3)
+                texts = [texts[0].removesuffix(template.eos_token).rstrip()]
             if not any(whole.startswith(text) for text in texts):
                 same = num_shared(texts[0], whole)
                 shown = max(same - _SHOWN, 0)
