@@ -104,6 +104,12 @@ TEMPLATES: dict[str, Callable[[Clean], Planted]] = {
         CHATML.replace("assistant\n' }}{% endif %}", "assistant\n<think>\n' }}{% endif %}")
     ),
 }
+# As Nemotron's: an answer without thinking has an empty block, and so do all earlier ones
+EMPTIES = CHATML.replace(
+    "m.content",
+    "('<think>' ~ (m.reasoning_content if loop.last else '') ~ '</think>' "
+    "if m.role == 'assistant' else '') ~ m.content",
+)
 DEFECTS: dict[str, Callable[[Clean], Planted]] = {
     **{
         f"labels shifted by {by}, {rows}": _edited("labels_shifted", _labels_shifted(by), *of)

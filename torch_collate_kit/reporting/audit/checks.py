@@ -17,7 +17,7 @@ from torch_collate_kit.chat.turns import plain_turn
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.reporting.audit.columns import AuditColumns
 from torch_collate_kit.reporting.audit.findings import Finding, Found, Severity, words_of
-from torch_collate_kit.reporting.audit.vocabulary import THINKING_TAGS
+from torch_collate_kit.reporting.audit.vocabulary import THINKING_TAGS, Vocabulary
 
 _Run: TypeAlias = Callable[[AuditColumns], Found | None]
 
@@ -195,19 +195,20 @@ def template_not_prefix_stable(columns: AuditColumns) -> Found | None:
     is_followed = of_headers[:-1] == of_headers[1:]
     is_followed &= columns.num_trained_in(headers[:-1], headers[1:]) > 0
     rows = np.unique(columns.numbers[of_headers[:-1][is_followed]])
-    tags = columns.vocabulary.ids_of_tag("<think")
+    opened = columns.places_of(*columns.vocabulary.ids_of_tag("<think"))
+    num_thoughts = len(opened) - len(columns.places_of(*_empty_blocks(columns.vocabulary, "think")))
     none_read = not len(columns.lengths)  # all were refused, for this maybe
     for case, messages in (_CASES | _THINKING).items():
         drift = _drift(template, messages)
         if drift:
             # else it concerns other data than this: without answers that another one follows
-            concerns = case not in _THINKING or len(columns.places_of(*tags)) > 0
-            matters = none_read or (len(rows) > 0 and concerns)
+            rows = rows if case not in _THINKING or num_thoughts > 0 else _NONE
+            matters = none_read or len(rows) > 0
             message = (
                 "the chat template writes earlier messages differently once others follow "
-                f"({case}; ROWS): an answer is trained in a context that the model never sees; "
-                'train the last turn of each conversation (train_on="each" or "last"), or change '
-                "the template"
+                f"({case}{'' if none_read else '; ROWS'}): an answer is trained in a context that "
+                "the model never sees; train the last turn of each conversation "
+                '(train_on="each" or "last"), or change the template'
             )
             return Found(rows, message, drift, None if matters else "note")
     return None
@@ -338,14 +339,8 @@ def generation_prompt_trained(columns: AuditColumns) -> Found | None:
 @check("warning", "tokenizer")
 def empty_thinking_trained(columns: AuditColumns) -> Found | None:
     """Find rows in which the trained part of a turn begins with an empty thinking block."""
-    vocabulary, found = columns.vocabulary, []
-    blocks = [(tag, f"{tag}>{space}</{tag}") for tag in THINKING_TAGS for space in _WHITE_SPACE]
-    patterns = {
-        ids
-        for tag, block in blocks  # from the name in the first tag to that in the last
-        for ids in vocabulary.fewest_ids(f"\n<{block}>\n", block, f"</{tag}")
-    }
-    for pattern in patterns:
+    found = []
+    for pattern in _empty_blocks(columns.vocabulary, *THINKING_TAGS):
         for place in columns.places_of(pattern).tolist():
             stop = place + len(pattern)
             if columns.trained[place:stop].any():
@@ -359,6 +354,13 @@ def empty_thinking_trained(columns: AuditColumns) -> Found | None:
         "the target (with enable_thinking=False many templates put it into the prompt)",
         widths,
     )
+
+
+def _empty_blocks(vocabulary: Vocabulary, *tags: str) -> set[tuple[int, ...]]:
+    """Return the ids of empty blocks, from the name in the first tag to that in the last."""
+    blocks = [(tag, f"{tag}>{space}</{tag}") for tag in tags for space in _WHITE_SPACE]
+    found = (vocabulary.fewest_ids(f"\n<{of}>\n", of, f"</{tag}") for tag, of in blocks)
+    return set().union(*found)
 
 
 def _begins_target(columns: AuditColumns, place: int) -> bool:
