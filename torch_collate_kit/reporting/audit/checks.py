@@ -414,12 +414,15 @@ def eos_truncated(columns: AuditColumns) -> Found | None:
     is_cut = columns.num_cut > 0
     is_beyond = ends_well & _cut_targets(columns)[1]
     stops = has_target & ~ends_well & (last == columns.ends - 1)
+    stops &= columns.ids[last] != columns.vocabulary.pad_id  # pad_trained
     is_tile = stops & (columns.is_continued > 0)
     stops &= ~is_tile
     template, turns = columns.vocabulary.template, columns.turns
     is_open = stops & columns.in_rows(turns.rows[turns.are_answers])
     is_open &= template is not None and plain_turn(template).writes_no_end
-    stops &= ends_well.sum() >= MOST * (has_target & ~is_tile).sum()
+    is_rare = ends_well.sum() >= MOST * (has_target & ~is_tile).sum()
+    if not is_rare:  # else eos_never_trained has them
+        stops &= ~columns.is_set_aside & (columns.is_end & columns.trained).any()
     where = {
         f"which is beyond max_tokens={columns.max_tokens}": is_beyond,
         "as they stop without EOS": stops & ~is_cut & ~is_open,
@@ -428,10 +431,10 @@ def eos_truncated(columns: AuditColumns) -> Found | None:
         f"which another window has ({is_tile.sum():,})": is_tile,
     }
     lost = is_beyond | is_cut | is_open
-    way_out = "they teach the model not to stop; drop them, or raise the limit that cuts them"
-    way_out = way_out if (lost | stops).any() else "nothing is lost"
+    way_out = f"they teach the model not to stop; {'drop them' if is_rare else 'add it'}, or raise "
+    way_out = way_out + "the limit that cuts them" if (lost | stops).any() else "nothing is lost"
     # a rollout that stops was stopped by the limit of generation
-    is_stopped = columns.are_rollouts or not stops.any()
+    is_stopped = columns.are_rollouts or not (is_rare and stops.any())
     return columns.found_at(
         np.where(has_target, last, columns.ends - 1)[lost | stops | is_tile],
         f"ROWS lose the end of their answer, {words_of(where)}, so {way_out}",
