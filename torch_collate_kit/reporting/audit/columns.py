@@ -14,7 +14,6 @@ from torch_collate_kit.batch.placement import TargetKind
 from torch_collate_kit.reporting.audit.findings import Found, Refused, Severity, words_of
 from torch_collate_kit.reporting.audit.vocabulary import Vocabulary
 
-NEAR = 3  # tokens from an end to another one
 _BEFORE, _AFTER, _LONGEST = 24, 12, 40  # tokens of an excerpt
 _AGREE, _DISAGREE, _LEAST_LABELS = 0.9, 0.5, 2  # of the labels of a row that are shifted
 _LEAST_CHANCE, _CERTAIN = 0.01, 1e-6  # of a zero, at least; that values are equal by chance
@@ -405,15 +404,6 @@ class Turns:
     def text_stops(self) -> np.ndarray:
         """int64 [M], the end of each text, without its end token."""
         return np.where(self.ends >= 0, self.ends, self.limits)
-
-    @cached_property
-    def after(self) -> np.ndarray:
-        """int64 [M], a trained token after the trained end of an answer: next, or an end; or -1."""
-        columns, following = self.columns, self.columns.next_trained(self.ends + 1)
-        is_end = np.append(columns.is_end, False)[following] & (following <= self.ends + NEAR)
-        found = self.are_answers & (self.ends >= 0) & columns.trained[self.ends]
-        found &= ((following == self.ends + 1) | is_end) & (following < self.limits)
-        return np.where(found, following, -1)
 
     def holding(self, places: np.ndarray) -> np.ndarray:
         """Return the turn whose text, without header and end, holds each of these tokens; or -1."""

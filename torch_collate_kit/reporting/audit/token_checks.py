@@ -6,10 +6,11 @@ import numpy as np
 
 from torch_collate_kit.ragged import span_indices
 from torch_collate_kit.reporting.audit.checks import FEW, MOST, check
-from torch_collate_kit.reporting.audit.columns import NEAR, AuditColumns
+from torch_collate_kit.reporting.audit.columns import AuditColumns
 from torch_collate_kit.reporting.audit.findings import Found, Severity, words_of
 
 _MANY_UNKNOWN = 0.1  # of the tokens of a row, or of the trained ones
+_LONGEST_GAP = 3  # tokens from an end to another one
 _UNSIGNED = [(1 << bits) - 100 for bits in (8, 16, 32)]
 _LONGEST_BLANK = 4  # tokens of white space that are taken for an empty answer
 
@@ -199,7 +200,7 @@ def end_repeated(columns: AuditColumns) -> Found | None:
     ids, last, first = columns.ids, columns.ends - 1, columns.last_trained
     pad, before = columns.vocabulary.pad_id, np.maximum(last - 1, columns.starts)
     is_found = (columns.num_trained > 0) & columns.is_end[first] & (ids[first] == ids[last])
-    is_found &= (first < last) & (last - first <= NEAR)
+    is_found &= (first < last) & (last - first <= _LONGEST_GAP)
     if (is_found & (ids[last] == pad)).any() and ((ids[before] == pad) & (first < before)).any():
         return None  # padded_rows
     columns.keep(is_found, lambda i: not columns.text(first[i] + 1, last[i]).strip())
@@ -355,7 +356,7 @@ def answer_not_trained(columns: AuditColumns) -> Found | None:
 @check("warning", "role_ids", of_most="note")
 def text_after_end_trained(columns: AuditColumns) -> Found | None:
     """Find trained tokens, other than pads, after the token that ends an answer."""
-    turns, after, stops = columns.turns, columns.turns.after, columns.runs[1]
+    turns, after, stops = columns.turns, _after_ends(columns), columns.runs[1]
     goes_on = (after >= 0) & ~turns.is_set_aside
     is_next = after == turns.ends + 1
     is_blank = goes_on.copy()
@@ -371,6 +372,16 @@ def text_after_end_trained(columns: AuditColumns) -> Found | None:
         "ROWS train text after the token that ends an answer, where generation has stopped; end "
         "the target with that token, once",
     )
+
+
+def _after_ends(columns: AuditColumns) -> np.ndarray:
+    """Return the trained token after the trained end of each answer: the next, or an end; or -1."""
+    turns, following = columns.turns, columns.next_trained(columns.turns.ends + 1)
+    is_end = np.append(columns.is_end, False)[following]
+    is_end &= following <= turns.ends + _LONGEST_GAP
+    found = turns.are_answers & (turns.ends >= 0) & columns.trained[turns.ends]
+    found &= ((following == turns.ends + 1) | is_end) & (following < turns.limits)
+    return np.where(found, following, -1)
 
 
 @check("warning", "role_ids", at_most=MOST)
@@ -409,7 +420,7 @@ def answer_without_header(columns: AuditColumns) -> Found | None:
     rows = columns.rows_of(begins)
     turn = np.searchsorted(turns.starts, begins, side="right") - 1
     is_inside = (turn >= 0) & (turns.rows[turn] == rows) & (begins < turns.stops[turn])
-    is_inside |= np.isin(begins, turns.after)  # text_after_end_trained
+    is_inside |= np.isin(begins, _after_ends(columns))  # text_after_end_trained
     return columns.found_at(
         begins[~is_inside & ~columns.is_set_aside[rows]],
         "ROWS train text without the header of an answer before it, which the others have; "
