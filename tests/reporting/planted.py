@@ -37,14 +37,31 @@ _ALSO = "generation_prompt_trained eos_never_trained eos_not_trained eos_truncat
 
 
 def _edited(
-    name: str, edit: Callable[[Example], Example], first: int = 0, step: int = 1
+    name: str,
+    edit: Callable[[Example], Example],
+    first: int = 0,
+    step: int = 1,
+    template: str = CHATML,
 ) -> Callable[[Clean], Planted]:
     def made(clean: Clean) -> Planted:
         rows = set(range(first, len(clean.examples), step))
         examples = [edit(e) if i in rows else as_labels(e) for i, e in enumerate(clean.examples)]
-        return Planted(name, examples, clean.tokenizer, rows, set(_ALSO.split()))
+        tokenizer = clean.with_template(template).tokenizer
+        return Planted(name, examples, tokenizer, rows, set(_ALSO.split()))
 
     return made
+
+
+# As Phi-3's: what a text ends with hides which part of it the generation prompt adds
+CLOSED = CHATML + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
+
+
+def _with_header(e: Example) -> Example:
+    """The line break before the answer is trained, and the token before it."""
+    mask = list(e["loss_mask"])
+    first = mask.index(1)
+    mask[first - 2 : first] = [1, 1]
+    return as_labels(e | {"loss_mask": mask})
 
 
 def _labels_shifted(by: int) -> Callable[[Example], Example]:
@@ -87,6 +104,12 @@ TEMPLATES: dict[str, Callable[[Clean], Planted]] = {
         CHATML.replace("assistant\n' }}{% endif %}", "assistant\n<think>\n' }}{% endif %}")
     ),
 }
+# As Nemotron's: an answer without thinking has an empty block, and so do all earlier ones
+EMPTIES = CHATML.replace(
+    "m.content",
+    "('<think>' ~ (m.reasoning_content if loop.last else '') ~ '</think>' "
+    "if m.role == 'assistant' else '') ~ m.content",
+)
 DEFECTS: dict[str, Callable[[Clean], Planted]] = {
     **{
         f"labels shifted by {by}, {rows}": _edited("labels_shifted", _labels_shifted(by), *of)
@@ -97,6 +120,17 @@ DEFECTS: dict[str, Callable[[Clean], Planted]] = {
         "labels_shifted", lambda e: {"input_ids": e["input_ids"][:-1], "labels": e["input_ids"][1:]}
     ),
     "all masks one": _edited("masks_all_one", lambda e: as_labels(e) | {"labels": e["input_ids"]}),
+    "all masks one, texts that end otherwise": _edited(
+        "masks_all_one", lambda e: as_labels(e) | {"labels": e["input_ids"]}, template=CLOSED
+    ),
+    "headers trained, texts that end otherwise": _edited(
+        "generation_prompt_trained", _with_header, 1, 3, CLOSED
+    ),
+    "masks early, texts that end otherwise": _edited(
+        "mask_shifted",
+        lambda e: as_labels(e | {"loss_mask": shifted(e["loss_mask"], -1, 0)}),
+        template=CLOSED,
+    ),
     **TEMPLATES,
 }
 

@@ -155,6 +155,29 @@ def test_a_second_end_at_the_end_of_a_row() -> None:
         assert "end_repeated" not in serious(tailed(num), bare)
 
 
+@pytest.mark.parametrize("pad", ["<pad>", "<|im_end|>"])
+@pytest.mark.parametrize("rows", [ROWS, set(range(60))])
+def test_a_second_end_that_is_trained(pad: str, rows: set[int]) -> None:
+    tokenizer, severity = chat_tokenizer(pad_token=pad), "warning" if rows == ROWS else "note"
+    more = "\u27e6<|im_end|>\u27e7"
+    data = [encoded(t + more * (i in rows), tokenizer) for i, t in enumerate(conversations(60))]
+    [found] = audit(data, tokenizer).findings
+    assert (found.name, found.severity) == ("text_after_end_trained", severity)
+    assert set(found.rows.tolist()) == rows
+
+
+@pytest.mark.parametrize(("count", "severity"), [(30, "warning"), (31, "note"), (60, "note")])
+def test_last_answers_without_their_end(count: int, severity: str) -> None:
+    """Earlier answers have it, so that some end is trained where no last one has."""
+    tokenizer, earlier = chat_tokenizer(), "<|im_start|>assistant\n\u27e6Yes.<|im_end|>\u27e7\n"
+    texts = [earlier + text for text in conversations(60)]
+    cut = [t[: -len("<|im_end|>\u27e7\n")] if i < count else t for i, t in enumerate(texts)]
+    [found] = audit([encoded(text, tokenizer) for text in cut], tokenizer).findings
+    assert (found.name, found.severity) == ("eos_truncated", severity)
+    assert found.rows.tolist() == list(range(count))
+    assert ("add it" if severity == "note" else "drop them") in found.message
+
+
 # ---- encodings
 
 

@@ -261,6 +261,7 @@ def test_a_template_that_forgets(tokenizer: Any) -> None:
     forgetful = word_tokenizer("{% set messages = messages[-2:] %}" + TEMPLATE)
     report = audit([record("w8", "w21", "w9", "w22")] * 2, forgetful)
     assert set(serious(report)) == {"refused", "template_not_prefix_stable"}
+    assert "once others follow (three turns): an" in report["template_not_prefix_stable"].message
     example = report["template_not_prefix_stable"].example
     assert example.startswith("the model is asked with '")
     assert "and trained with" in example

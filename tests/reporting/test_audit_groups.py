@@ -205,6 +205,12 @@ def test_groups_of_one_reward() -> None:
     for r in rollouts[8:]:
         r["rewards"] = 0.0
     assert serious(rollouts, WORDS) == {"reward_without_variance": list(range(40))}
+    for r in rollouts:
+        r["rewards"] = 1.0
+    for rows, words in ((rollouts, "in 10 of 10 groups"), (rollouts[:4], "in 1 of 1 group (")):
+        message = audit(rows, WORDS)["reward_without_variance"].message
+        assert words in message
+        assert "(as all of the dataset)" in message, "it is the highest and the lowest"
 
 
 def test_uids_that_hide_a_group_and_uids_that_mix_prompts() -> None:

@@ -24,7 +24,9 @@ from tests.reporting.clean_data import (
     tool_tokenizer,
 )
 from tests.reporting.planted import (
+    CLOSED,
     DEFECTS,
+    EMPTIES,
     ROLLOUT_DEFECTS,
     TEMPLATES,
     Planted,
@@ -140,15 +142,20 @@ def _certain(i: int, r: Example) -> Example:
     return r | {"logprobs": [0.0 if j in zeros else p for j, p in enumerate(r["logprobs"])]}
 
 
-def _texts(edit: Callable[[int, str], str]) -> Trap:
+def _texts(edit: Callable[[int, str], str], template: str | None = None) -> Trap:
     """Conversations with a system prompt, several turns, tools and thinking in part, edited."""
-    tokenizer = tool_tokenizer()
+    tokenizer = tool_tokenizer() if template is None else chat_tokenizer(template)
     texts = [edit(i, text) for i, text in enumerate(conversations(60))]
     return [encoded(text, tokenizer) for text in texts], tokenizer
 
 
 def _two_templates(i: int, text: str) -> str:
     return text.replace("<|im_start|>", "## ").replace("<|im_end|>", "<eos>") if i % 2 else text
+
+
+def _empty_blocks(i: int, text: str) -> str:
+    text = re.sub("<think>.*?</think>\n\n", "", text, flags=re.DOTALL)
+    return text.replace("\u27e6", "<think></think>\u27e6")
 
 
 def _packed() -> Trap:
@@ -192,6 +199,8 @@ TRAPS: dict[str, Callable[[], Trap]] = {
         if i % 5 else text
     ),
     "two conversations in a row": _packed,
+    "a template that ends texts with EOS": lambda: _texts(lambda i, text: text, CLOSED),
+    "a template that empties earlier thinking": lambda: _texts(_empty_blocks, EMPTIES),
     "answers that prompts begin": lambda: _texts(
         lambda i, text: text.replace("\u27e6It is", "It is\u27e6")
     ),
@@ -244,6 +253,18 @@ def test_traps_stay_silent(name: str) -> None:
     examples, tokenizer = TRAPS[name]()
     for used in (tokenizer, None):
         assert not serious(examples, used, max_tokens=10_000)
+
+
+def test_earlier_thinking_that_is_emptied() -> None:
+    """Of rows with a thought, and with nothing but the block that the template writes."""
+    for thought, names in (("", set()), ("Hm.", {"template_not_prefix_stable"})):
+        examples, tokenizer = _texts(
+            lambda i, text, thought=thought: _empty_blocks(i, text).replace(
+                "<think></think>\u27e6", f"<think>{thought}</think>\u27e6"
+            ),
+            EMPTIES,
+        )
+        assert set(serious(examples, tokenizer)) == names
 
 
 @pytest.mark.parametrize("name", PADDED)

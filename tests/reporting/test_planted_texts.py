@@ -60,6 +60,7 @@ TEXTS: dict[str, tuple[str, Callable[[str], str]]] = {
     "text after the end": (AFTER, _sub("\u27e7", "Thank you.\u27e7")),
     "line break trained": (AFTER, _sub("\u27e7\n", "\n\u27e7")),
     "another EOS after the end": (AFTER, _sub("\u27e7", "<eos>\u27e7")),
+    "second end after the line": (AFTER, _sub("\u27e7\n", "\u27e7\n\u27e6<|im_end|>\u27e7")),
     "wrong end": (WRONG, _sub(f"{END}\u27e7", "<eos>\u27e7")),
     "pad as end": (f"{WRONG} pad_trained", _sub(f"{END}\u27e7", "<pad>\u27e7")),
     "end left out before the line": (WRONG, _sub(f"{END}\u27e7\n", "\u27e7\n")),
@@ -117,8 +118,9 @@ KINDS: dict[str, tuple[str, Edit]] = {
 SILENT_EVERYWHERE = {
     "first token untrained", "only the end trained", "a hole", "last words untrained",
     "end of the question trained", "text after the end", "line break trained",
-    "another EOS after the end", "no header", "unknown role", "header as text", "no template",
-    "header twice", "no line after the header", "space after the header",
+    "another EOS after the end", "second end after the line", "no header", "unknown role",
+    "header as text", "no template", "header twice", "no line after the header",
+    "space after the header",
     "question without its end", "end in a question", "turn in a question",
     "other control token in a question", "BOS in a question", "BOS before an answer",
     "start cut off", "answer cut", "thinking not closed", "thinking closed only",
@@ -158,6 +160,7 @@ def test_exactly_the_damaged_rows(
     found = serious(examples, tokenizer)
     assert sorted(rows) in [found.get(name) for name in names.split()], found
     assert set().union(*found.values()) == rows, found
+    assert not kind.startswith("mask moved") or found.keys() <= {"mask_shifted", HEADER}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -165,3 +168,5 @@ def test_what_all_rows_do(kind: str, texts: list[str], tokenizer: Any) -> None:
     _, edit = KINDS[kind]
     found = serious([edit(text, tokenizer) for text in texts], tokenizer)
     assert bool(found) != (kind in SILENT_EVERYWHERE), found
+    if kind.startswith("mask moved"):
+        assert {"mask_shifted"} <= found.keys() <= {"mask_shifted", HEADER}

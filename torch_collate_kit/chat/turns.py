@@ -351,6 +351,11 @@ class PlainTurn:
         """Return whether the template begins a conversation with a text."""
         return bool(text) and self._text("user", "assistant").startswith(text)
 
+    @property
+    def prompt(self) -> str:
+        """The text of the question with the generation prompt."""
+        return self._asked[1]
+
     @computed_once
     def header(self) -> str:
         """The text that the prompt adds to the question; "" if it changes the text before."""

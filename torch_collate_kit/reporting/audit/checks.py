@@ -17,7 +17,7 @@ from torch_collate_kit.chat.turns import plain_turn
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.reporting.audit.columns import AuditColumns
 from torch_collate_kit.reporting.audit.findings import Finding, Found, Severity, words_of
-from torch_collate_kit.reporting.audit.vocabulary import THINKING_TAGS
+from torch_collate_kit.reporting.audit.vocabulary import THINKING_TAGS, Vocabulary
 
 _Run: TypeAlias = Callable[[AuditColumns], Found | None]
 
@@ -195,19 +195,20 @@ def template_not_prefix_stable(columns: AuditColumns) -> Found | None:
     is_followed = of_headers[:-1] == of_headers[1:]
     is_followed &= columns.num_trained_in(headers[:-1], headers[1:]) > 0
     rows = np.unique(columns.numbers[of_headers[:-1][is_followed]])
-    tags = columns.vocabulary.ids_of_tag("<think")
+    opened = columns.places_of(*columns.vocabulary.ids_of_tag("<think"))
+    num_thoughts = len(opened) - len(columns.places_of(*_empty_blocks(columns.vocabulary, "think")))
     none_read = not len(columns.lengths)  # all were refused, for this maybe
     for case, messages in (_CASES | _THINKING).items():
         drift = _drift(template, messages)
         if drift:
             # else it concerns other data than this: without answers that another one follows
-            concerns = case not in _THINKING or len(columns.places_of(*tags)) > 0
-            matters = none_read or (len(rows) > 0 and concerns)
+            rows = rows if case not in _THINKING or num_thoughts > 0 else _NONE
+            matters = none_read or len(rows) > 0
             message = (
                 "the chat template writes earlier messages differently once others follow "
-                f"({case}; ROWS): an answer is trained in a context that the model never sees; "
-                'train the last turn of each conversation (train_on="each" or "last"), or change '
-                "the template"
+                f"({case}{'' if none_read else '; ROWS'}): an answer is trained in a context that "
+                "the model never sees; train the last turn of each conversation "
+                '(train_on="each" or "last"), or change the template'
             )
             return Found(rows, message, drift, None if matters else "note")
     return None
@@ -238,6 +239,8 @@ def _drift(template: ChatTemplate, messages: list[dict[str, Any]]) -> str:
                 template.render(messages[:turn], prompt=is_asked, switch=switch).rstrip()
                 for switch in switches
             ]
+            if not is_asked and template.eos_token:  # with which every text may end (Phi-3)
+                texts = [texts[0].removesuffix(template.eos_token).rstrip()]
             if not any(whole.startswith(text) for text in texts):
                 same = num_shared(texts[0], whole)
                 shown = max(same - _SHOWN, 0)
@@ -336,14 +339,8 @@ def generation_prompt_trained(columns: AuditColumns) -> Found | None:
 @check("warning", "tokenizer")
 def empty_thinking_trained(columns: AuditColumns) -> Found | None:
     """Find rows in which the trained part of a turn begins with an empty thinking block."""
-    vocabulary, found = columns.vocabulary, []
-    blocks = [(tag, f"{tag}>{space}</{tag}") for tag in THINKING_TAGS for space in _WHITE_SPACE]
-    patterns = {
-        ids
-        for tag, block in blocks  # from the name in the first tag to that in the last
-        for ids in vocabulary.fewest_ids(f"\n<{block}>\n", block, f"</{tag}")
-    }
-    for pattern in patterns:
+    found = []
+    for pattern in _empty_blocks(columns.vocabulary, *THINKING_TAGS):
         for place in columns.places_of(pattern).tolist():
             stop = place + len(pattern)
             if columns.trained[place:stop].any():
@@ -357,6 +354,13 @@ def empty_thinking_trained(columns: AuditColumns) -> Found | None:
         "the target (with enable_thinking=False many templates put it into the prompt)",
         widths,
     )
+
+
+def _empty_blocks(vocabulary: Vocabulary, *tags: str) -> set[tuple[int, ...]]:
+    """Return the ids of empty blocks, from the name in the first tag to that in the last."""
+    blocks = [(tag, f"{tag}>{space}</{tag}") for tag in tags for space in _WHITE_SPACE]
+    found = (vocabulary.fewest_ids(f"\n<{of}>\n", of, f"</{tag}") for tag, of in blocks)
+    return set().union(*found)
 
 
 def _begins_target(columns: AuditColumns, place: int) -> bool:
@@ -410,12 +414,15 @@ def eos_truncated(columns: AuditColumns) -> Found | None:
     is_cut = columns.num_cut > 0
     is_beyond = ends_well & _cut_targets(columns)[1]
     stops = has_target & ~ends_well & (last == columns.ends - 1)
+    stops &= columns.ids[last] != columns.vocabulary.pad_id  # pad_trained
     is_tile = stops & (columns.is_continued > 0)
     stops &= ~is_tile
     template, turns = columns.vocabulary.template, columns.turns
     is_open = stops & columns.in_rows(turns.rows[turns.are_answers])
     is_open &= template is not None and plain_turn(template).writes_no_end
-    stops &= ends_well.sum() >= MOST * (has_target & ~is_tile).sum()
+    is_rare = ends_well.sum() >= MOST * (has_target & ~is_tile).sum()
+    if not is_rare:  # else eos_never_trained has them
+        stops &= ~columns.is_set_aside & (columns.is_end & columns.trained).any()
     where = {
         f"which is beyond max_tokens={columns.max_tokens}": is_beyond,
         "as they stop without EOS": stops & ~is_cut & ~is_open,
@@ -424,10 +431,10 @@ def eos_truncated(columns: AuditColumns) -> Found | None:
         f"which another window has ({is_tile.sum():,})": is_tile,
     }
     lost = is_beyond | is_cut | is_open
-    way_out = "they teach the model not to stop; drop them, or raise the limit that cuts them"
-    way_out = way_out if (lost | stops).any() else "nothing is lost"
+    way_out = f"they teach the model not to stop; {'drop them' if is_rare else 'add it'}, or raise "
+    way_out = way_out + "the limit that cuts them" if (lost | stops).any() else "nothing is lost"
     # a rollout that stops was stopped by the limit of generation
-    is_stopped = columns.are_rollouts or not stops.any()
+    is_stopped = columns.are_rollouts or not (is_rare and stops.any())
     return columns.found_at(
         np.where(has_target, last, columns.ends - 1)[lost | stops | is_tile],
         f"ROWS lose the end of their answer, {words_of(where)}, so {way_out}",

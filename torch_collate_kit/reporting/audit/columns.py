@@ -210,9 +210,13 @@ class AuditColumns:
     @cached_property
     def is_set_aside(self) -> np.ndarray:
         """Rows with another explanation, trained as a whole, shifted or classes: bool [N]."""
-        is_shifted = self.in_rows(self.turns.rows[self.turns.shifts != 0])
-        is_shifted |= self.is_fully_trained | self.are_classes
-        return is_shifted | np.logical_or(*self.shifted_labels)
+        others = self.is_fully_trained | self.are_classes
+        return self.has_shift | others | np.logical_or(*self.shifted_labels)
+
+    @cached_property
+    def has_shift(self) -> np.ndarray:
+        """Rows with an answer whose mask is shifted: bool [N]."""
+        return self.in_rows(self.turns.rows[self.turns.shifts != 0])
 
     @cached_property
     def is_end(self) -> np.ndarray:
@@ -461,6 +465,9 @@ class Turns:
             usual = int(np.bincount(np.minimum(gaps[is_trained], _LONGEST_GAP + 1)).argmax())
             like = self.begins[is_trained & (gaps == usual)]
             is_usual = len(like) > _MOST * is_trained.sum()
+            if usual < width:  # masks that begin early, unless they train the end, too
+                ends = self.ends[is_trained & (gaps == usual)]
+                is_usual &= columns.trained[ends[ends >= 0]].any()
             if is_usual and self.is_markup(int(like[0]), int(like[0]) + usual):
                 is_prompted, width = self.begins + usual <= self.limits, usual
         return np.where(is_prompted, self.begins + width, self.begins)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from torch_collate_kit._checks import plural
 from torch_collate_kit.reporting.audit.checks import EVERY, FEW, MOST, check
 from torch_collate_kit.reporting.audit.columns import AuditColumns
 from torch_collate_kit.reporting.audit.findings import Found
@@ -55,8 +56,8 @@ def contradictory_answers(columns: AuditColumns) -> Found | None:
     is_meant = num_found >= _MANY and num_found >= MOST * len(is_found)
     return columns.found_at(
         first[is_found],
-        f"ROWS give {several.sum():,} different answers to {len(several):,} prompts; keep one "
-        "answer for each, unless several are meant",
+        f"ROWS give {several.sum():,} different answers to {plural(len(several), 'prompt')}; "
+        "keep one answer for each, unless several are meant",
         (stop - first)[is_found],
         severity="note" if is_meant else None,
     )
@@ -80,15 +81,17 @@ def reward_without_variance(columns: AuditColumns) -> Found | None:
     is_flat = (counts > 1) & (least == most)
     if not is_flat.any():
         return None
-    num_flat, num_groups = np.count_nonzero(is_flat), np.count_nonzero(counts > 1)
-    highest = np.count_nonzero(is_flat & (most == scores.max()))
-    lowest = np.count_nonzero(is_flat & (most == scores.min()))
+    num_flat, num_groups = int(is_flat.sum()), int((counts > 1).sum())
+    highest, lowest = scores.max(), scores.min()
+    which = "as all of the dataset"
+    if highest > lowest:
+        num_high, num_low = (np.count_nonzero(is_flat & (most == of)) for of in (highest, lowest))
+        which = f"{num_high:,} have the highest of the dataset, {num_low:,} have the lowest"
     return columns.found_in(
         columns.in_rows(chosen[is_flat[groups]]),
-        f"in {num_flat:,} of {num_groups:,} groups ({num_flat / num_groups:.0%}), which are ROWS, "
-        "all rollouts of a prompt have the same reward, so their advantages are 0 "
-        f"({highest:,} have the highest of the dataset, {lowest:,} have the lowest); choose "
-        "prompts that are solved sometimes, or filter such groups",
+        f"in {num_flat:,} of {plural(num_groups, 'group')} ({num_flat / num_groups:.0%}), which "
+        "are ROWS, all rollouts of a prompt have the same reward, so their advantages are 0 "
+        f"({which}); choose prompts that are solved sometimes, or filter such groups",
         severity="warning" if num_flat > _HARD * num_groups else None,
     )
 

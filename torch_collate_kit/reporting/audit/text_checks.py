@@ -173,7 +173,7 @@ def _thinking_with_one_tag(columns: AuditColumns, tag: str) -> tuple[np.ndarray,
     numbers = np.arange(len(turns.starts))
     has_open, has_close = (np.isin(numbers, turns.holding(places)) for places in (opens, closes))
     is_trained = columns.num_trained_in(turns.begins, turns.text_stops) > 0
-    is_trained &= turns.are_answers
+    is_trained &= turns.are_answers & (not columns.are_classes)
     is_open = is_trained & has_open & ~has_close
     first = np.append(opens, 0)[np.searchsorted(opens, turns.begins)]
     columns.keep(is_open, lambda i: turns.is_markup(turns.begins[i], first[i]))

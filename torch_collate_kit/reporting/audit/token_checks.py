@@ -10,7 +10,7 @@ from torch_collate_kit.reporting.audit.columns import AuditColumns
 from torch_collate_kit.reporting.audit.findings import Found, Severity, words_of
 
 _MANY_UNKNOWN = 0.1  # of the tokens of a row, or of the trained ones
-_LONGEST_GAP = 3  # tokens from an end to the same one
+_LONGEST_GAP = 3  # tokens from an end to another one
 _UNSIGNED = [(1 << bits) - 100 for bits in (8, 16, 32)]
 _LONGEST_BLANK = 4  # tokens of white space that are taken for an empty answer
 
@@ -24,7 +24,7 @@ def eos_never_trained(columns: AuditColumns) -> Found | None:
         is_end = np.logical_or.reduce([labels == token for token in ends])
     if (is_end & columns.trained).any():
         return None
-    has_target = columns.num_trained > 0
+    has_target = (columns.num_trained > 0) & ~columns.has_shift  # mask_shifted
     severity: Severity = "warning"
     if not columns.has_target:
         which = "that are trained as a whole"
@@ -78,6 +78,7 @@ def _untrained_ends(columns: AuditColumns) -> np.ndarray:
     turns, is_end, trained = columns.turns, columns.is_end, columns.trained
     places = np.flatnonzero(is_end[1:] & ~trained[1:] & trained[:-1] & ~is_end[:-1]) + 1
     if len(places):
+        places = places[~columns.has_shift[columns.rows_of(places)]]  # mask_shifted
         places = places[~np.isin(places, turns.ends[~turns.are_answers])]
     if columns.are_rollouts:  # before a tool's answer the end may be the template's
         return places[np.isin(places, columns.ends - 1)]
@@ -355,15 +356,14 @@ def answer_not_trained(columns: AuditColumns) -> Found | None:
 @check("warning", "role_ids", of_most="note")
 def text_after_end_trained(columns: AuditColumns) -> Found | None:
     """Find trained tokens, other than pads, after the token that ends an answer."""
-    turns = columns.turns
-    after = np.minimum(turns.ends + 1, len(columns.ids) - 1)
-    goes_on = turns.are_answers & (turns.ends >= 0) & (turns.ends + 1 < turns.limits)
-    goes_on &= columns.trained[turns.ends] & columns.trained[after] & ~turns.is_set_aside
-    stops = columns.runs[1]
+    turns, after, stops = columns.turns, _after_ends(columns), columns.runs[1]
+    goes_on = (after >= 0) & ~turns.is_set_aside
+    is_next = after == turns.ends + 1
     is_blank = goes_on.copy()
     for i in np.flatnonzero(goes_on).tolist():
         stop = min(int(stops[np.searchsorted(stops, after[i], side="right")]), int(turns.limits[i]))
-        goes_on[i] = set(columns.ids[after[i] : stop].tolist()) != {columns.vocabulary.pad_id}
+        is_pad = set(columns.ids[after[i] : stop].tolist()) == {columns.vocabulary.pad_id}
+        goes_on[i] = not (is_pad and is_next[i])
         is_blank[i] = goes_on[i] and not columns.text(after[i], min(stop, after[i] + 8)).strip()
     if columns.share_of(turns.rows[is_blank]) > FEW:
         goes_on &= ~is_blank
@@ -372,6 +372,16 @@ def text_after_end_trained(columns: AuditColumns) -> Found | None:
         "ROWS train text after the token that ends an answer, where generation has stopped; end "
         "the target with that token, once",
     )
+
+
+def _after_ends(columns: AuditColumns) -> np.ndarray:
+    """Return the trained token after the trained end of each answer: the next, or an end; or -1."""
+    turns, following = columns.turns, columns.next_trained(columns.turns.ends + 1)
+    is_end = np.append(columns.is_end, False)[following]
+    is_end &= following <= turns.ends + _LONGEST_GAP
+    found = turns.are_answers & (turns.ends >= 0) & columns.trained[turns.ends]
+    found &= ((following == turns.ends + 1) | is_end) & (following < turns.limits)
+    return np.where(found, following, -1)
 
 
 @check("warning", "role_ids", at_most=MOST)
@@ -410,6 +420,7 @@ def answer_without_header(columns: AuditColumns) -> Found | None:
     rows = columns.rows_of(begins)
     turn = np.searchsorted(turns.starts, begins, side="right") - 1
     is_inside = (turn >= 0) & (turns.rows[turn] == rows) & (begins < turns.stops[turn])
+    is_inside |= np.isin(begins, _after_ends(columns))  # text_after_end_trained
     return columns.found_at(
         begins[~is_inside & ~columns.is_set_aside[rows]],
         "ROWS train text without the header of an answer before it, which the others have; "

@@ -45,7 +45,8 @@ class Vocabulary:
         end_ids: tokens that end an answer: EOS, and the one that the chat template writes.
         late_end_ids: tokens that end an answer when something follows it.
         prompt_ids: the generation prompt of the chat template.
-        header_ids: the same without the white space around it, and without a tag of thinking.
+        header_ids: the same without the white space around it, and without a tag of thinking; the
+            header in ``role_ids`` where texts without the prompt end otherwise (Phi-3).
         role_ids: the role of each message header; empty if the headers of answers, or the tokens
             that end them, are unknown.
         repeats_header: whether the model, too, writes the header: between thinking and answer
@@ -101,9 +102,6 @@ class Vocabulary:
         """Find the headers and ends that the chat template writes."""
         header, end = self._plain_turn()
         self.prompt_ids = self.encode(header)
-        header = header.partition("<think")[0].strip()
-        self.header_ids = self.encode(header)
-        self.repeats_header = bool(header) and self._writes_twice(header)
         ends = () if self.eos_id is None else (self.eos_id,)
         of_template = self.encode(end)
         if len(of_template) == 1:
@@ -114,6 +112,13 @@ class Vocabulary:
             bos = getattr(self.tokenizer, "bos_token", None) or ""
             roles = _known(self.template, "roles", role_texts, self.template, bos, end)
         self.call_tags, self.names_system = roles.call, roles.names_system
+        answers = (text for text, role in roles.headers.items() if role == "assistant")
+        header = header.partition("<think")[0].strip() or next(answers, "")
+        self.header_ids = self.encode(header)
+        if self.template is not None and not self.prompt_ids:
+            rest = plain_turn(self.template).prompt.rpartition(header)[2] if header else ""
+            self.prompt_ids = self.encode(header + rest)
+        self.repeats_header = bool(header) and self._writes_twice(header)
         late_ends = map(self.encode, roles.ends)
         self.late_end_ids = frozenset(ids[0] for ids in late_ends if len(ids) == 1)
         unknown = getattr(self.tokenizer, "unk_token_id", None)
