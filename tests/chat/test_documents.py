@@ -364,6 +364,23 @@ def test_branches_side_chains_and_headers(key):
     assert tokenizer.decode(kept) == "c<end>"
 
 
+def test_silent_events_between_the_calls_of_an_answer_are_walked_over():
+    calls = [[{"type": "tool_use", "id": i}] for i in "12"]
+    results = [[{"type": "tool_result", "tool_use_id": i, "content": "r"}] for i in "12"]
+    events = [
+        event("u", None, "user", "q"),
+        event("a1", "u", "assistant", calls[0]),
+        {"uuid": "p", "parentUuid": "a1", "type": "progress"},
+        event("a2", "p", "assistant", calls[1]),
+        event("r1", "a1", "user", results[0]),
+        event("r2", "a2", "user", results[1]),
+        event("b", "r2", "assistant", "done"),
+    ]
+    assert trace_paths(iter(events)) == [events]
+    with pytest.raises(TypeError, match="events is a NoneType; pass the lines of a trace, "):
+        trace_paths(None)
+
+
 def test_traces_without_a_tree_are_one_path():
     events = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     assert trace_paths(events) == [events]

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from torch_collate_kit._checks import type_name
 from torch_collate_kit.errors import DataError
 
 _PARENTS = {"parentUuid": "uuid", "parentId": "id"}  # Claude Code, pi
 
 
-def trace_paths(events: Sequence[Any]) -> list[list[Any]]:
+def trace_paths(events: Iterable[Any]) -> list[list[Any]]:
     """Return the paths of a trace: each last event with those before it, in order of the file.
 
     Args:
@@ -27,6 +28,7 @@ def trace_paths(events: Sequence[Any]) -> list[list[Any]]:
     Raises:
         DataError: an event is no mapping, two have one id, a parent is missing, or an event is its
             own ancestor. The message names the event.
+        TypeError: events that are not iterable.
 
     >>> asked = {"uuid": "1", "parentUuid": None, "message": {"role": "user", "content": "Hi"}}
     >>> answers = [
@@ -36,6 +38,9 @@ def trace_paths(events: Sequence[Any]) -> list[list[Any]]:
     >>> [[event["message"]["content"] for event in path] for path in trace_paths([asked, *answers])]
     [['Hi', '2'], ['Hi', '3']]
     """
+    if not isinstance(events, Iterable):
+        raise TypeError(f"events is {type_name(events)}; pass the lines of a trace, each a mapping")
+    events = list(events)
     parents: dict[Any, Any] = {}  # of the events with a place in the tree
     own: list[Any] = []
     for i, event in enumerate(events):
@@ -76,19 +81,26 @@ def _chain_results(
     """Let the results of an answer's calls follow its last event, one after the other.
 
     Claude Code writes an answer of several calls as several events, each the child of the one
-    before, and the result of a call as a child of the call, beside the next one.
+    before, and the result of a call as a child of the call, beside the next one. Events without a
+    role, such as those of progress, may stand between them.
     """
     answers: dict[Any, list[Any]] = {}  # first event of an answer -> its events
     results: dict[Any, list[tuple[Any, list[Any]]]] = {}  # -> those of results, with their calls
     first_of: dict[Any, Any] = {}
+    silent: dict[Any, Any] = {}  # events without a role -> the last one before with a role
+    spoken: dict[Any, Any] = {}  # events -> the last one before with a role
     children: dict[Any, list[Any]] = {}
     for place, parent in parents.items():
         children.setdefault(parent, []).append(place)
     for event, place in zip(events, own, strict=True):
         message = event.get("message", event)
-        if place not in parents or not isinstance(message, Mapping):
+        if place not in parents:
             continue
-        content, parent = message.get("content"), parents[place]
+        parent = spoken[place] = silent.get(parents[place], parents[place])
+        if not isinstance(message, Mapping) or "role" not in message:
+            silent[place] = parent
+            continue
+        content = message.get("content")
         listed = content if isinstance(content, list) else []
         parts = [part for part in listed if isinstance(part, Mapping)]
         calls = [part.get("tool_use_id") for part in parts if part.get("type") == "tool_result"]
@@ -99,7 +111,7 @@ def _chain_results(
             results.setdefault(first_of[parent], []).append((place, calls))
     for first, found in results.items():
         answer, calls = answers[first], [call for _, of in found for call in of]
-        is_line = all(parents[after] == before for before, after in pairwise(answer))
+        is_line = all(spoken[after] == before for before, after in pairwise(answer))
         if is_line and len({*map(str, calls)}) == len(calls):  # else a call was done anew: branches
             chain = [answer[-1], *(place for place, _ in found)]
             for result in chain[1:-1]:

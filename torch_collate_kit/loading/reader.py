@@ -7,6 +7,7 @@ import copy
 import os
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
@@ -324,7 +325,12 @@ def _build(
     """Build the next batch, that of ``step``, or END, in the thread."""
     watchdog.collating = threading.get_ident()
     began = time.perf_counter()
-    batch = next(batches, END)
+    try:
+        batch = next(batches)
+    except StopIteration as error:
+        if not _is_end(error):  # of code that builds the batch: it would end the epoch in silence
+            raise RuntimeError(f"building the batch of step {step} raised StopIteration") from error
+        batch = END
     ended = copied = time.perf_counter()
     collated = batch if isinstance(batch, Collated) else Collated(batch)
     if batch is END or loader.is_closed:  # closed: the thread was abandoned, and touches nothing
@@ -334,6 +340,12 @@ def _build(
         batch = to_device.send(batch)
         copied = time.perf_counter()
     return collated._replace(batch=batch), (began, ended, copied)
+
+
+def _is_end(error: StopIteration) -> bool:
+    """Return whether a DataLoader's iterator, or the sampler inside it, has ended."""
+    frames = [frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)][1:]
+    return not frames or "_next_index" in frames or frames[-1] == "_next_data"
 
 
 def _named(collated: Collated, epoch: int, step: int, *, keep: bool) -> Any:

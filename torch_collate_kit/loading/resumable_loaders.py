@@ -320,7 +320,10 @@ def _collate_turn(collate: Callable[[Any], Any], turn: Any) -> Any:
     batch = turn.batch
     skipped = batch.metadata.get("skipped", ()) if isinstance(batch, Batch) else ()
     # torch's own, which is there if none was given, would rebuild a Batch without metadata
-    batch = batch if collate is default_convert else collate(batch)
+    try:
+        batch = batch if collate is default_convert else collate(batch)
+    except StopIteration as error:  # it would end the pass in silence
+        raise RuntimeError("collate_fn raised StopIteration") from error
     return turn._replace(batch=Collated(batch, tuple(Skipped(of, "") for of in skipped)))
 
 

@@ -278,7 +278,8 @@ def _log_faster_way(kind: str) -> None:
 def _is_indexed(source: Any) -> bool:
     """Return whether an example of a source can be read without those before it."""
     is_ours = isinstance(source, list | tuple | TokenizedDataset)
-    return is_ours or is_a(source, "datasets", "Dataset")
+    is_map_style = hasattr(source, "__getitem__") and not hasattr(source, "__iter__")
+    return is_ours or is_map_style or is_a(source, "datasets", "Dataset")
 
 
 def _indexed(part: Part, place: Place) -> Iterator[tuple[int, Example]]:
@@ -298,7 +299,8 @@ def _example_at(source: Any, position: int) -> Any:
 
 
 def _is_iterable(source: Any) -> bool:
-    return hasattr(source, "__iter__") or hasattr(source, "__getitem__")
+    is_map_style = hasattr(source, "__getitem__") and hasattr(source, "__len__")
+    return hasattr(source, "__iter__") or is_map_style
 
 
 # ---- streams of datasets, and sources that look at the DataLoader worker ----

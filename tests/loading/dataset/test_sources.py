@@ -232,6 +232,17 @@ def test_nesting_is_checked_before_a_line_is_parsed(
     )
 
 
+@pytest.mark.skipif(not hasattr(datasets, "Json"), reason="older datasets read it as it is")
+@pytest.mark.parametrize("number", [48.85837012345678, 1.5e-12, 0.5])
+def test_numbers_in_objects_that_datasets_changes_are_named(number, tmp_path, caplog):
+    rows = [{"x": {"a": 1}, "y": 1e-12}, {"x": {"b": [number]}, "y": 1e-12}, {"x": "a", "y": 2.0}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    kept = read_records(tmp_path / "a.jsonl")[1]["x"] == rows[1]["x"]
+    said = [record.getMessage() for record in caplog.records if "exactly" in record.getMessage()]
+    assert kept == (not said) == (number == 0.5)
+    assert kept or said[0].startswith(f"{tmp_path / 'a.jsonl'}: line 2 has numbers that datasets d")
+
+
 def test_brackets_in_strings_are_no_nesting(tmp_path: Path) -> None:
     texts = ["[" * 1000 + '"', '\\"[' * 1200, "[" * 62 + "1" + "]" * 62, "{\\"]
     path = tmp_path / "a.jsonl"

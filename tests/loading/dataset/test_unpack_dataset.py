@@ -326,6 +326,11 @@ def test_wrong_arguments():
         unpack_dataset(datasets.Dataset.from_dict(row).to_iterable_dataset())
     with pytest.raises(DataError, match="0 rows"):
         unpack_dataset(datasets.Dataset.from_dict({"input_ids": [], "seq_lengths": []}))
+    for empty in ({"input_ids": [], "seq_lengths": []}, pa.table({"input_ids": []})):
+        with pytest.raises(DataError, match="0 rows"):
+            unpack_dataset(empty)
+    with pytest.raises(DataError, match="input_ids does not hold one list of numbers per row: Py"):
+        unpack_dataset({"input_ids": [[2**63, 1]], "attention_mask": [[1, 1]]})
     nothing = {"input_ids": [[5, 6]], "seq_lengths": [[1, 1]]}
     with pytest.raises(DataError, match="no document of the 1 rows is trained"):
         unpack_dataset(datasets.Dataset.from_dict(nothing))

@@ -52,6 +52,24 @@ def test_an_error_is_raised_at_its_step_and_the_step_can_be_tried_again(failing,
     assert found == expected_digests(2)
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("of_stream", [False, True])
+def test_stop_iteration_of_a_collate_function_ends_no_epoch(num_workers: int, of_stream: bool):
+    def collate(batch: Any) -> Any:
+        return next(iter([])) if counted.append(0) or len(counted) > 1 else batch
+
+    counted: list[int] = []
+    options: dict[str, Any] = {"collate_fn": collate, "num_workers": num_workers}
+    if of_stream:
+        stream = PackedIterableDataset(EXAMPLES, PackedCollator(0, max_tokens=64), buffer_size=2)
+        loader = DataLoader(stream, batch_size=None, **options)
+    else:
+        sampler: Any = PrefetchingSampler(len(EXAMPLES), batch_size=2)
+        loader = DataLoader(EXAMPLES, batch_sampler=sampler, **options)
+    with PrefetchLoader(loader) as batches, pytest.raises(RuntimeError, match="StopIteration"):
+        list(batches)
+
+
 def test_an_error_of_a_worker_process_is_raised_at_its_step():
     bad = EXAMPLES[list(make_sampler())[2][0]]
 

@@ -24,7 +24,7 @@ from tests.loading.streaming.streaming_oracle import (
     make_examples,
     tokens_of,
 )
-from torch_collate_kit import PrefetchLoader
+from torch_collate_kit import PackedCollator, PackedIterableDataset, PrefetchLoader
 from torch_collate_kit.errors import DataError
 from torch_collate_kit.loading import TokenizedDataset, merge_states, shards
 from torch_collate_kit.loading.shards import has_exact_state
@@ -270,6 +270,28 @@ def test_batches_are_those_of_the_examples(name: str, overflow: str) -> None:
         found, expected = packed_stream(source, **settings), packed_stream(wanted, **settings)
         for batch, other in zip(found, expected, strict=True):
             assert_same_batch(batch, other)
+
+
+class Map:
+    """A map-style dataset as torch defines it: it has a length, and no IndexError at its end."""
+
+    def __init__(self, broken: int | None = None) -> None:
+        self.broken = broken
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, i: int) -> Any:
+        return [][0] if i == self.broken else {"input_ids": [i % 5 + 1] * 4}
+
+
+@pytest.mark.parametrize("num_shards", [None, 2])
+def test_a_map_style_dataset_is_read_to_its_length(num_shards: int | None) -> None:
+    collate = PackedCollator(0, max_tokens=4)
+    stream = PackedIterableDataset(Map(), collate, buffer_size=2, num_shards=num_shards)
+    assert sorted(int(batch["input_ids"][0, 0]) for batch in stream) == [1, 2, 3, 4, 5]
+    with pytest.raises(IndexError, match="list index out of range"):
+        list(PackedIterableDataset(Map(3), collate, buffer_size=2, num_shards=num_shards))
 
 
 def test_the_log_says_once_that_a_sampler_is_faster(caplog: Any) -> None:

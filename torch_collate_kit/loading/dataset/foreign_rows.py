@@ -100,7 +100,10 @@ def unpack_dataset(
     if not isinstance(rows, Mapping) and not is_a(rows, "pyarrow", "Table"):
         check_is_dataset(rows, "unpack_dataset", ", or stream.map(unpack_dataset, batched=True)")
         return _of_dataset(rows.with_format("arrow"), shifted, ids, num_proc)
-    packed = _Packed(_table(rows) if isinstance(rows, Mapping) else rows, 0, ids)
+    table = _table(rows) if isinstance(rows, Mapping) else rows
+    if not len(table):
+        raise DataError("the columns are empty (0 rows); give at least one")
+    packed = _Packed(table, 0, ids)
     if not packed.speaks:  # of a stream perhaps the last batch
         _logger.warning("of %d rows: %s", packed.num_rows, _SILENT)
     found, counts = packed.documents(shifted)
@@ -114,7 +117,7 @@ def _table(rows: Mapping[str, Any]) -> pa.Table:
     for name, column in rows.items():
         try:
             found[name] = pa.array([of.tolist() if hasattr(of, "tolist") else of for of in column])
-        except (pa.ArrowException, TypeError) as error:
+        except (pa.ArrowException, TypeError, OverflowError) as error:
             raise DataError(f"{name} does not hold one list of numbers per row: {error}") from error
     return pa.table(found)
 
@@ -298,7 +301,7 @@ class _Packed:
             numbers = entries.cast("int64").to_numpy(zero_copy_only=False)
         except ValueError as error:  # that of Arrow is one, too
             raise DataError(f"{name} must hold whole numbers: {error}") from error
-        return [part.tolist() for part in np.split(numbers, np.cumsum(counts)[:-1])]
+        return [part.tolist() for part in np.split(numbers, np.cumsum(counts))[:-1]]
 
     def _read_lists(self, name: str, begins: Any, is_pad: Any, may_be_left: Any) -> None:
         """Mark where documents begin by a list per row, and the pads that it leaves."""

@@ -6,10 +6,11 @@ import glob
 import gzip
 import io
 import json
+import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeAlias
@@ -55,6 +56,8 @@ if TYPE_CHECKING:
 
 DatasetSource: TypeAlias = "Examples | str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
 IDS = ("input_ids", "labels")  # tokens; masks may be weights
+_logger = logging.getLogger("torch_collate_kit.loading")
+_LONG_NUMBER = re.compile(rb"\d{19}|\.\d{11}|\d[eE]-")
 _KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow"}
 _KINDS |= {".txt": "text"} | dict.fromkeys(
     (".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst"), "json"
@@ -121,7 +124,10 @@ def _read_file(datasets: Any, path: Path) -> Dataset:
             if not parquet.read_metadata(path).num_rows:
                 raise ValueError("there are no rows in it (0 examples); give at least one")
         how: Any = {"sample_by": "document"} if kind == "text" else {}  # a file is one document
-        return datasets.load_dataset(kind, data_files=glob.escape(str(path)), split="train", **how)
+        rows = datasets.load_dataset(kind, data_files=glob.escape(str(path)), split="train", **how)
+        if kind == "json":
+            _warn_of_rounding(path, [n for n, of in rows.features.items() if "Json(" in str(of)])
+        return rows
     except Exception as error:  # of many types, as the file is broken
         if kind == "json":
             _check_depth(path, _MAX_DEPTH)
@@ -171,6 +177,36 @@ def _check_depth(path: Path, limit: int) -> None:
                     f"{_MAX_DEPTH} levels that an Arrow table holds; give what is inside as a JSON "
                     "string"
                 )
+
+
+def _warn_of_rounding(path: Path, columns: Sequence[str]) -> None:
+    """Log the first number in columns of objects that ``datasets`` rounds to 10 decimals."""
+    if not columns:
+        return
+    from datasets.utils.json import ujson_dumps, ujson_loads
+
+    def is_changed(value: Any) -> bool:
+        if isinstance(value, list | dict):
+            return any(map(is_changed, value.values() if isinstance(value, dict) else value))
+        try:
+            return isinstance(value, int | float) and ujson_loads(ujson_dumps(value)) != value
+        except ValueError:  # beyond 64 bits
+            return True
+
+    with _opened(path) as file:
+        for number, line in enumerate(file, 1):
+            if not _LONG_NUMBER.search(line):
+                continue
+            with suppress(ValueError, AttributeError):  # not of JSON Lines
+                record = json.loads(line)
+                if any(is_changed(record.get(name)) for name in columns):
+                    _logger.warning(
+                        "%s: line %d has numbers that datasets does not keep exactly (it has 10 "
+                        "decimals and 64 bits in columns of objects); write them, or the arguments "
+                        "of the call, as a JSON string",
+                        *(path, number),
+                    )
+                    return
 
 
 def _broken_line(path: Path) -> str | None:
