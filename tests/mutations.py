@@ -59,7 +59,7 @@ FAULTS = [
     Fault("chat/traces.py", "if key is not None and not is_side:", "if key is not None:", "chat/test_documents.py"),
     Fault("preference/tokenize.py", "[1] * (loss_mask.index(1) - num_prompt)", "[0] * (loss_mask.index(1) - num_prompt)", "preference/test_tokenize.py"),
     Fault("loading/shards.py", "return is_ours or is_map_style or", "return is_ours or", "loading/streaming/test_sources.py"),
-    Fault("loading/reader.py", "        if not _is_end(error):", "        if False:", "loading/prefetch/test_loader_faults.py"),
+    Fault("loading/reader.py", "        if _is_of_a_batch(error):", "        if False:", "loading/prefetch/test_loader_faults.py"),
     Fault("loading/resumable_loaders.py", 'raise RuntimeError("collate_fn raised StopIteration") from error', "raise", "loading/prefetch/test_loader_faults.py"),
     Fault("loading/dataset/sources.py", "ujson_loads(ujson_dumps(value)) != value", "False", "loading/dataset/test_sources.py"),
     Fault("chat/traces.py", "silent.get(parents[place], parents[place])", "parents[place]", "chat/test_documents.py"),

@@ -328,7 +328,7 @@ def _build(
     try:
         batch = next(batches)
     except StopIteration as error:
-        if not _is_end(error):  # of code that builds the batch: it would end the epoch in silence
+        if _is_of_a_batch(error):  # it would end the epoch in silence
             raise RuntimeError(f"building the batch of step {step} raised StopIteration") from error
         batch = END
     ended = copied = time.perf_counter()
@@ -342,10 +342,10 @@ def _build(
     return collated._replace(batch=batch), (began, ended, copied)
 
 
-def _is_end(error: StopIteration) -> bool:
-    """Return whether a DataLoader's iterator, or the sampler inside it, has ended."""
-    frames = [frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)][1:]
-    return not frames or "_next_index" in frames or frames[-1] == "_next_data"
+def _is_of_a_batch(error: StopIteration) -> bool:
+    """Return whether code that reads or collates raised it, here or in a worker, by its frames."""
+    names = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
+    return not names.isdisjoint({"fetch", "reraise"})  # of torch's DataLoader
 
 
 def _named(collated: Collated, epoch: int, step: int, *, keep: bool) -> Any:
