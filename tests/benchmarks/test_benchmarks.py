@@ -42,5 +42,5 @@ def test_a_gpu_run_saves_skips_and_shows(
         assert run.main(options) == 0
         assert capsys.readouterr().out.count("measured already") == measured
     page = (tmp_path / "gpu-cpu-tiny.md").read_text(encoding="utf-8")
-    assert "| Is packed attention exact on the GPU? | 20 checks pass, 0 fail |" in page
+    assert "| Is packed attention exact on the GPU? | 23 checks pass, 0 fail |" in page
     assert "| checks of correctness that fail | 0 | at most 0 | met |" in page
