@@ -132,15 +132,10 @@ def test_the_losses_are_those_without_sharing(
     assert "tokens_per_cell" not in plain.summary
 
 
-def test_large_conversations_are_cut_between_turns(
-    talks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_conversations_that_are_longer_than_a_row_are_not_cut(talks: Path, tmp_path: Path) -> None:
     options = f"--dataset {talks} --train-on each --num-held-out 2 --batch-rows 4 --max-steps 2"
-    small = run(f"{options} --max-tokens 128 --cpu --threads 1", tmp_path)
-    assert (
-        "18 conversations are longer than a row, and cut between turns" in capsys.readouterr().out
-    )
-    assert small.summary["tokens_per_cell"] > 1.1
+    message = refusal(f"{options} --max-tokens 128 --cpu --threads 1", tmp_path)
+    assert "no conversation fits in --max-tokens 128; raise it" in message
 
 
 @pytest.mark.parametrize(
