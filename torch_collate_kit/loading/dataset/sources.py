@@ -181,9 +181,12 @@ def _check_depth(path: Path, limit: int) -> None:
 
 def _warn_of_rounding(path: Path, columns: Sequence[str]) -> None:
     """Log the first number in columns of objects that ``datasets`` rounds to 10 decimals."""
+    try:  # not public, so that another release may be without them
+        from datasets.utils.json import ujson_dumps, ujson_loads
+    except ImportError:
+        return
     if not columns:
         return
-    from datasets.utils.json import ujson_dumps, ujson_loads
 
     def is_changed(value: Any) -> bool:
         if isinstance(value, list | dict):
